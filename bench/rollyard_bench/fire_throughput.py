@@ -85,8 +85,9 @@ def _victims(yard: Yard, kind: str) -> list[Process]:
     used = set(yard.in_use())
     inside = [one for one in there if one.kind == "sandbox" and one.sandbox in used]
     if kind == "bwrap":
-        return [one for one in inside if _program(one) == "bwrap"]
-    return [one for one in inside if _program(one).startswith("python")]
+        # Process 1 of a sandbox that was forked from a template ends it as its bwrap would.
+        return [one for one in inside if _program(one) in ("bwrap", "init")]
+    return [one for one in inside if _program(one).startswith(("python", "loader"))]
 
 
 def _kill(yard: Yard, kind: str, rng: random.Random) -> bool:

@@ -113,6 +113,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("turn_overhead_busy", "overhead", "ms", None, "times the baseline"),
     Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal"), "times the baseline"),
     Figure("uneven_vs_round_robin", "uneven", "s", None, "times faster"),
+    Figure("submit_to_first_token", "first_token", "ms", _value("<=", 500, "≤ 500 ms"), "times faster"),
     Figure(
         "fire_every_4_s",
         "fire_throughput",

@@ -22,10 +22,11 @@ from rollyard.local.options import Options
 from rollyard.local.vllm import vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
 from rollyard_crds.reading.engine_arguments import given
-from rollyard_drivers.host.child import sweep
+from rollyard_drivers.host.child import Folders, sweep
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.log_file import telling
 from rollyard_drivers.host.processes import identify, members
+from rollyard_drivers.host.ready_processes import ReadyProcesses
 from rollyard_drivers.reconcile.naming import owner_of
 from rollyard_drivers.reconcile.plan import ObservedPool, Owner, Plan, Profile, Workload
 from rollyard_drivers.reconcile.pool import reconcile_pool
@@ -83,7 +84,8 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Driver]]:
     home = Home(tmp_path / "home")
     home.make()
     async with httpx.AsyncClient(trust_env=False) as http:
-        fleet = Fleet(home, Options(home=home.root), "http://127.0.0.1:1", http, lambda: None)
+        options, none_ready = Options(home=home.root), ReadyProcesses(Folders(home.logs, home.pids), ())
+        fleet = Fleet(home, options, "http://127.0.0.1:1", http, lambda: None, none_ready, lambda owner: "")
         yield lambda **engine: Driver(fleet, home, **engine)
         await fleet.stop_all("backend", 2.0)
     assert not list(home.pids.glob("*.json"))

@@ -31,6 +31,7 @@ from rollyard_drivers.host.control_plane import (
 )
 from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json, write_json
+from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_drivers.reconcile.plan import Owner
 
@@ -50,7 +51,6 @@ from rollyard_slurm.options import (
     reconcile_profile,
     served,
 )
-from rollyard_slurm.private_files import write_private
 from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.scheduling.poll_interval import PollInterval
 from rollyard_slurm.scripts.site import Site

@@ -80,6 +80,13 @@ LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
     show_default=True,
     help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
+@click.option(
+    "--ready-workers",
+    type=click.IntRange(0, 64),
+    default=1,
+    show_default=True,
+    help="Processes that stand ready for the workers of jobs; 0: no process of any kind stands ready.",
+)
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")
 def command(
@@ -100,6 +107,7 @@ def command(
     image_cache: Path | None,
     fakeroot: bool,
     lease_seconds: float,
+    ready_workers: int,
     home: Path | None,
     detach: bool,
 ) -> None:
@@ -179,6 +187,7 @@ def command(
         image_cache=str(image_cache.expanduser().resolve()) if image_cache is not None else "",
         fakeroot=fakeroot,
         lease_seconds=lease_seconds,
+        ready_workers=ready_workers,
     )
     if detach:
         _detach(Home(options.home), options)
@@ -210,6 +219,7 @@ def _detach(home: Home, options: Options) -> None:
     log.unlink(missing_ok=True)
     arguments = ["--home", str(home.root), "--host", options.host, "--port", str(options.port)]
     arguments += [*options.sandbox_arguments(), "--lease-seconds", f"{options.lease_seconds:g}"]
+    arguments += ["--ready-workers", str(options.ready_workers)]
     for name, value in (
         ("--backend", options.backend_url),
         ("--model", options.model),

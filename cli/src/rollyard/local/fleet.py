@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
 from rollyard_drivers.health.backend import BackendHealth, watch_backend
 from rollyard_drivers.host.child import Child, Folders
+from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.host.home import Home
+from rollyard_drivers.host.private_files import write_private
+from rollyard_drivers.host.ready_processes import ReadyProcesses
 from rollyard_drivers.reconcile.plan import (
     Launch,
     ObservedWorkload,
@@ -32,6 +35,10 @@ from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
 from rollyard.local.vllm import free_port, vllm_server
 
+WORKER: Final = WORKER_MODULE[1]
+"""The package that is run as a stage worker."""
+ENGINE: Final = ENGINE_MODULE[1]
+"""The package that is run as the embedded engine."""
 HAND_OVER_SECONDS = 6.0
 """A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
 that it holds at once."""
@@ -76,10 +83,27 @@ async def _listening(port_file: Path, host: str) -> str:
 
 
 class Fleet:
-    """The stage workers and backends of one supervisor, by name."""
+    """The stage workers and backends of one supervisor, by name.
+
+    Args:
+        home: The folders of logs, pid files, tokens and sandboxes.
+        options: The options of `rollyard up`.
+        url: The base URL of the control plane.
+        http: The client that asks for the health of backends.
+        wake: Called when something has changed, so that the next pass starts early.
+        ready: The processes that stand ready.
+        worker_token: Returns the token of the workers of a RolloutJob.
+    """
 
     def __init__(
-        self, home: Home, options: Options, url: str, http: httpx.AsyncClient, wake: Callable[[], None]
+        self,
+        home: Home,
+        options: Options,
+        url: str,
+        http: httpx.AsyncClient,
+        wake: Callable[[], None],
+        ready: ReadyProcesses,
+        worker_token: Callable[[Owner], str],
     ) -> None:
         self._home = home
         self._options = options
@@ -90,6 +114,8 @@ class Fleet:
         self._folders = Folders(home.logs, home.pids)
         self._visible: tuple[str, ...] = ()
         self._replaced = Replacements()
+        self._ready = ready
+        self._worker_token = worker_token
 
     def owners(self) -> set[Owner]:
         """Return the owners of all workloads."""
@@ -164,17 +190,14 @@ class Fleet:
             if workload.engine == "vllm":
                 entry.child = await self._start_vllm(entry)
             else:
-                entry.child = await Child.start(
-                    workload.name,
-                    self._arguments(entry),
-                    self._folders,
-                    env=dict(workload.env),
-                    on_exit=self._wake,
+                module, *arguments = self._arguments(entry)
+                entry.child = await self._ready.start(
+                    module, workload.name, arguments, env=dict(workload.env), on_exit=self._wake
                 )
         except CannotStart as lack:
             entry.blocked, entry.failure = True, str(lack)
             return
-        except OSError as error:
+        except (HostError, OSError) as error:
             entry.failure = f"cannot be started: {error}"
             return
         if workload.kind == "backend":
@@ -225,10 +248,13 @@ class Fleet:
         if workload.kind == "backend":
             port_file = self._home.pids / f"{workload.name}.port"
             port_file.unlink(missing_ok=True)
-            return [*ENGINE_MODULE, *engine_arguments(workload, self._options.host, 0, port_file)]
+            return [ENGINE, *engine_arguments(workload, self._options.host, 0, port_file)]
+        # The worker works for one job only, and its token serves no other.
+        token_file = self._home.worker_token_file(workload.name)
+        write_private(token_file, self._worker_token(workload.owner))
         return [
-            *WORKER_MODULE,
-            *worker_arguments(workload, self._url, self._home.state / "tokens.json"),
+            WORKER,
+            *worker_arguments(workload, self._url, token_file),
             *("--run-dir", str(self._home.run), *self._options.sandbox_arguments()),
             *("--name", entry.worker),
         ]
@@ -242,9 +268,13 @@ class Fleet:
         if entry.probe is not None:
             entry.probe.cancel()
         if entry.child is None or entry.child.exit_code is not None:
-            del self._entries[stop.name]
+            self._forget(entry)
             return
         entry.stopping = asyncio.create_task(self._end(entry, stop.grace_seconds), name=f"stop {stop.name}")
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.workload.name]
+        self._home.worker_token_file(entry.workload.name).unlink(missing_ok=True)
 
     async def _end(self, entry: _Entry, grace_seconds: float) -> None:
         if entry.child is not None:
@@ -252,7 +282,7 @@ class Fleet:
             worker = entry.workload.kind == "stage-worker"
             await entry.child.stop(grace_seconds, insist if worker else None)
         if self._entries.get(entry.workload.name) is entry:
-            del self._entries[entry.workload.name]
+            self._forget(entry)
         self._wake()
 
     async def stop_all(self, kind: str, grace_seconds: float) -> None:

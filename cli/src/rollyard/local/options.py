@@ -10,6 +10,7 @@ from rollyard.errors import LookupFailed
 
 DEFAULT_PORT = 8765
 DEFAULT_POOL = "default"
+DEFAULT_READY_WORKERS = 1
 DEFAULT_LEASE_SECONDS = 15.0
 """The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for a
 network."""
@@ -51,6 +52,10 @@ class Options:
     """Whether programs inside a sandbox are root of their image, for Apptainer."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """The seconds that a stage worker may be silent before its rollouts go to another one."""
+
+    ready_workers: int = DEFAULT_READY_WORKERS
+    """The number of processes that stand ready to become stage workers. With 0, none stands ready, and no
+    other process does either."""
 
     def sandbox_arguments(self) -> tuple[str, ...]:
         """Return the sandbox options for the command lines of stage workers and of a supervisor."""

@@ -19,14 +19,17 @@ from typing import Any
 
 import httpx
 from rollyard_crds import BackendPool
-from rollyard_drivers.host.child import sweep
+from rollyard_crds.security.job_token import job_token
+from rollyard_drivers.host.child import Folders, sweep
+from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
 from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
 from rollyard_drivers.host.home import Home
+from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_drivers.reconcile.placement import is_for
-from rollyard_drivers.reconcile.plan import Profile
+from rollyard_drivers.reconcile.plan import Owner, Profile
 
-from rollyard.local.fleet import Fleet
+from rollyard.local.fleet import ENGINE, WORKER, Fleet
 from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
 from rollyard.local.vllm import API_SERVER
 
@@ -34,6 +37,12 @@ TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 8.0
 BACKEND_GRACE_SECONDS = 3.0
 CONTROL_PLANE_GRACE_SECONDS = 3.0
+WORKER_IMPORTS = ("aiohttp", "httpcore", "anyio.streams.tls", "encodings.idna")
+"""The modules that a stage worker imports with its first requests."""
+ENGINE_IMPORTS = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
+"""The modules that the engine imports after it has read its arguments."""
+PLANE_IMPORTS = ("uvloop", "httptools", "anyio.streams.tls")
+"""The modules that the control plane imports when it begins to serve."""
 PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
 
 
@@ -92,6 +101,21 @@ def plane_settings(options: Options) -> ControlPlaneSettings:
     )
 
 
+def ready_programs(options: Options) -> tuple[Program, ...]:
+    """Return the programs of which processes stand ready.
+
+    With `--ready-workers 0` there are none. Otherwise a control plane stands ready too, and an engine if the
+    backends are embedded engines, so that each of them is restarted quickly.
+    """
+    if options.ready_workers == 0:
+        return ()
+    worker = Program(WORKER, WORKER_IMPORTS, options.ready_workers)
+    plane = Program(CONTROL_PLANE, PLANE_IMPORTS)
+    if options.backend_url or options.engine != "embedded":
+        return (worker, plane)
+    return (worker, plane, Program(ENGINE, ENGINE_IMPORTS))
+
+
 class Supervisor:
     """Runs the processes of one home until it is stopped, and leaves no process behind."""
 
@@ -136,13 +160,16 @@ class Supervisor:
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
-        plane = ControlPlaneProcess(self._home, plane_settings(self._options), http)
+        ready = ReadyProcesses(Folders(self._home.logs, self._home.pids), ready_programs(self._options))
+        plane = ControlPlaneProcess(self._home, plane_settings(self._options), http, ready)
         fleet: Fleet | None = None
         store: Store | None = None
         try:
             if not await unless_stopped(plane.start(), self._stop):
                 return
-            fleet = Fleet(self._home, self._options, plane.url, http, self._wake.set)
+            fleet = Fleet(
+                self._home, self._options, plane.url, http, self._wake.set, ready, self._worker_token(plane)
+            )
             store = self._make_store(plane.url, plane.token("admin"))
             await replace_pool(store, pool)
             self._home.write_context(plane.url)
@@ -150,12 +177,14 @@ class Supervisor:
                 Ready(plane.url, plane.token("admin"), self._options.backend_url or pool.spec.model, swept)
             )
             async with asyncio.TaskGroup() as group:
+                standing = group.create_task(ready.keep(), name="ready processes")
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 mine = partial(is_for, driver="local")
                 driver = Driver(store, fleet, PROFILE, self._on_trouble, takes=mine, serves=mine)
                 turning = group.create_task(self._loop(driver), name="reconcile")
                 watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
+                standing.cancel()
                 watching.cancel()
                 keeping.cancel()
                 turning.cancel()
@@ -163,6 +192,10 @@ class Supervisor:
             await self._shut_down(plane, fleet)
             if store is not None:
                 await store.close()
+
+    def _worker_token(self, plane: ControlPlaneProcess) -> Callable[[Owner], str]:
+        """Return a function that makes the token of the workers of one RolloutJob."""
+        return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
     async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None) -> None:
         # The workers end first, while the control plane can still take back the rollouts that they hold.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -42,8 +43,16 @@ class Child:
     It must be started from the main thread, because the kernel ties the death signal to the thread.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: LogFile, pid_file: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        log: LogFile,
+        pid_file: Path,
+        on_exit: Callable[[], None],
+    ) -> None:
         self.name = name
+        self._on_exit = on_exit
         self.started_at = datetime.now(UTC)
         self.exited_at: datetime | None = None
         self._process = process
@@ -62,6 +71,7 @@ class Child:
         on_exit: Callable[[], None] = lambda: None,
         program: str = sys.executable,
         guarded: bool = False,
+        waits: bool = False,
     ) -> Child:
         """Start `program arguments…` and return the child.
 
@@ -74,6 +84,7 @@ class Child:
             program: The absolute path of the program. The default is this Python.
             guarded: Whether the program has subprocesses that must not outlive it. A guard beside it then
                 ends them all, even when this process is killed.
+            waits: Whether the program waits for its arguments, which `hand_over` sends to its standard input.
 
         Raises:
             OSError: The process cannot be started, or its log cannot be opened.
@@ -94,7 +105,7 @@ class Child:
                 str(launcher.__file__),
                 str(os.getpid()),
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if waits else asyncio.subprocess.DEVNULL,
                 stdout=write,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
@@ -110,16 +121,48 @@ class Child:
         identity = identify(process.pid)
         if identity is not None:
             write_json(pid_file, identity.to_json())
-        child = cls(name, process, log, pid_file)
+        child = cls(name, process, log, pid_file, on_exit)
         child._reader = asyncio.create_task(child._copy(stream), name=f"log of {name}")
-        child._waiter = asyncio.create_task(child._wait(on_exit, pipe), name=f"end of {name}")
+        child._waiter = asyncio.create_task(child._wait(pipe), name=f"end of {name}")
         return child
+
+    async def hand_over(
+        self, name: str, arguments: Sequence[str], folders: Folders, on_exit: Callable[[], None]
+    ) -> bool:
+        """Send its arguments to a child that waits for them, and return whether it was there to take them.
+
+        From then on the child has another name, log file, pid file and `on_exit`. This is done once.
+
+        Raises:
+            OSError: The log cannot be opened.
+        """
+        stdin = self._process.stdin
+        identity = identify(self._process.pid)
+        if stdin is None or stdin.is_closing() or identity is None or self._process.returncode is not None:
+            return False
+        try:
+            log, before = LogFile(folders.logs / f"{name}.log"), self._log
+        except OSError:
+            stdin.close()  # The process ends.
+            raise
+        pid_file, old_pid_file = folders.pids / f"{name}.json", self._pid_file
+        write_json(pid_file, identity.to_json())
+        self.name, self._log, self._pid_file, self._on_exit = name, log, pid_file, on_exit
+        self.started_at = datetime.now(UTC)
+        before.close()
+        old_pid_file.unlink(missing_ok=True)
+        # If the process ends now, `on_exit` is called as for any other end.
+        with contextlib.suppress(ConnectionError):
+            stdin.write(json.dumps(list(arguments)).encode() + b"\n")
+            await stdin.drain()
+        stdin.close()
+        return True
 
     async def _copy(self, stream: asyncio.StreamReader) -> None:
         while data := await stream.read(_CHUNK):
             self._log.write(data)
 
-    async def _wait(self, on_exit: Callable[[], None], pipe: asyncio.BaseTransport) -> int:
+    async def _wait(self, pipe: asyncio.BaseTransport) -> int:
         code = await self._process.wait()
         # This happens before a successor is started, because the processes that are left hold memory, a GPU
         # or a port.
@@ -133,7 +176,7 @@ class Child:
         self.exited_at = datetime.now(UTC)
         self._log.close()
         self._pid_file.unlink(missing_ok=True)
-        on_exit()
+        self._on_exit()
         return code
 
     @property

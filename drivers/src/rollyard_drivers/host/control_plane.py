@@ -15,8 +15,11 @@ from rollyard_crds.backoff import Backoff
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json
+from rollyard_drivers.host.ready_processes import ReadyProcesses
 
 NAME = "control-plane"
+PROGRAM: Final = "rollyard_api"
+"""The package that is run as the control plane."""
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.05
 _RESTARTS: Final = Backoff(first=0.5, longest=15.0)
@@ -124,10 +127,24 @@ def token_in(path: Path, role: str) -> str:
 
 
 class ControlPlaneProcess:
-    """A `python -m rollyard_api` process, which keeps its port when it is restarted."""
+    """A `python -m rollyard_api` process, which keeps its port when it is restarted.
 
-    def __init__(self, home: Home, settings: ControlPlaneSettings, http: httpx.AsyncClient) -> None:
+    Args:
+        home: The folders of the state, the log and the pid file.
+        settings: The settings of the control plane.
+        http: The client that asks whether the control plane is ready.
+        ready: The processes that stand ready. By default there are none.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        settings: ControlPlaneSettings,
+        http: httpx.AsyncClient,
+        ready: ReadyProcesses | None = None,
+    ) -> None:
         self._home = home
+        self._ready = ready or ReadyProcesses(Folders(home.logs, home.pids), ())
         self._settings = settings
         self._http = http
         self._port = settings.port
@@ -167,7 +184,7 @@ class ControlPlaneProcess:
         port_file.unlink(missing_ok=True)
         self._ended.clear()
         arguments = [
-            *("-m", "rollyard_api", "--state-dir", str(self._home.state), "--host", self._settings.host),
+            *("--state-dir", str(self._home.state), "--host", self._settings.host),
             *("--port", str(self._port), "--port-file", str(port_file)),
             *("--lease-seconds", f"{self._settings.lease_seconds:g}"),
         ]
@@ -175,9 +192,8 @@ class ControlPlaneProcess:
         arguments += ["--verify-python", verify] if verify else []
         arguments += ["--open-docs"] if self._settings.open_docs else []
         arguments += [f"--allow-tasks-from={prefix}" for prefix in self._settings.allow_tasks_from]
-        folders = Folders(self._home.logs, self._home.pids)
         try:
-            child = await Child.start(NAME, arguments, folders, on_exit=self._ended.set)
+            child = await self._ready.start(PROGRAM, NAME, arguments, on_exit=self._ended.set)
         except OSError as error:
             raise StartFailed(f"the control plane cannot be started: {error}") from error
         self._child = child

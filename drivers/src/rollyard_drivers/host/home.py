@@ -74,6 +74,10 @@ class Home:
         """The file that identifies the running supervisor, for `rollyard down`."""
         return self.root / "supervisor.json"
 
+    def worker_token_file(self, workload: str) -> Path:
+        """Return the path of the file with a stage worker's token, which serves the worker's job only."""
+        return self.state / "worker-tokens" / workload
+
     def make(self) -> None:
         """Create the folders, which only the user can read.
 

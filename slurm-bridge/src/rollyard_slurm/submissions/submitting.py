@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop
 from rollyard_drivers.reconcile.replacements import Replacements
 
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
-from rollyard_slurm.private_files import write_private
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes

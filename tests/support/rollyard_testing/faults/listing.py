@@ -27,7 +27,7 @@ class Process:
     """The clock ticks since boot: with the pid, they are an identity that is never reused."""
     parent: int
     kind: str
-    """One of driver, control-plane, worker, backend and sandbox; otherwise foreign."""
+    """One of driver, control-plane, worker, backend, sandbox and ready; otherwise foreign."""
     sandbox: str = ""
     """The sandbox that it belongs to."""
     is_first: bool = False
@@ -57,7 +57,8 @@ def processes(home: Path, mark: bytes, known: Set[str] = frozenset()) -> list[Pr
             if seen.state in "ZX" or pid == os.getpid():
                 continue
             if mark in seen.environment:
-                found[pid] = Process(pid, seen.started, seen.parent, _kind(seen.command))
+                kind = "ready" if _stands_ready(pid, seen.command) else _kind(seen.command)
+                found[pid] = Process(pid, seen.started, seen.parent, kind)
             else:
                 others.append(seen)
     named: dict[str, str] = {}
@@ -168,6 +169,16 @@ def _numbers(pid: int) -> list[str]:
             if line.startswith("NSpid:"):
                 return line.split()[1:]
     return []
+
+
+def _stands_ready(pid: int, words: list[bytes]) -> bool:
+    """Return whether a process waits to become a worker, a backend or a control plane.
+
+    Such a process reads its arguments from a pipe, which it closes when it has them.
+    """
+    if b"rollyard_drivers.host.ready_process" not in words:
+        return False
+    return os.readlink(PROC / str(pid) / "fd/0").startswith("pipe:")
 
 
 def _kind(words: list[bytes]) -> str:

@@ -1,4 +1,4 @@
-"""A writer of private files on storage that the nodes share, such as the token of one job's workers."""
+"""A writer of private files, such as the token of one job's workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file with mode 0600 in a folder of mode 0700, either completely or not at all.
+    """Write a file with mode 0600 in a folder of mode 0700, either completely or not at all.
 
     Nothing is written if the file already holds the text.
 

@@ -12,7 +12,7 @@ import binascii
 import uuid
 from typing import Final, Literal
 
-from rollyard_api.core.problems import Conflict, Gone, MalformedRequest
+from rollyard_api.core.problems import Conflict, Gone, QueryRefused
 
 Kind = Literal["trajectories", "groups", "rollouts", "events"]
 
@@ -29,20 +29,20 @@ def text(kind: Kind, uid: str, position: int | str) -> str:
     return f"{_VERSION}.{_LETTERS[kind]}.{packed}.{position}"
 
 
-def garbage(parameter: str, given: str, kind: Kind) -> MalformedRequest:
+def garbage(parameter: str, given: str, kind: Kind) -> QueryRefused:
     """Return the error for a parameter that is not a cursor of this kind."""
     detail = (
         f"{parameter}: {given[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
         "or leave it out to begin with the first"
     )
-    return MalformedRequest(detail, reason="CursorInvalid", errors=[detail])
+    return QueryRefused(detail, reason="CursorInvalid", errors=[detail])
 
 
 def _split(given: str, parameter: str, kind: Kind) -> tuple[str, str]:
     """Return the uid and the position of a cursor.
 
     Raises:
-        MalformedRequest: This is not a cursor, or it is one of another kind.
+        QueryRefused: This is not a cursor, or it is one of another kind.
     """
     parts = given.split(".", 3)
     if len(given) > MAX_LENGTH or len(parts) != 4 or parts[:2] != [_VERSION, _LETTERS[kind]]:
@@ -68,7 +68,7 @@ def word(given: str, kind: Kind, *, uid: str, job: str, parameter: str) -> str:
     """Return the position in a cursor of the job `job`, as it is written there.
 
     Raises:
-        MalformedRequest: This is not a cursor of this kind.
+        QueryRefused: This is not a cursor of this kind.
         Gone: The cursor belongs to another job.
     """
     found, position = _split(given, parameter, kind)
@@ -88,7 +88,7 @@ def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: s
         parameter: The name of the cursor's parameter in the request, for messages.
 
     Raises:
-        MalformedRequest: This is not a cursor of this kind.
+        QueryRefused: This is not a cursor of this kind.
         Gone: The cursor belongs to another job.
         Conflict: The cursor lies past the end.
     """

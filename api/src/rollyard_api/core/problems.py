@@ -45,7 +45,7 @@ class Malformed(ApiError):
     reason = "MalformedBody"
 
 
-class MalformedRequest(ApiError):
+class QueryRefused(ApiError):
     """A parameter of the request is wrong; `errors` names it."""
 
     status = 400

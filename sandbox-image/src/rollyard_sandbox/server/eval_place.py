@@ -31,7 +31,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOOK_SECONDS = 2.0  # The time allowed for adding up what the sandbox's own files take on a full disk.
 
 
-class EvalPlace:
+class PrivatePlace:
     """The folders of an evaluation; the fields are those of `client.results.EvalPlace`."""
 
     __slots__ = ("folder", "home", "reward_file", "tmp")
@@ -89,7 +89,7 @@ class EvalPlaces:
         self._mounted = False
         self._current: str | None = None
 
-    def make(self) -> EvalPlace:
+    def make(self) -> PrivatePlace:
         """Return a fresh place after removing the one before. No process of the sandbox may be alive.
 
         Raises:
@@ -98,7 +98,7 @@ class EvalPlaces:
         """
         self.remove()
         if self._namespaces is not None:
-            place = EvalPlace(self._namespaces.mount_place())
+            place = PrivatePlace(self._namespaces.mount_place())
             self._mounted = True
             place.fill()
             return place
@@ -142,9 +142,9 @@ class EvalPlaces:
             rmtree(self._current, ignore_errors=True)
             self._current = None
 
-    def _make_in(self, parent: str) -> EvalPlace:
+    def _make_in(self, parent: str) -> PrivatePlace:
         check_room(parent)
-        place = EvalPlace(os.path.join(parent, f".eval-{os.urandom(_NAME_BYTES).hex()}"))
+        place = PrivatePlace(os.path.join(parent, f".eval-{os.urandom(_NAME_BYTES).hex()}"))
         os.mkdir(place.folder, 0o700)
         self._current = place.folder
         try:

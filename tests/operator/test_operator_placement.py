@@ -191,7 +191,7 @@ async def test_what_no_driver_speaks_of_says_which_one_is_missing(
     lab.kube.put(job(placement="local"))
     await until(lambda: lab.condition("Admitted").get("reason") == "NoDriver")
     assert lab.condition("Running")["status"] == "False"
-    assert "no driver 'local' has spoken of it yet" in lab.status()["message"]
+    assert "no driver 'local' has reported on it yet" in lab.status()["message"]
     lab.control.post_pool(BackendPool.model_validate(pool(placement="slurm")))
 
     def ready() -> Any:

@@ -210,7 +210,7 @@ def test_a_job_on_each_at_the_same_time(installation: Shared, bridge: Bridge) ->
     }
     assert components <= {("here", None), (None, "pods"), (None, None)}
 
-    nobody = on.until_condition("rj", "nowhere", "Admitted", "no driver 'local' has spoken of it yet")
+    nobody = on.until_condition("rj", "nowhere", "Admitted", "no driver 'local' has reported on it yet")
     assert nobody["reason"] == "NoDriver"
 
     for kind, names in (("rj", ("here", "there", "nowhere")), ("bp", ("nodes", "pods"))):

@@ -9,6 +9,8 @@ STAMP := $(VENV)/.stamp
 DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
+# A machine may forbid bytecode. Hundreds of processes start here, and each of them would compile its sources again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup run demo-vllm demo-kubernetes demo-slurm check test bench lint format typecheck crds docs clean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import os
 import signal
 import sys
 import time
@@ -112,6 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _stop)
+    # Where the machine's configuration forbids bytecode, each process that a figure is about would compile its
+    # sources, which no user's would do.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     entries: list[Entry] = []
     begin = time.monotonic()
     with shared_evenly():

@@ -43,9 +43,9 @@ class Pool:
             await self.served.plane.cancel_rest(job_id)
         return ended
 
-    async def to_run(self) -> None:
-        """Take every rollout through Init."""
-        leases = await self.worker.lease(init=16)
+    async def to_run(self, count: int = 16) -> None:
+        """Take up to `count` rollouts through Init."""
+        leases = await self.worker.lease(init=count)
         await self.worker.complete(*[self.worker.result(lease) for lease in leases])
 
     async def records(self) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ class Pool:
 
 @pytest.fixture
 async def make_pool(served: Any, make_manifest: Any, worker_of: Any) -> Any:
-    async def make(**spec: Any) -> Pool:
+    async def make(init: int = 16, **spec: Any) -> Pool:
         manifest = {
             "apiVersion": "rollyard.dev/v1alpha1",
             "kind": "BackendPool",
@@ -69,7 +69,7 @@ async def make_pool(served: Any, make_manifest: Any, worker_of: Any) -> Any:
             agent={"type": "tools"}, backendRef={"name": "pool"}, stages={"run": {"maxAttempts": 2}}, **spec
         )
         assert (await served.admin.post("/v1/rolloutjobs", json=job)).status_code == 201
-        await pool.to_run()
+        await pool.to_run(init)
         return pool
 
     return make
@@ -132,6 +132,21 @@ async def test_without_a_deadline_they_wait_for_an_hour(make_pool: Any) -> None:
         assert record["timings"]["run"]["queued_seconds"] > HOUR
 
 
+async def test_those_in_the_queue_of_init_wait_as_long_as_those_in_that_of_run(make_pool: Any) -> None:
+    """One that a worker prepares while the hour ends waits for another hour, in Run's queue."""
+    pool = await make_pool(samplesPerTask=2, init=1)
+    (prepared,) = await pool.worker.lease(init=1)
+    await pool.ready(False)
+    assert await pool.pass_(1.0) == 0
+    assert await pool.pass_(HOUR - 5.0) == 0
+    assert await pool.pass_(10.0) == 3
+    records = {one["id"]: one for one in await pool.records()}
+    assert records.pop(prepared["rollout"])["status"] == "leased"
+    for record in records.values():
+        assert (record["status"], record["reason"], record["attempt"]) == ("failed", "NoBackend", 0)
+    assert sorted(_waited_in(one) for one in records.values()) == ["init", "init", "run"]
+
+
 async def test_a_backend_that_comes_back_ends_the_wait(make_pool: Any) -> None:
     pool = await make_pool()
     await pool.ready(False)
@@ -169,7 +184,7 @@ async def test_a_suspended_job_does_not_lose_its_hour(make_pool: Any, served: An
 
 
 async def test_with_a_deadline_they_wait_until_then(make_pool: Any, served: Any) -> None:
-    """Those that wait for a backend have failed. What was never begun is cancelled, as at any deadline."""
+    """Those in the queues of Init and Run have failed. One that a worker holds is cancelled, as ever."""
     pool = await make_pool(activeDeadlineSeconds=int(3 * HOUR), samplesPerTask=2)
     lease, *_ = await pool.worker.lease(run=4)
     await pool.ready(False)
@@ -181,9 +196,22 @@ async def test_with_a_deadline_they_wait_until_then(make_pool: Any, served: Any)
     await pool.pass_(1.0)
     assert await pool.pass_(2 * HOUR) == 0, "the job has a deadline"
     assert await pool.pass_(2 * HOUR) == 0
-    ended = {(one["status"], one["reason"]) for one in await pool.records()}
+    records = await pool.records()
+    ended = {(one["status"], one["reason"]) for one in records}
     assert ended == {("failed", "NoBackend"), ("cancelled", "DeadlineExceeded")}
-    assert [one["status"] for one in await pool.records()].count("failed") == 2
+    assert {one["status"] for one in records if one["id"] == rest[0]["id"]} == {"cancelled"}, (
+        "a worker has it"
+    )
+    failed = [one for one in records if one["status"] == "failed"]
+    assert len(failed) == 3
+    assert {one["message"] for one in failed} == {"the pool had no ready backend until the job's deadline"}
+
+
+def _waited_in(record: dict[str, Any]) -> str:
+    """Return the only stage in whose queue a rollout has waited for an hour or more."""
+    stages = {name: record["timings"][name] for name in ("init", "run") if name in record["timings"]}
+    (stage,) = [name for name, one in stages.items() if one["queued_seconds"] > HOUR - 5.0]
+    return stage
 
 
 async def _lease_of(pool: Pool, rollout: str) -> dict[str, Any]:

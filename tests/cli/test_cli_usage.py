@@ -179,6 +179,8 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         ([*JOINED, "--all-namespaces"], "--join needs --namespace NAME (repeatable) or --all-namespaces"),
         ([*JOINED, "--namespace", "Team B"], "--namespace must be a name such as team-a (got 'Team B')"),
         (["--namespace", "team-a"], "--namespace and --all-namespaces go with --join"),
+        ([*JOINED, "--no-backend-seconds", "60"], "--no-backend-seconds is for a control plane of its own"),
+        (["--no-backend-seconds", "0"], "'--no-backend-seconds': 0.0 is not in the range"),
     ],
 )
 def test_a_bridge_refuses_what_it_cannot_use(

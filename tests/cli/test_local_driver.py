@@ -106,14 +106,13 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 class Up:
     """One `rollyard up`."""
 
-    def __init__(self, root: Path, server: str) -> None:
+    def __init__(self, root: Path, *more: str) -> None:
         self.home = Home(root / "h")
         self.mark = str(root)
         (root / "model").mkdir(exist_ok=True)
         (root / "model" / "tokenizer.json").write_text("{}")
         self.log = root / "up.log"
-        arguments = ["--home", str(self.home.root), "--port", "0", "--sandbox", "process"]
-        arguments += ["--backend", server, "--tokenizer", str(root / "model")]
+        arguments = ["--home", str(self.home.root), "--port", "0", "--sandbox", "process", *more]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollyard", "up", *arguments],
@@ -155,7 +154,7 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path, server: str) -> Iterator[Up]:
-    started = Up(tmp_path, server)
+    started = Up(tmp_path, "--backend", server, "--tokenizer", str(tmp_path / "model"))
     try:
         yield started
     finally:
@@ -224,7 +223,7 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
     # The supervisor itself is killed: its children die with it, and the next one continues.
     up.process.kill()
     up.process.wait()
-    again = Up(tmp_path, server)
+    again = Up(tmp_path, "--backend", server, "--tokenizer", str(tmp_path / "model"))
     try:
         with again.client() as client:
             assert client.job("oracle").status.counts.succeeded == 12
@@ -234,3 +233,23 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
     finally:
         again.process.kill()
         again.process.wait()
+
+
+def test_without_a_backend_rollouts_wait_for_the_time_that_was_asked_for(job: Path, tmp_path: Path) -> None:
+    manifest = json.loads(job.read_text())
+    manifest["spec"] |= {"backendRef": {"name": "default"}, "stages": {"init": {"concurrency": 2}}}
+    job.write_text(json.dumps(manifest))
+    up = Up(tmp_path, "--replicas", "0", "--no-backend-seconds", "2")
+    try:
+        assert main(["submit", "-f", str(job), "--wait", "--home", str(up.home.root)]) == 1, (
+            up.log.read_text()
+        )
+        with up.client() as client:
+            rollouts = list(client.rollouts("oracle"))
+        assert {(one.status, one.reason, one.attempt) for one in rollouts} == {("failed", "NoBackend", 0)}
+        assert {one.message for one in rollouts} == {"the pool had no ready backend for 2 s"}
+        assert up.stop() == 0
+    finally:
+        if up.process.poll() is None:
+            up.process.kill()
+            up.process.wait()

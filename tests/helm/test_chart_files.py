@@ -80,6 +80,7 @@ def test_every_value_is_explained() -> None:
         ({"api": {"replica": 2}}, "replica"),
         ({"api": {"replicas": 0}}, "replicas"),
         ({"api": {"replicas": "2"}}, "replicas"),
+        ({"api": {"noBackendSeconds": 0}}, "noBackendSeconds"),
         ({"api": {"persistence": {"type": "tape"}}}, "type"),
         ({"api": {"resources": {"limits": {"memory": "lots"}}}}, "memory"),
         ({"api": {"service": {"port": 70000}}}, "port"),

@@ -250,9 +250,7 @@ class Bridge:
                     f"--listen unix: a socket's path may have {LONGEST_PATH} bytes, and {path} has more; "
                     "choose a shorter --home"
                 )
-            return ControlPlaneProcess(
-                self._home, ControlPlaneSettings(path, 0, options.lease_seconds), http
-            ), ""
+            return self._own_plane(path, 0, http), ""
         if options.listen:
             listen = checked_address(options.listen)
         elif isinstance(self._calls, RestCalls):
@@ -260,8 +258,15 @@ class Bridge:
         else:
             listen = await asyncio.to_thread(own_address, options.timeout, self._env)
         # Workers that still run know the port of the last run. Therefore the bridge uses it again.
-        settings = ControlPlaneSettings(listen, options.port or port, options.lease_seconds)
-        return ControlPlaneProcess(self._home, settings, http), options.advertise or listen
+        return self._own_plane(listen, options.port or port, http), options.advertise or listen
+
+    def _own_plane(self, listen: str, port: int, http: httpx.AsyncClient) -> ControlPlaneProcess:
+        """Returns a control plane that this bridge starts."""
+        options = self._options
+        settings = ControlPlaneSettings(
+            listen, port, options.lease_seconds, no_backend_seconds=options.no_backend_seconds
+        )
+        return ControlPlaneProcess(self._home, settings, http)
 
     def _site(self, instance: str, url: str) -> Site:
         """Returns the site, after making the folders of the home.

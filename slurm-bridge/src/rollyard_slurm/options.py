@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard_crds import BackendPool, RolloutJob
+from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Profile
 
@@ -58,6 +59,11 @@ class BridgeOptions:
     pools: tuple[BackendPool, ...] = ()
     """The pools that the bridge creates or replaces when it starts."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
+    no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
+    """The time in seconds for which rollouts of a job without a deadline wait for a ready backend.
+
+    It applies to a control plane that the bridge starts.
+    """
     timeout: float = DEFAULT_TIMEOUT
     """The time limit of one Slurm command or one call of slurmrestd, in seconds."""
     max_jobs: int = 16

@@ -83,7 +83,7 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
     late = job.cancel_reason == DEADLINE and job.outage_began is not None
     endings = [
         outages.ending(tx, row, "the pool had no ready backend until the job's deadline")
-        if late and row.state == RolloutState.QUEUED_RUN
+        if late and row.state in outages.WAITING
         else _cancelled(row, job.cancel_reason)
         for row in rows
     ]

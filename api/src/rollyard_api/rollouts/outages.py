@@ -1,4 +1,4 @@
-"""While a pool has no ready backend, its rollouts wait in the Run queue and use no attempt.
+"""While a pool has no ready backend, its rollouts wait in the queues of Init and Run and use no attempt.
 
 They wait until the deadline of their job, or for a limited time where the job has no deadline. Then they end
 as failed with the reason NoBackend. A Run that was under way when the last backend was lost returns to its
@@ -25,6 +25,8 @@ BATCH = 1000
 """The number of rollouts that are ended in one transaction."""
 _BACKEND_GONE = ("BackendUnavailable", REASON)
 """The reasons of Run failures that an outage explains."""
+WAITING = (RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN)
+"""The states of rollouts that cannot get further than Run's queue during an outage."""
 
 
 def excused(tx: Transaction, failures: Iterable[tuple[int, dict[str, Any]]]) -> set[str]:
@@ -66,7 +68,7 @@ def look(tx: Transaction) -> None:
 
 
 def end_overdue(tx: Transaction, patience: float) -> int:
-    """End rollouts that have waited in the Run queue for `patience` seconds of an outage.
+    """End rollouts that have waited in the queue of Init or Run for `patience` seconds of an outage.
 
     Jobs with a deadline are left out, because their rollouts wait until then.
 
@@ -82,7 +84,7 @@ def end_overdue(tx: Transaction, patience: float) -> int:
             jobs.c.cancel_reason.is_(None),
             jobs.c.deadline_at.is_(None),
             jobs.c.outage_began <= since,
-            rollouts.c.state == RolloutState.QUEUED_RUN,
+            rollouts.c.state.in_(WAITING),
             rollouts.c.since <= since,
         )
         .order_by(rollouts.c.id)
@@ -97,15 +99,16 @@ def end_overdue(tx: Transaction, patience: float) -> int:
 
 
 def ending(tx: Transaction, row: UnfinishedRollout, message: str) -> Ending:
-    """Return the ending of a rollout that has waited for a backend too long."""
+    """Return the ending of a rollout that waits in a queue, and has waited for a backend too long."""
+    stage = row.state.stage or ""
     return Ending(
         rollout=row.id,
         job_id=row.job_id,
         group_no=row.group_no,
         state=RolloutState.FAILED,
-        stage="run",
+        stage=stage,
         reason=REASON,
         message=message,
-        timings=timing.add(row.timings, "run", queued=max(0.0, tx.now - row.since)),
+        timings=timing.add(row.timings, stage, queued=max(0.0, tx.now - row.since)),
         settled=row.settled,
     )

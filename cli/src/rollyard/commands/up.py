@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DETACH_SECONDS = 90.0
 LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
+NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 
 
 @click.command()
@@ -81,6 +82,13 @@ LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
     help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
 @click.option(
+    "--no-backend-seconds",
+    type=NO_BACKEND_SECONDS,
+    default=3600.0,
+    show_default=True,
+    help="While no backend is ready, rollouts of a job without a deadline wait so long, and then fail.",
+)
+@click.option(
     "--ready-workers",
     type=click.IntRange(0, 64),
     default=1,
@@ -107,6 +115,7 @@ def command(
     image_cache: Path | None,
     fakeroot: bool,
     lease_seconds: float,
+    no_backend_seconds: float,
     ready_workers: int,
     home: Path | None,
     detach: bool,
@@ -187,6 +196,7 @@ def command(
         image_cache=str(image_cache.expanduser().resolve()) if image_cache is not None else "",
         fakeroot=fakeroot,
         lease_seconds=lease_seconds,
+        no_backend_seconds=no_backend_seconds,
         ready_workers=ready_workers,
     )
     if detach:
@@ -219,6 +229,7 @@ def _detach(home: Home, options: Options) -> None:
     log.unlink(missing_ok=True)
     arguments = ["--home", str(home.root), "--host", options.host, "--port", str(options.port)]
     arguments += [*options.sandbox_arguments(), "--lease-seconds", f"{options.lease_seconds:g}"]
+    arguments += ["--no-backend-seconds", f"{options.no_backend_seconds:.10g}"]
     arguments += ["--ready-workers", str(options.ready_workers)]
     for name, value in (
         ("--backend", options.backend_url),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
+
 from rollyard.errors import LookupFailed
 
 DEFAULT_PORT = 8765
@@ -52,7 +54,8 @@ class Options:
     """Whether programs inside a sandbox are root of their image, for Apptainer."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """The seconds that a stage worker may be silent before its rollouts go to another one."""
-
+    no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
+    """The time in seconds for which rollouts of a job without a deadline wait for a ready backend."""
     ready_workers: int = DEFAULT_READY_WORKERS
     """The number of processes that stand ready to become stage workers. With 0, none stands ready, and no
     other process does either."""

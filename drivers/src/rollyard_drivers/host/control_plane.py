@@ -25,6 +25,7 @@ POLL_SECONDS = 0.05
 _RESTARTS: Final = Backoff(first=0.5, longest=15.0)
 USEFUL_SECONDS = 3.0
 """A control plane that was ready for this many seconds has done useful work, and is restarted at once."""
+DEFAULT_NO_BACKEND_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class ControlPlaneSettings:
     """Whether `/docs` can be read without a token."""
     allow_tasks_from: tuple[str, ...] = ()
     """The URL prefixes that `spec.tasks.url` of a job may begin with, in addition to uploads."""
+    no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
+    """The time in seconds for which rollouts of a job without a deadline wait while their pool has no ready
+    backend. Then they end as failed with the reason NoBackend."""
 
 
 class HostedControlPlane(Protocol):
@@ -187,6 +191,7 @@ class ControlPlaneProcess:
             *("--state-dir", str(self._home.state), "--host", self._settings.host),
             *("--port", str(self._port), "--port-file", str(port_file)),
             *("--lease-seconds", f"{self._settings.lease_seconds:g}"),
+            *("--no-backend-seconds", f"{self._settings.no_backend_seconds:.10g}"),
         ]
         verify = self._settings.verify_python
         arguments += ["--verify-python", verify] if verify else []

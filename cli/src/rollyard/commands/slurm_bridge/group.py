@@ -117,6 +117,12 @@ def command() -> None:
     help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
 @click.option(
+    "--no-backend-seconds",
+    type=click.FloatRange(1.0, 365 * 86400.0),
+    help="While no backend is ready, rollouts of a job without a deadline wait so long, and then fail "
+    "[3600]. Not with --join.",
+)
+@click.option(
     "--command-timeout",
     type=click.FloatRange(1.0, 600.0),
     default=20.0,

@@ -26,6 +26,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
     """
     from rollyard_crds.base import NAME_PATTERN
+    from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
     from rollyard_slurm import profile as profiles
     from rollyard_slurm.options import BridgeOptions
 
@@ -51,6 +52,10 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         )
     if given["join"] and not given["join"].startswith(("http://", "https://")):
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
+    if given["join"] and given["no_backend_seconds"] is not None:
+        raise UsageProblem(
+            "--no-backend-seconds is for a control plane of its own; --join names one that has its own limit"
+        )
     if given["listen"] == "unix" and (given["advertise"] or given["port"]):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     names = ("partition", "account", "qos", "time_limit", "constraint", "start")
@@ -82,6 +87,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         profile=site,
         pools=_pools(given),
         lease_seconds=given["lease_seconds"],
+        no_backend_seconds=given["no_backend_seconds"] or DEFAULT_NO_BACKEND_SECONDS,
         timeout=given["command_timeout"],
         max_jobs=given["max_jobs"],
     )

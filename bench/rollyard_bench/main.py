@@ -113,8 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _stop)
-    # Where the machine's configuration forbids bytecode, each process that a figure is about would compile its
-    # sources, which no user's would do.
+    # Where the machine's configuration forbids bytecode, each process that a figure is about would compile
+    # its sources, which no user's would do.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     entries: list[Entry] = []
     begin = time.monotonic()

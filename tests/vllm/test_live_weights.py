@@ -24,7 +24,8 @@ from rollyard_testing.vllm.stage import Stage, Trajectory, tasks
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 
 TASKS, SAMPLES, TURNS = 4, 6, 8
-"""A dialogue lasts several times as long as a server needs before the weights change, so that some span both."""
+"""A dialogue lasts several times as long as a server needs before the weights change, so that some span
+both."""
 LONG = 300
 """The tokens of a turn, of which a hot policy uses most: an update finds many in the middle."""
 TEMPERATURE = 1.5

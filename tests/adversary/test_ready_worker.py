@@ -16,6 +16,7 @@ from rollyard.local.supervisor import ready_programs
 from rollyard_crds.security.job_token import job_of, job_token
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.home import Home
+from rollyard_drivers.host.processes import identify, is_alive
 from rollyard_drivers.host.ready_processes import ReadyProcesses
 from rollyard_drivers.reconcile.plan import Launch, Owner, Workload
 
@@ -41,12 +42,32 @@ async def ready(tmp_path: Path) -> AsyncIterator[tuple[Home, Child]]:
 
 
 def _waits(pid: int) -> bool:
-    """Return whether a process has imported its program and waits for its arguments."""
+    """Return whether a process has prepared everything and waits for its arguments."""
     here = Path(f"/proc/{pid}")
-    return (
-        "pydantic_core" in (here / "maps").read_text()
-        and (here / "stat").read_text().rsplit(")", 1)[1][1] == "S"
-    )
+    with contextlib.suppress(OSError):
+        # Its main thread reads from its input: read(0, …) of read(2).
+        return (here / "syscall").read_text().split()[:2] == ["0", "0x0"] and bool(_templates(pid))
+    return False
+
+
+def _templates(pid: int) -> list[int]:
+    """Return the descendants of a ready worker: bwrap, and the template of sandboxes that it has started."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [below for child in children for below in _templates(child)]
+
+
+def _reached(pid: int) -> list[str]:
+    """Return the sockets of a process that have an address or a path, by which others may reach it."""
+    here = Path(f"/proc/{pid}")
+    own = {os.readlink(here / "fd" / number) for number in os.listdir(here / "fd")}
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in (here / "net" / table).read_text().splitlines()[1:]:
+            found += [line] if f"socket:[{line.split()[9]}]" in own else []
+    for line in (here / "net" / "unix").read_text().splitlines()[1:]:
+        fields = line.split(None, 7)
+        found += [line] if len(fields) == 8 and f"socket:[{fields[6]}]" in own else []
+    return found
 
 
 async def test_a_ready_worker_holds_no_token_and_no_connection(ready: tuple[Home, Child]) -> None:
@@ -58,7 +79,35 @@ async def test_a_ready_worker_holds_no_token_and_no_connection(ready: tuple[Home
         assert b"--url" not in text
         assert b"--token" not in text
     opened = [os.readlink(here / "fd" / number) for number in os.listdir(here / "fd")]
-    assert not [path for path in opened if path.startswith(("socket:", str(home.root)))], opened
+    assert not [path for path in opened if path.startswith(str(home.root))], opened
+    assert _reached(child.pid) == []
+    assert not (home.run / "sandboxes").exists() or not list((home.run / "sandboxes").glob("[!.]*"))
+
+
+async def test_the_template_of_a_ready_worker_ends_with_it(ready: tuple[Home, Child]) -> None:
+    """No process of a sandbox stays behind when somebody kills a ready worker."""
+    _, child = ready
+    templates = [identify(pid) for pid in _templates(child.pid)]
+    assert templates
+    child.kill_group()
+    async with asyncio.timeout(10):
+        while any(one is not None and is_alive(one) for one in templates):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_template_sees_no_token_and_nothing_of_the_home(ready: tuple[Home, Child]) -> None:
+    home, child = ready
+    processes = _templates(child.pid)
+    for pid in processes:
+        for name in ("cmdline", "environ"):
+            assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+        assert _reached(pid) == []
+    own = os.readlink("/proc/self/ns/mnt")
+    inside = [pid for pid in processes if os.readlink(f"/proc/{pid}/ns/mnt") != own]
+    assert inside
+    for pid in inside:
+        assert Path(f"/proc/{pid}/root/usr").exists()
+        assert not Path(f"/proc/{pid}/root{home.state}").exists()
 
 
 async def test_a_policy_cannot_hand_a_job_to_a_ready_worker(ready: tuple[Home, Child]) -> None:

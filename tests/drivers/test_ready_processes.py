@@ -25,6 +25,14 @@ def main(arguments=None):
         time.sleep(60)
     return len(arguments)
 
+def stand_ready(options, arguments):
+    print("prepared", *options, flush=True)
+    given = arguments()
+    if given is None:
+        print("not needed", flush=True)
+        return 0
+    return main(given)
+
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
@@ -74,6 +82,30 @@ async def test_a_ready_process_becomes_the_program_under_its_own_name(
     assert (child.name, child.exit_code) == ("one", 2)
     assert not (folders.pids / "one.json").exists()
     await until(lambda: len(waiting(folders)) == 2)
+
+
+async def test_a_program_with_options_prepares_before_it_is_used(folders: Folders) -> None:
+    made = ReadyProcesses(folders, [Program("ready_demo", ("json",), 1, ("--home", "/h"))])
+    keeping = asyncio.create_task(made.keep())
+    (pool,) = made._pools.values()
+    await until(lambda: pool.ready and pool.ready[0].last_line == "prepared --home /h")
+    child = await made.start("ready_demo", "one", ["a"])
+    assert await child.wait(30)
+    assert said(folders, "one") == ["ran", str(child.pid), "a", "/dev/null"]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_prepared_program_that_gets_no_arguments_runs_nothing(folders: Folders) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo", "--", "x"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=dict(os.environ),
+    )
+    async with asyncio.timeout(30):
+        output, _ = await process.communicate(b"")
+    assert (process.returncode, output) == (0, b"prepared x\nnot needed\n")
 
 
 async def test_each_process_is_used_once_and_a_fresh_one_follows_when_none_is_ready(

@@ -22,7 +22,20 @@ _DEFAULT_HOME: Final = "~/.local/state/rollyard"
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, as `--help` lists them. If they cannot be parsed, argparse ends the process."""
-    options = _parser().parse_args(arguments)
+    return _with_node(_parser().parse_args(arguments))
+
+
+def parse_known(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a worker that knows no control plane yet.
+
+    `chat_format` is the tokenizer that it loads in advance, or None.
+    """
+    parser = _parser(ready=True)
+    parser.add_argument("--chat-format")
+    return _with_node(parser.parse_args(arguments))
+
+
+def _with_node(options: argparse.Namespace) -> argparse.Namespace:
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
     return options
@@ -114,15 +127,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, ready: bool = False) -> argparse.ArgumentParser:
     home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
     host = socket.gethostname()
     parser = argparse.ArgumentParser(
         prog="python -m rollyard_pipeline", description="A Rollyard stage worker."
     )
-    parser.add_argument("--url", required=True, help="the control plane, http://HOST:PORT")
+    parser.add_argument("--url", required=not ready, help="the control plane, http://HOST:PORT")
     parser.add_argument(
-        "--token-file", required=True, type=Path, help="tokens.json, or a file with just the token"
+        "--token-file", required=not ready, type=Path, help="tokens.json, or a file with just the token"
     )
     parser.add_argument("--job", help="work for this job only, and exit when it is over")
     parser.add_argument("--namespace", default="default")

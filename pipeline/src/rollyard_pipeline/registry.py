@@ -6,6 +6,7 @@ state between rollouts unless it arranges this itself.
 
 from __future__ import annotations
 
+import contextlib
 from importlib import metadata
 from typing import Any, Final
 
@@ -53,17 +54,27 @@ class Registry:
             for name, cls in classes.items():
                 self._loaded[group, name] = cls
 
-    def _found(self, group: str, name: str) -> list[metadata.EntryPoint]:
-        """Return the entry points of `name`, those of Rollyard's own distribution first.
+    def load_own(self) -> None:
+        """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
+        for group in (HANDLERS, AGENTS, TOOLS, TOOL_PARSERS):
+            for entry in self._own_entries().select(group=group):
+                with contextlib.suppress(ExtensionError):
+                    self.load(group, entry.name)
 
-        These come from one file. Only other names require reading a file of each distribution.
-        """
+    def _own_entries(self) -> metadata.EntryPoints:
         if self._own is None:
             try:
                 self._own = metadata.distribution(_OURS).entry_points
             except metadata.PackageNotFoundError:  # The packages are on the path without being installed.
                 self._own = metadata.EntryPoints(())
-        found = list(self._own.select(group=group, name=name))
+        return self._own
+
+    def _found(self, group: str, name: str) -> list[metadata.EntryPoint]:
+        """Return the entry points of `name`, those of Rollyard's own distribution first.
+
+        These come from one file. Only other names require reading a file of each distribution.
+        """
+        found = list(self._own_entries().select(group=group, name=name))
         if not found:
             if self._entries is None:
                 self._entries = metadata.entry_points()

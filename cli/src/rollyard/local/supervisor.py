@@ -37,7 +37,14 @@ TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 8.0
 BACKEND_GRACE_SECONDS = 3.0
 CONTROL_PLANE_GRACE_SECONDS = 3.0
-WORKER_IMPORTS = ("aiohttp", "httpcore", "anyio.streams.tls", "encodings.idna")
+WORKER_IMPORTS = (
+    "aiohttp",
+    "httpcore",
+    "anyio._backends._asyncio",
+    "anyio.streams.tls",
+    "encodings.idna",
+    "encodings.unicode_escape",
+)
 """The modules that a stage worker imports with its first requests."""
 ENGINE_IMPORTS = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
@@ -102,6 +109,13 @@ def plane_settings(options: Options) -> ControlPlaneSettings:
     )
 
 
+def _known(options: Options) -> tuple[str, ...]:
+    """Return the options of workers that hold for every job: their sandboxes and the usual tokenizer."""
+    model = options.tokenizer or default_pool(options).spec.model
+    run_dir = Home(options.home).run
+    return (*("--run-dir", str(run_dir)), *options.sandbox_arguments(), *("--chat-format", model))
+
+
 def ready_programs(options: Options) -> tuple[Program, ...]:
     """Return the programs of which processes stand ready.
 
@@ -110,7 +124,7 @@ def ready_programs(options: Options) -> tuple[Program, ...]:
     """
     if options.ready_workers == 0:
         return ()
-    worker = Program(WORKER, WORKER_IMPORTS, options.ready_workers)
+    worker = Program(WORKER, WORKER_IMPORTS, options.ready_workers, _known(options))
     plane = Program(CONTROL_PLANE, PLANE_IMPORTS)
     if options.backend_url or options.engine != "embedded":
         return (worker, plane)

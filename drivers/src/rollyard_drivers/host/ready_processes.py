@@ -33,6 +33,9 @@ class Program:
     """Further modules that the program imports only when it needs them."""
     count: int = 1
     """The number of processes that stand ready."""
+    options: tuple[str, ...] = ()
+    """The options of the program's `stand_ready`, which prepares what every job of this machine needs. With
+    none, a ready process only imports."""
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class ReadyProcesses:
 
     async def _fill(self, pool: _Pool) -> None:
         program = pool.program
+        options = ["--", *program.options] if program.options else []
         while True:
             pool.changed.clear()
             ended = [child for child in pool.ready if child.exit_code is not None]
@@ -116,7 +120,7 @@ class ReadyProcesses:
             try:
                 child = await Child.start(
                     f"ready-{program.name}-{pool.started % (program.count + 1)}",
-                    ["-m", ready_process.MODULE, program.name, *program.modules],
+                    ["-m", ready_process.MODULE, program.name, *program.modules, *options],
                     self._folders,
                     on_exit=pool.changed.set,
                     waits=True,

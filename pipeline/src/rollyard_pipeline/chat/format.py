@@ -56,7 +56,20 @@ class FormatCache:
     def __init__(self, size: int = 8) -> None:
         self._size = size
         self._loaded: OrderedDict[str, tuple[ChatTokenizer, ChatTemplate]] = OrderedDict()
+        self._ahead: dict[str, _Stamp] = {}
         self._lock = asyncio.Lock()
+
+    async def load_ahead(self, name: str) -> None:
+        """Load a tokenizer long before it is needed. The first `get` loads it again if its files changed.
+
+        Raises:
+            TokenizerUnavailable: The folder is not on this machine or is incomplete.
+            TemplateError: The template has a syntax error.
+        """
+        async with self._lock:
+            stamp = await asyncio.to_thread(_stamp, name)
+            self._loaded[name] = await asyncio.to_thread(_load, name)
+            self._ahead[name] = stamp
 
     async def get(
         self,
@@ -77,6 +90,8 @@ class FormatCache:
                 f"agent.chatTemplateKwargs cannot set {', '.join(sorted(reserved))}: Rollyard does"
             )
         async with self._lock:
+            if name in self._ahead and self._ahead.pop(name) != await asyncio.to_thread(_stamp, name):
+                del self._loaded[name]
             if name not in self._loaded:
                 self._loaded[name] = await asyncio.to_thread(_load, name)
                 while len(self._loaded) > self._size:
@@ -89,3 +104,14 @@ class FormatCache:
 def _load(name: str) -> tuple[ChatTokenizer, ChatTemplate]:
     tokenizer, source = load_folder(locate(name))
     return tokenizer, ChatTemplate(source, tokenizer.variables())
+
+
+_Stamp = frozenset[tuple[str, int, int, int]]
+
+
+def _stamp(name: str) -> _Stamp:
+    """Return the names, inodes, sizes and times of the files in a tokenizer's folder and its templates."""
+    folder = locate(name)
+    files = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*")]
+    found = ((file, file.stat()) for file in files)
+    return frozenset((str(file), info.st_ino, info.st_size, info.st_mtime_ns) for file, info in found)

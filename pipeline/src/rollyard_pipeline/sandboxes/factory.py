@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +19,10 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.bare_process import WARNING, ProcessStarter
 from rollyard_pipeline.sandboxes.starters.bubblewrap import BubblewrapStarter
 
-log = logging.getLogger(__name__)
-
+_NO_GROUPS: Final = (
+    "no writable control groups for %s: as root the limit on processes does not bind, and memory is limited "
+    "per process only; give this container its own writable cgroups, or run as another user"
+)
 PROVIDERS: Final = ("bubblewrap", "apptainer", "process", PROVIDER)
 
 
@@ -68,18 +69,16 @@ def open_provider(
     folder = SandboxFolder(Path(run_dir))
     places = list(find_places())
     missing = {"memory", "pids"} - cgroups.enforced(places)
+    warnings = []
     if missing and os.geteuid() == 0:
-        log.warning(
-            "no writable control groups for %s: as root the limit on processes does not bind, and memory is "
-            "limited per process only; give this container its own writable cgroups, or run as another user",
-            " and ".join(sorted(missing)),
-        )
+        warnings.append(_NO_GROUPS % " and ".join(sorted(missing)))
     starts = starts_at_once or max(2, os.cpu_count() or 2)
     if name == "process":
-        log.warning(WARNING, os.geteuid())
-        return NodeProvider(folder, node, ProcessStarter(places), places, starts)
+        warnings.append(WARNING % os.geteuid())
+        return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings)
     if name == "apptainer":
         options = apptainer or ApptainerOptions()
-        return NodeProvider(folder, node, ApptainerStarter(folder, places, options), places, starts)
+        apptainer_starter = ApptainerStarter(folder, places, options)
+        return NodeProvider(folder, node, apptainer_starter, places, starts, warnings)
     starter = BubblewrapStarter(folder, places, bwrap, templates=templates)
-    return NodeProvider(folder, node, starter, places, starts)
+    return NodeProvider(folder, node, starter, places, starts, warnings)

@@ -50,6 +50,7 @@ class NodeProvider:
         places: The places where control groups can be made. It is empty if there are none.
         starts_at_once: The number of sandboxes that may start at the same time, including refills of the warm
             pool.
+        warnings: What the log is to say when the provider is started.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class NodeProvider:
         starter: Starter,
         places: Sequence[cgroups.CgroupPlace],
         starts_at_once: int,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._node = node
@@ -69,16 +71,34 @@ class NodeProvider:
         self._room = DiskRoom(folder.path)
         self._warm = WarmPool(self._start_warm, self._remove_warm)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._probed = False
+        self._warnings = tuple(warnings)
 
     @property
     def name(self) -> str:
         """Return the name of the kind that the starter starts."""
         return self._starter.name
 
+    async def stand_ready(self) -> None:
+        """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
+
+        Raises:
+            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable, SandboxStartFailed: Sandboxes cannot
+                be started.
+        """
+        await in_thread(self._folder.prepare)
+        await self._starter.probe()
+        self._probed = True
+        await self._starter.stand_ready()
+
     async def start(self) -> None:
         """Prepare the run folder, check that sandboxes can be started, and sweep."""
         await in_thread(self._folder.prepare)
-        await self._starter.probe()
+        if not self._probed:
+            await self._starter.probe()
+            self._probed = True
+        for warning in self._warnings:
+            log.warning("%s", warning)
         await self.sweep()
         self._tasks.add(asyncio.create_task(self._housekeeping(), name="sandbox-housekeeping"))
 

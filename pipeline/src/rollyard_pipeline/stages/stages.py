@@ -64,6 +64,7 @@ class Stages:
         eval_grace: The time in seconds that Eval gets beyond its limit. In this time a handler that enforces
             the limit itself can still return a score for tests that ran out of time.
         places: Bounds the sandboxes of Run and Eval together.
+        formats: The tokenizers and templates that are loaded already.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Stages:
         backend_budget: float = 60.0,
         eval_grace: float = 30.0,
         places: SandboxPlaces | None = None,
+        formats: FormatCache | None = None,
     ) -> None:
         self._control = control
         self._backends = backends
@@ -84,7 +86,7 @@ class Stages:
         self._backend_budget = backend_budget
         self._eval_grace = eval_grace
         self._jobs = JobSpecs(control)
-        self._formats = FormatCache()
+        self._formats = formats or FormatCache()
         self._handlers: dict[str, Handler] = {}
         self._vocabularies: dict[str, int] = {}
         self._warmed: set[str] = set()

@@ -13,6 +13,7 @@ from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
 
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.chat.format import FormatCache
 from rollyard_pipeline.control_plane.calls import LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
@@ -59,6 +60,7 @@ class WorkerOptions:
     backend_budget: float = 60.0
     eval_grace: float = 30.0
     extensions: Registry = field(default_factory=Registry)
+    formats: FormatCache = field(default_factory=FormatCache)
 
     @property
     def sandbox_limit(self) -> int:
@@ -106,6 +108,7 @@ class Worker:
             backend_budget=options.backend_budget,
             eval_grace=options.eval_grace,
             places=self._places,
+            formats=options.formats,
         )
         self._outbox = Outbox(control, options.worker, self._reported)
         self._heartbeat = Heartbeat(

@@ -189,6 +189,9 @@ class ApptainerStarter:
                 log.warning("instance %s has no folder any more: ended", instances.instance_name(sandbox_id))
                 self._clear(instances.instance_name(sandbox_id))
 
+    async def stand_ready(self) -> None:
+        """Do nothing, because every instance is started alone."""
+
     def check(self, key: SandboxKey) -> None:
         """Raise ImageNotUsable if no sandbox can ever be started from the key's image."""
         self._image(key.image)

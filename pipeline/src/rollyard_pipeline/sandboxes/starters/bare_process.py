@@ -37,6 +37,9 @@ class ProcessStarter:
     async def probe(self) -> None:
         """Do nothing, because bare processes run everywhere."""
 
+    async def stand_ready(self) -> None:
+        """Do nothing, because every start is the same."""
+
     def check(self, key: SandboxKey) -> None:
         """Raise ImageNotUsable for every image, because bare processes have none."""
         if key.image is not None:

@@ -59,6 +59,10 @@ class Starter(Protocol):
         """
         ...
 
+    async def stand_ready(self) -> None:
+        """Prepare what most sandboxes of this machine are started from. It is called after `probe`."""
+        ...
+
     def check(self, key: SandboxKey) -> None:
         """Check that a sandbox of this key can be started here.
 

@@ -198,6 +198,15 @@ class BubblewrapStarter:
         await probe_bwrap(self._bwrap if os.path.isabs(self._bwrap) else None)
         self._runtime = await asyncio.to_thread(make_runtime, self._folder.run_dir)
 
+    async def stand_ready(self) -> None:
+        """Start the template over this machine's own system, which serves all sandboxes without an image."""
+        if self._templates is not None:
+            await self._templates.get(None, self._stamp(None))
+
+    def _stamp(self, image: str | None) -> object:
+        """Return what a template over this root folder depends on."""
+        return source_stamp(template_arguments(image, self._prepared(), SANDBOX_ENV))
+
     def check(self, key: SandboxKey) -> None:
         """Raise ImageNotUsable if the key's image is not a root folder that can be used."""
         if key.image is not None:
@@ -236,7 +245,6 @@ class BubblewrapStarter:
     async def _fork(
         self, templates: Templates, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        stamp = source_stamp(template_arguments(key.image, self._prepared(), SANDBOX_ENV))
         wanted = {
             "sizes": memory_folders(key),
             "limits": numbered(resource_limits(key, self._places)),
@@ -244,7 +252,7 @@ class BubblewrapStarter:
             "lease": LEASE_SECONDS,
             "namespaces": command_namespaces(key, SANDBOX_UID),
         }
-        template = await templates.get(key.image, stamp)
+        template = await templates.get(key.image, self._stamp(key.image))
         root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, wanted), START_SECONDS)
         return StartedSandbox(root, None)
 

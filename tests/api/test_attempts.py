@@ -10,7 +10,7 @@ import pytest
 from rollyard_api.rollouts import lease_expiry, node_loss
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import attempts
-from rollyard_client.requests import RolloutSummary
+from rollyard_client import RolloutSummary
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
 
 PATH = "/v1/rolloutjobs/job"

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from rollyard_operator.kube.client import KubeError
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.pods.network_policies import egress_trouble
 from rollyard_operator.sandboxes.isolation import METADATA, external_checks, isolation_checks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rollyard_crds.security.job_token import JobIdentity, job_of
 from rollyard_operator.controllers.legacy_token import secrets_of
-from rollyard_operator.kube.client import KubeError
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
 from rollyard_testing.operator.operatorlab import KEY, NAMESPACE, Lab, hurry, job, running, settings_in, until

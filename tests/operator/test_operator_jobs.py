@@ -11,7 +11,7 @@ import pytest
 from rollyard_client import Invalid
 from rollyard_crds import RolloutJob
 from rollyard_operator.controllers.control_plane_view import OBJECT_UID
-from rollyard_operator.kube.client import KubeError
+from rollyard_operator.kube.errors import KubeError
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, Object
 from rollyard_testing.operator.operatorlab import (
     KEY,

@@ -14,7 +14,8 @@ from rollyard_crds import Condition, RolloutJob
 from rollyard_crds.backoff import Backoff
 from rollyard_operator.__main__ import main
 from rollyard_operator.controllers.admission import Admissions
-from rollyard_operator.kube.client import ATTEMPTS, KubeClient, KubeConflict, KubeError
+from rollyard_operator.kube.client import ATTEMPTS, KubeClient
+from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.event_messages import notes
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache

@@ -14,7 +14,8 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
 from rollyard_crds.backoff import Backoff
 from rollyard_operator.kube import reflector
-from rollyard_operator.kube.client import KubeClient, KubeError
+from rollyard_operator.kube.client import KubeClient
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache
 from rollyard_operator.kube.reflector import Reflector

@@ -14,7 +14,7 @@ import pytest
 from rollyard_client import RollyardError
 from rollyard_crds.claims import ClaimList, ClaimStatus, SandboxShape
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
 from rollyard_operator.sandboxes.guard import Guard
 from rollyard_operator.sandboxes.loop import SandboxLoop

@@ -21,6 +21,7 @@ from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotF
 from rollyard_api.routes import (
     blobs,
     claims,
+    events,
     jobs,
     leases,
     pools,
@@ -190,7 +191,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             Exception: _unexpected,
         },
     )
-    for routes in (leases, claims, results, jobs, blobs, unfinished, workers, pools, weights, probes):
+    for routes in (leases, claims, results, events, jobs, blobs, unfinished, workers, pools, weights, probes):
         app.include_router(routes.router)
     rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
     app.add_middleware(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Unauthorized,
         WaitTimeout,
     )
-    from rollyard_client.requests import Group, RolloutSummary
+    from rollyard_client.requests.results import Group, RolloutSummary
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.worker import WorkerClient
@@ -78,7 +78,7 @@ __getattr__ = lazily(
         "driver": "DriverClient",
         "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced NotFound "
         "RollyardError ServerUnavailable StorageFull TooMany Unauthorized WaitTimeout",
-        "requests": "Group RolloutSummary",
+        "requests.results": "Group RolloutSummary",
         "sse": "JobEvent",
         "sync_client": "Client",
         "worker": "WorkerClient",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import rollyard_crds as crds
 
-from rollyard_client import requests, uploads
-from rollyard_client.call import Retry
+from rollyard_client import uploads
+from rollyard_client.call import Retry, ready
 from rollyard_client.context import resolve
 from rollyard_client.errors import NotFound, WaitTimeout
 from rollyard_client.finish import (
@@ -26,7 +26,8 @@ from rollyard_client.finish import (
     update_timed_out,
 )
 from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
-from rollyard_client.requests import Group, RolloutSummary
+from rollyard_client.requests import jobs, pools, results, weights
+from rollyard_client.requests.results import Group, RolloutSummary
 from rollyard_client.sse import JobEvent, Parser
 
 if TYPE_CHECKING:
@@ -104,11 +105,11 @@ class AsyncClient:
 
     async def ready(self) -> None:
         """Return if the control plane is ready, and raise ServerUnavailable otherwise."""
-        await self._transport.send(requests.ready())
+        await self._transport.send(ready())
 
     async def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
         """Submit a RolloutJob and return it. Submitting the same job twice has no further effect."""
-        return await self._transport.send(requests.submit(manifest, SUBMIT_SECONDS))
+        return await self._transport.send(jobs.submit(manifest, SUBMIT_SECONDS))
 
     async def upload(self, path: str | os.PathLike[str], namespace: str | None = None) -> str:
         """Upload a task file of any size and return its URL for `spec.tasks.url`.
@@ -131,11 +132,11 @@ class AsyncClient:
 
     async def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
         """Return all jobs of a namespace, or of all namespaces if none is given."""
-        return [job async for job in self._walk(Listing(partial(requests.jobs, namespace)))]
+        return [job async for job in self._walk(Listing(partial(jobs.jobs, namespace)))]
 
     async def job(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Return one job with live counts."""
-        return await self._transport.send(requests.job(name, namespace or self.namespace))
+        return await self._transport.send(jobs.job(name, namespace or self.namespace))
 
     async def wait(self, name: str, timeout: float | None = None, namespace: str | None = None) -> RolloutJob:
         """Wait until the job has ended, and return it.
@@ -163,11 +164,11 @@ class AsyncClient:
     ) -> RolloutJob:
         """Cancel a job, one of its groups, or one of its rollouts, and return the job."""
         target = {k: v for k, v in (("group", group), ("rollout", rollout)) if v is not None}
-        return await self._transport.send(requests.cancel(name, namespace or self.namespace, target))
+        return await self._transport.send(jobs.cancel(name, namespace or self.namespace, target))
 
     async def delete(self, name: str, namespace: str | None = None) -> None:
         """Cancel and remove a job. Stored trajectories stay in the trajectory store."""
-        await self._transport.send(requests.delete_job(name, namespace or self.namespace))
+        await self._transport.send(jobs.delete_job(name, namespace or self.namespace))
 
     async def update(
         self,
@@ -179,17 +180,17 @@ class AsyncClient:
     ) -> RolloutJob:
         """Suspend a job, resume it, or change its priority, and return it."""
         changes = {k: v for k, v in (("suspend", suspend), ("priority", priority)) if v is not None}
-        return await self._transport.send(requests.patch(name, namespace or self.namespace, changes))
+        return await self._transport.send(jobs.patch(name, namespace or self.namespace, changes))
 
     async def push_tasks(
         self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None
     ) -> dict[str, int]:
         """Push tasks to a stream and return the counts of `accepted` and `repeated` tasks."""
-        return await self._transport.send(requests.push_tasks(name, namespace or self.namespace, tasks))
+        return await self._transport.send(jobs.push_tasks(name, namespace or self.namespace, tasks))
 
     async def close(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Close a stream, which means that no more tasks will come, and return its job."""
-        return await self._transport.send(requests.close(name, namespace or self.namespace))
+        return await self._transport.send(jobs.close(name, namespace or self.namespace))
 
     def trajectories(
         self,
@@ -204,14 +205,14 @@ class AsyncClient:
 
         With `follow`, wait for further ones until the job has ended.
         """
-        build = partial(requests.trajectories, name, namespace or self.namespace, limit=100, status=status)
+        build = partial(results.trajectories, name, namespace or self.namespace, limit=100, status=status)
         return self._walk(
-            Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.trajectory, follow, cursor)
+            Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
         )
 
     async def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
         """Return the trajectory of one ended rollout."""
-        return await self._transport.send(requests.rollout(name, namespace or self.namespace, rollout))
+        return await self._transport.send(results.rollout(name, namespace or self.namespace, rollout))
 
     def groups(
         self,
@@ -231,16 +232,14 @@ class AsyncClient:
             dropped: Include the groups of which too few rollouts survived.
         """
         build = partial(
-            requests.groups,
+            results.groups,
             name,
             namespace or self.namespace,
             limit=16,
             informative=informative,
             dropped=dropped,
         )
-        return self._walk(
-            Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.group, follow, cursor)
-        )
+        return self._walk(Cursor(lambda at, wait: build(cursor=at, wait=wait), results.group, follow, cursor))
 
     def rollouts(
         self,
@@ -256,19 +255,19 @@ class AsyncClient:
         With `retried`, only those with an attempt that did not end well are yielded.
         """
         where = namespace or self.namespace
-        build = partial(requests.rollouts, name, where, stage=stage, status=status, retried=retried)
+        build = partial(results.rollouts, name, where, stage=stage, status=status, retried=retried)
         return self._walk(Listing(lambda after: build(after=after)))
 
     def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> AsyncIterator[bytes]:
         """Yield the job's ended rollouts as Parquet files of up to 1,000 rows each."""
-        build = partial(requests.parquet, name, namespace or self.namespace, limit=1000)
+        build = partial(results.parquet, name, namespace or self.namespace, limit=1000)
         return self._walk(Files(lambda at: build(cursor=at), cursor))
 
     async def events(
         self, name: str, *, last_id: str = "", namespace: str | None = None
     ) -> AsyncIterator[JobEvent]:
         """Yield stage transitions and counts as they happen, until the job has ended."""
-        path, query = requests.events(name, namespace or self.namespace)
+        path, query = results.events(name, namespace or self.namespace)
         parser = Parser()
         async with self._transport.stream(path, query, last_id) as answer:
             async for line in answer.aiter_lines():
@@ -279,15 +278,15 @@ class AsyncClient:
 
     async def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
         """Create a BackendPool and return it. Creating the same pool twice has no further effect."""
-        return await self._transport.send(requests.create_pool(manifest))
+        return await self._transport.send(pools.create_pool(manifest))
 
     async def pools(self, namespace: str | None = None) -> list[BackendPool]:
         """Return all pools of a namespace, or of all namespaces if none is given."""
-        return await self._transport.send(requests.pools(namespace))
+        return await self._transport.send(pools.pools(namespace))
 
     async def pool(self, name: str, namespace: str | None = None) -> BackendPool:
         """Return one pool with its backends."""
-        return await self._transport.send(requests.pool(name, namespace or self.namespace))
+        return await self._transport.send(pools.pool(name, namespace or self.namespace))
 
     async def patch_pool(
         self, name: str, spec: Mapping[str, Any], namespace: str | None = None
@@ -296,11 +295,11 @@ class AsyncClient:
 
         The model, the tokenizer and the engine's type cannot be changed.
         """
-        return await self._transport.send(requests.patch_pool(name, namespace or self.namespace, spec))
+        return await self._transport.send(pools.patch_pool(name, namespace or self.namespace, spec))
 
     async def delete_pool(self, name: str, namespace: str | None = None) -> None:
         """Remove a pool."""
-        await self._transport.send(requests.delete_pool(name, namespace or self.namespace))
+        await self._transport.send(pools.delete_pool(name, namespace or self.namespace))
 
     async def update_weights(
         self,
@@ -347,11 +346,11 @@ class AsyncClient:
                 "require_verified": require_verified,
             }
         )
-        return await self._transport.send(requests.update_weights(pool, namespace or self.namespace, asked))
+        return await self._transport.send(weights.update_weights(pool, namespace or self.namespace, asked))
 
     async def weight_updates(self, pool: str, namespace: str | None = None) -> list[WeightUpdate]:
         """Return a pool's weight updates, the newest first."""
-        return await self._transport.send(requests.weight_updates(pool, namespace or self.namespace))
+        return await self._transport.send(weights.weight_updates(pool, namespace or self.namespace))
 
     async def wait_weights(
         self, pool: str, update: int, timeout: float | None = None, namespace: str | None = None
@@ -364,7 +363,7 @@ class AsyncClient:
         end = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while True:
             left = WAIT_SECONDS if end is None else max(0.0, end - asyncio.get_running_loop().time())
-            call = requests.weight_update(
+            call = weights.weight_update(
                 pool, namespace or self.namespace, update, wait=min(WAIT_SECONDS, left)
             )
             found = await self._transport.send(call)
@@ -380,10 +379,10 @@ class AsyncClient:
 
         No rollout enters the stage Run, and the servers sample nothing, until `resume_pool` is called.
         """
-        return await self._transport.send(requests.pause_pool(pool, namespace or self.namespace, mode, wait))
+        return await self._transport.send(pools.pause_pool(pool, namespace or self.namespace, mode, wait))
 
     async def resume_pool(
         self, pool: str, *, wait: float = 30.0, namespace: str | None = None
     ) -> BackendPool:
         """Resume a pool after `pause_pool`."""
-        return await self._transport.send(requests.resume_pool(pool, namespace or self.namespace, wait))
+        return await self._transport.send(pools.resume_pool(pool, namespace or self.namespace, wait))

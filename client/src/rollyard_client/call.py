@@ -97,6 +97,11 @@ def nothing(_answer: httpx.Response) -> None:
     """Return None. This parses the answers of calls that have no result."""
 
 
+def ready() -> Call[None]:
+    """Return the call that succeeds when the control plane is ready."""
+    return Call("GET", "/readyz", nothing)
+
+
 def check(answer: httpx.Response) -> httpx.Response:
     """Return the answer if it is a success.
 

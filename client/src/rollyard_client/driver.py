@@ -12,9 +12,9 @@ from rollyard_crds.task import Task
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.workers import WorkerDeath, WorkerDied
 
-from rollyard_client import requests, workercalls
 from rollyard_client.errors import NotFound, Unauthorized
 from rollyard_client.paging import Listing
+from rollyard_client.requests import claims, jobs, pools, workers
 from rollyard_client.worker import Connected
 
 REGISTER_SECONDS = 120.0
@@ -40,11 +40,11 @@ class DriverClient(Connected):
                 one, or after `wait`. With None it answers at once.
             wait: The seconds that the server waits, at most 60.
         """
-        return await self._transport.send(requests.unfinished(revision, wait))
+        return await self._transport.send(jobs.unfinished(revision, wait))
 
     async def _jobs(self, finished: bool | None) -> list[RolloutJob]:
         pages: Listing[RolloutJob] = Listing(
-            lambda after: requests.jobs(None, after, bare=True, finished=finished)
+            lambda after: jobs.jobs(None, after, bare=True, finished=finished)
         )
         found: list[RolloutJob] = []
         while not pages.done:
@@ -53,7 +53,7 @@ class DriverClient(Connected):
 
     async def job(self, namespace: str, name: str) -> RolloutJob:
         """Return one job with its inline tasks, or raise NotFound if it is gone."""
-        return await self._transport.send(requests.job(name, namespace))
+        return await self._transport.send(jobs.job(name, namespace))
 
     async def register_job(
         self, job: RolloutJob, tasks: Sequence[Task | Mapping[str, Any]] | None = None
@@ -70,15 +70,15 @@ class DriverClient(Connected):
             Conflict: There is another job of this name (`AlreadyExists`).
             Invalid: A field is refused, or the ConfigMap's tasks are needed and were not given.
         """
-        return await self._transport.send(requests.register_job(job, tasks, REGISTER_SECONDS))
+        return await self._transport.send(jobs.register_job(job, tasks, REGISTER_SECONDS))
 
     async def register_pool(self, pool: BackendPool) -> BackendPool:
         """Create a pool, or update its spec, labels and annotations. It raises what `register_job` raises."""
-        return await self._transport.send(requests.register_pool(pool))
+        return await self._transport.send(pools.register_pool(pool))
 
     async def delete_job(self, namespace: str, name: str) -> None:
         """Cancel and remove a job, or raise NotFound if it is gone."""
-        await self._transport.send(requests.delete_job(name, namespace))
+        await self._transport.send(jobs.delete_job(name, namespace))
 
     async def claims(
         self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
@@ -91,7 +91,7 @@ class DriverClient(Connected):
             wait: The seconds that the server waits, at most 60.
             namespace: The namespace whose claims are returned. None selects all namespaces.
         """
-        return await self._transport.send(requests.claims(namespace, revision, wait))
+        return await self._transport.send(claims.claims(namespace, revision, wait))
 
     async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
         """Report a claim as Bound, Failed or Removed, and return its present state, or None after `Removed`.
@@ -101,7 +101,7 @@ class DriverClient(Connected):
         Raises:
             NotFound: The claim is gone, and the report is not `Removed`.
         """
-        return await self._transport.send(requests.put_claim_status(claim, status))
+        return await self._transport.send(claims.put_claim_status(claim, status))
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
         """Report that a stage worker has died, so that its leases are taken back at once.
@@ -109,7 +109,7 @@ class DriverClient(Connected):
         The result is None if the control plane is older than this call. The leases then expire.
         """
         try:
-            return await self._transport.send(workercalls.worker_died(report))
+            return await self._transport.send(workers.worker_died(report))
         except (NotFound, Unauthorized) as error:
             # An older control plane refuses a call that it does not know to all but the admin.
             if error.status in (403, 404):
@@ -118,31 +118,31 @@ class DriverClient(Connected):
 
     async def pools(self) -> list[BackendPool]:
         """Return all pools of all namespaces."""
-        return await self._transport.send(requests.pools(None))
+        return await self._transport.send(pools.pools(None))
 
     async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob:
         """Report a job's phase, conditions, observedGeneration and message, and return the job."""
         meta = job.metadata
-        return await self._transport.send(requests.put_job_status(meta.name, meta.namespace, status))
+        return await self._transport.send(jobs.put_job_status(meta.name, meta.namespace, status))
 
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool:
         """Report a pool's conditions, observedGeneration, replicas and selector, and return the pool."""
         meta = pool.metadata
-        return await self._transport.send(requests.put_pool_status(meta.name, meta.namespace, status))
+        return await self._transport.send(pools.put_pool_status(meta.name, meta.namespace, status))
 
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool:
         """Report all backends of a pool that is not external, and return the pool."""
         meta = pool.metadata
-        return await self._transport.send(requests.put_backends(meta.name, meta.namespace, backends))
+        return await self._transport.send(pools.put_backends(meta.name, meta.namespace, backends))
 
     async def cancel(self, job: RolloutJob) -> RolloutJob:
         """Cancel a job and return it."""
-        return await self._transport.send(requests.cancel(job.metadata.name, job.metadata.namespace, {}))
+        return await self._transport.send(jobs.cancel(job.metadata.name, job.metadata.namespace, {}))
 
     async def create_pool(self, pool: BackendPool) -> BackendPool:
         """Create a pool and return it. Creating the same pool twice has no further effect."""
-        return await self._transport.send(requests.create_pool(pool))
+        return await self._transport.send(pools.create_pool(pool))
 
     async def delete_pool(self, namespace: str, name: str) -> None:
         """Remove a pool."""
-        await self._transport.send(requests.delete_pool(name, namespace))
+        await self._transport.send(pools.delete_pool(name, namespace))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from rollyard_client.call import Call
-from rollyard_client.requests import Page
+from rollyard_client.requests.results import Page
 
 P = TypeVar("P")
 T = TypeVar("T")

@@ -21,9 +21,9 @@ from rollyard_crds.lease import (
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_client import workercalls
 from rollyard_client.call import Call, Retry
 from rollyard_client.context import Context
+from rollyard_client.requests import workers
 from rollyard_client.transport import AsyncTransport
 
 M = TypeVar("M", bound=BaseModel)
@@ -117,7 +117,7 @@ class WorkerClient(Connected):
         Raises:
             NotFound: The job is gone, or it was created again and has another uid.
         """
-        return await self._transport.send(workercalls.job_spec(namespace, name, uid))
+        return await self._transport.send(workers.job_spec(namespace, name, uid))
 
     async def claim(self, request: ClaimRequest) -> Claim:
         """Claim a sandbox. The call waits up to `request.wait` seconds until it is bound or refused.
@@ -129,7 +129,7 @@ class WorkerClient(Connected):
             Conflict: The rollout's Init lease is not held with this token (`LeaseLost`).
             TooMany: The limit on open claims is reached.
         """
-        return await self._transport.send(workercalls.file_claim(request))
+        return await self._transport.send(workers.file_claim(request))
 
     async def claim_status(self, claim: str, wait: float = 0.0) -> Claim:
         """Return a claim. The call waits up to `wait` seconds until the claim is not Pending.
@@ -137,8 +137,8 @@ class WorkerClient(Connected):
         Raises:
             NotFound: The claim is gone.
         """
-        return await self._transport.send(workercalls.claim(claim, wait))
+        return await self._transport.send(workers.claim(claim, wait))
 
     async def release_claim(self, claim: str) -> None:
         """Release a sandbox. Releasing a claim that is released or gone changes nothing."""
-        await self._transport.send(workercalls.release_claim(claim))
+        await self._transport.send(workers.release_claim(claim))

@@ -18,7 +18,8 @@ from rollyard_drivers.reconcile.plan import Profile
 
 from rollyard_operator.installation import Operator
 from rollyard_operator.kopf_shell import LIVENESS, login_of, run_under_kopf
-from rollyard_operator.kube.client import KubeClient, KubeError
+from rollyard_operator.kube.client import KubeClient
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.watch import KubeWatch
 from rollyard_operator.pods.workloads import installation_digest
 from rollyard_operator.sandboxes.isolation import external_checks, isolation_checks

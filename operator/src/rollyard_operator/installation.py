@@ -27,8 +27,9 @@ from rollyard_operator.controllers.resource import Reader, fingerprint
 from rollyard_operator.controllers.rest_sync import RestSync
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.event_recorder import EventRecorder
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of
 from rollyard_operator.kube.reflector import Reflector, Watcher

@@ -1,15 +1,13 @@
-"""The results of a job: trajectories, groups, summaries and events."""
+"""The results of a job: trajectories, groups and summaries."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from functools import partial
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Query, Request
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
@@ -19,127 +17,17 @@ from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, TooLarge
 from rollyard_api.core.states import ENDED, RolloutState
-from rollyard_api.core.wakeups import job_topic
-from rollyard_api.jobs import job_views, jobs
-from rollyard_api.jobs.events import Event, SlowConsumer
+from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import Namespace, Wait, answer, is_older_client, plane_of
-from rollyard_api.service import ControlPlane
-from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
+from rollyard_api.routes.result_pages import ResultPage, result_page
+from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import attempts, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
 
-COUNTS_SECONDS = 1.0
-"""The seconds between two reads of the counts of a job whose events a client follows."""
-
 Cursor = Annotated[str, Query()]
-
-
-class _Found(Protocol):
-    """The ended results of a job, as `records` and `grouping` find them."""
-
-    @property
-    def after(self) -> int: ...
-    @property
-    def ended(self) -> int: ...
-    @property
-    def empty(self) -> bool: ...
-    @property
-    def sizes(self) -> list[RolloutSize]: ...
-
-
-E = TypeVar("E", bound=_Found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Page(Generic[E]):
-    """The results that one long poll found, with a place held for the answer."""
-
-    plane: ControlPlane
-    kind: cursors.Kind
-    job: JobRow
-    after: int
-    """The place of the cursor, after which results were requested."""
-    found: E
-    finished: bool
-    """Whether no results will follow those that were found."""
-    held: AsyncExitStack
-    older: bool
-    """Whether the client is an older one, which refuses attempts."""
-
-    async def lines(self, rows: Sequence[EndedRollout]) -> list[bytes]:
-        """Return the records of these rows, as many as a page holds."""
-        job = self.job
-        lines = await self.plane.archive.lines(
-            rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
-        )
-        return [attempts.without(line) for line in lines] if self.older else lines
-
-    async def answer(self, lines: list[bytes], form: str, reached: int | None) -> Response:
-        """Return the answer with these documents; `reached` is the last one's place, None for all found."""
-        omitted = attempts.FIELDS if self.older else ()
-        encode = partial(delivery.encode, lines, form, omitted)
-        data = await self.plane.archive.builds.run(encode, self.job.namespace)
-        return self.deliver(data, form, reached)
-
-    def deliver(self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None) -> Response:
-        """Return the answer with this body, which keeps the held place until it is sent."""
-        place = self.found.after if reached is None else reached
-        headers = {
-            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
-            "Rollyard-Finished": "true" if self.finished and reached is None else "false",
-        }
-        return Delivery(data, form, headers, self.held.pop_all())
-
-
-@asynccontextmanager
-async def _page(
-    request: Request,
-    kind: cursors.Kind,
-    namespace: str,
-    name: str,
-    cursor: str,
-    wait: float,
-    *,
-    end: Callable[[JobRow], int],
-    look: Callable[[Connection, int, int], E],
-) -> AsyncIterator[_Page[E]]:
-    """Wait for results of a job after a cursor, and hold a place for the answer with them.
-
-    Args:
-        end: Returns the place of the newest result of the job, beyond which no cursor may lie.
-        look: Reads results, given the job's number and the cursor's place.
-
-    Raises:
-        NotFound: There is no such job, or it was deleted in the meantime.
-        Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
-        TooManyWaits: No further long poll or page may be open.
-    """
-    plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
-    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=end(job))
-
-    def query(conn: Connection) -> tuple[E, bool]:
-        now = jobs.find(conn, namespace, name)
-        if now.uid != job.uid:
-            raise cursors.gone(name)
-        found = look(conn, job.id, after)
-        return found, now.finished_at is not None and found.after >= found.ended
-
-    async with AsyncExitStack() as held:
-        found, finished = await plane.poll(
-            namespace,
-            job_topic(job.id),
-            partial(plane.database.read, query),
-            lambda got: not got[0].empty or got[1],
-            wait,
-            request.is_disconnected,
-        )
-        # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
-        yield _Page(plane, kind, job, after, found, finished, held, is_older_client(request))
 
 
 @router.get("/{name}/trajectories")
@@ -164,7 +52,7 @@ async def trajectories(
     def look(conn: Connection, job_id: int, after: int) -> records.EndedRollouts:
         return records.ended_after(conn, job_id, after, limit, wanted, most)
 
-    async with _page(
+    async with result_page(
         request, "trajectories", namespace, name, cursor, wait, end=lambda job: job.ended, look=look
     ) as page:
         lines: list[bytes] = []
@@ -211,7 +99,7 @@ async def groups(
             conn, job_id, after, limit, informative=informative, dropped=dropped, max_bytes=most
         )
 
-    async with _page(
+    async with result_page(
         request, "groups", namespace, name, cursor, wait, end=lambda job: job.groups_ended, look=look
     ) as page:
         found, short = page.found.groups, page.found.sizes
@@ -259,7 +147,7 @@ def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list
 
 
 async def _large_group(
-    page: _Page[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
+    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 
@@ -356,62 +244,3 @@ async def get_rollout(
         if is_older_client(request):
             line = attempts.without(line)
         return Delivery(line, "application/json", {}, held.pop_all())
-
-
-@router.get("/{name}/events")
-async def events(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
-    last_event_id: Annotated[str, Header()] = "",
-) -> Response:
-    """Stream server-sent events: `transition` per stage transition, `counts` when counts have changed.
-
-    The stream ends when the job has ended. A consumer that falls behind by a whole buffer is dropped with
-    an event `dropped`. It may resume with Last-Event-ID while past events are kept. If events after that
-    id are no longer kept, an event `missed` is sent first.
-    """
-    plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
-    after = plane.events.resume_after(job, last_event_id)
-    async with AsyncExitStack() as held:
-        held.enter_context(plane.streams.held(namespace))
-        body = _told_when_dropped(_stream(plane, job, after))
-        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
-
-
-def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
-    row = jobs.by_id(conn, job_id)
-    return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
-
-
-async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
-    told: dict[str, Any] | None = None
-    looked = -COUNTS_SECONDS
-    now = asyncio.get_running_loop().time
-    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
-        if isinstance(item, Event):
-            yield plane.events.format(job.uid, item)
-        if item is not None and now() - looked < COUNTS_SECONDS:
-            continue
-        looked = now()
-        async with plane.looks.held(job.namespace):
-            found = await plane.database.read(partial(_counts, job_id=job.id))
-        if found is None or plane.bus.closing:
-            return
-        if found[0] != told:
-            told = found[0]
-            yield b"event: counts\ndata: " + dumps(told) + b"\n\n"
-        elif item is None:
-            yield b": idle\n\n"
-        if found[1] and item is None:
-            yield b"event: end\ndata: {}\n\n"
-            return
-
-
-async def _told_when_dropped(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in stream:
-            yield chunk
-    except SlowConsumer as error:
-        yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"

@@ -15,7 +15,8 @@ from rollyard_drivers.reconcile.replacements import Replacements
 
 from rollyard_operator.controllers.resource import is_leaving
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
+from rollyard_operator.kube.errors import KubeConflict, KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, PodCache, key_of, uid_of
 from rollyard_operator.pods.parts import PodTemplateError

@@ -13,8 +13,8 @@ from rollyard_drivers.reconcile.plan import PoolState, Profile
 from rollyard_operator.controllers.admission import Admissions
 from rollyard_operator.controllers.control_plane_view import ControlPlaneView
 from rollyard_operator.controllers.worker_token import WorkerToken
-from rollyard_operator.kube.client import Kube
 from rollyard_operator.kube.event_recorder import EventRecorder
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.namespace_access import NamespaceAccess
 from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache
 from rollyard_operator.settings import OperatorSettings

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.errors import KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import key_of
 from rollyard_operator.settings import OperatorSettings

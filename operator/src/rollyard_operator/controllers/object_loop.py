@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 
 from rollyard_client import RollyardError
 
-from rollyard_operator.kube.client import TRY_AGAIN, KubeConflict, KubeError
+from rollyard_operator.kube.client import TRY_AGAIN
+from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.object_cache import Key
 
 RESYNC_SECONDS = 60.0

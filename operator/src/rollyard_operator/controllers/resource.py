@@ -11,8 +11,8 @@ from rollyard_crds.reading.manifest import ManifestError, describe
 
 from rollyard_operator.controllers.control_plane_view import OBJECT_UID
 from rollyard_operator.kube import event_messages
-from rollyard_operator.kube.client import Kube
 from rollyard_operator.kube.event_recorder import EventRecorder
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 

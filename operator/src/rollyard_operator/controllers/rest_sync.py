@@ -20,7 +20,8 @@ from rollyard_operator.controllers.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
 from rollyard_operator.controllers.resource import ORIGIN, is_leaving
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.client import TRY_AGAIN, KubeConflict, KubeError
+from rollyard_operator.kube.client import TRY_AGAIN
+from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, ObjectCache, key_of, uid_of
 

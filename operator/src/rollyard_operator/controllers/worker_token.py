@@ -16,7 +16,8 @@ from rollyard_crds.base import API_VERSION
 from rollyard_crds.security.job_token import job_token
 
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
+from rollyard_operator.kube.errors import KubeConflict, KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.pods.parts import digest
 from rollyard_operator.settings import OperatorSettings

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol, Self
-from urllib.parse import quote, urlencode
+from typing import Any, Final, Self
+from urllib.parse import urlencode
 
 import aiohttp
 import orjson
@@ -17,7 +16,9 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client import rest
 from rollyard_crds.backoff import Backoff
 
+from rollyard_operator.kube.errors import KubeError, refusal
 from rollyard_operator.kube.labels import MANAGER, Object
+from rollyard_operator.kube.resources import RESOURCES
 
 FIELD_MANAGER = MANAGER
 TIMEOUT_SECONDS = 15.0
@@ -31,135 +32,6 @@ GONE = 410
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
-_log = logging.getLogger(__name__)
-
-
-class KubeError(Exception):
-    """The API server refused a call or did not answer after several attempts.
-
-    Attributes:
-        status: The HTTP status, or 0 if there was no answer.
-        reason: The reason as Kubernetes names it, such as `Forbidden` or `Invalid`, or `Unreachable` if there
-            was no answer.
-        retry_after: The number of seconds that the server asked the client to wait, or None.
-    """
-
-    def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.reason = reason
-        self.message = message
-        self.retry_after = retry_after
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.message}"
-
-
-class KubeConflict(KubeError):
-    """The HTTP status was 409: the name is taken, or the object has another uid or version than expected."""
-
-
-class Kube(Protocol):
-    """The calls to a cluster that the operator's loops need. All methods raise KubeError."""
-
-    async def apply(self, obj: Object, *, force: bool = True) -> Object:
-        """Create or change an object by server-side apply."""
-        ...
-
-    async def create(self, obj: Object) -> Object:
-        """Create an object. Raise KubeConflict if the name is taken."""
-        ...
-
-    async def delete(
-        self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
-    ) -> None:
-        """Delete an object. It is no error if the object is gone or has another uid."""
-        ...
-
-    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """Return the object, or None if it does not exist."""
-        ...
-
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
-        """Return all objects of a namespace, or of all namespaces if `namespace` is None."""
-        ...
-
-    async def patch(
-        self,
-        kind: str,
-        namespace: str,
-        name: str,
-        body: Object,
-        *,
-        uid: str | None = None,
-        version: str | None = None,
-    ) -> Object | None:
-        """Apply a merge patch, and return None if the object is gone or has another uid.
-
-        Raises KubeConflict if the object has another resource version than the given one.
-        """
-        ...
-
-    async def patch_status(
-        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
-    ) -> Object | None:
-        """Apply a merge patch to the status subresource, and return None if the object is gone.
-
-        Raises KubeConflict if the object has another resource version than the given one. The API server
-        checks no uid when it writes a status.
-        """
-        ...
-
-    async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
-        """Create an event about an object. `type` is `Normal` or `Warning`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Resource:
-    api: str
-    """The API version: `v1`, or a group and a version."""
-    plural: str
-
-    @property
-    def root(self) -> str:
-        return f"/api/{self.api}" if "/" not in self.api else f"/apis/{self.api}"
-
-    def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
-        parts = [self.root]
-        if namespace is not None:
-            parts += ["namespaces", quote(namespace, safe="")]
-        parts.append(self.plural)
-        parts += [quote(part, safe="") for part in (name, sub) if part]
-        return "/".join(parts)
-
-
-RESOURCES: Mapping[str, _Resource] = {
-    "Pod": _Resource("v1", "pods"),
-    "Service": _Resource("v1", "services"),
-    "ConfigMap": _Resource("v1", "configmaps"),
-    "Secret": _Resource("v1", "secrets"),
-    "Event": _Resource("v1", "events"),
-    "NetworkPolicy": _Resource("networking.k8s.io/v1", "networkpolicies"),
-    "RolloutJob": _Resource("rollyard.dev/v1alpha1", "rolloutjobs"),
-    "BackendPool": _Resource("rollyard.dev/v1alpha1", "backendpools"),
-}
-
-
-def refusal(status: int, content: bytes, retry_after: str | None = None) -> KubeError:
-    """Return the error for an answer whose status is not 2xx."""
-    try:
-        document = orjson.loads(content)
-    except ValueError:
-        document = None
-    told = document if isinstance(document, dict) else {}
-    message = str(told.get("message") or content[:500].decode(errors="replace") or f"HTTP {status}")
-    reason = str(told.get("reason") or f"Http{status}")
-    seconds = (told.get("details") or {}).get("retryAfterSeconds")
-    if retry_after is not None and retry_after.isdigit():
-        seconds = float(retry_after)
-    kind = KubeConflict if status == 409 else KubeError
-    return kind(status, reason, message, None if seconds is None else float(seconds))
 
 
 def _again(error: KubeError) -> bool:

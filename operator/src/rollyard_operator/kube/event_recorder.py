@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections import deque
 
-from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.event_messages import EventMessage
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 
 LANES = 4

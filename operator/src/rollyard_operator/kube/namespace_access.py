@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rollyard_operator.kube.client import KubeError
+from rollyard_operator.kube.errors import KubeError
 
 _log = logging.getLogger(__name__)
 

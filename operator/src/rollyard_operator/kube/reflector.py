@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
-from rollyard_operator.kube.client import GONE, TRY_AGAIN, KubeError
+from rollyard_operator.kube.client import GONE, TRY_AGAIN
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 from rollyard_operator.kube.watch import WatchError, WatchEvent

@@ -11,17 +11,10 @@ import aiohttp
 import orjson
 from kubernetes.aio import client
 
-from rollyard_operator.kube.client import (
-    FIELD_MANAGER,
-    RESOURCES,
-    UNREACHABLE,
-    KubeClient,
-    KubeError,
-    refusal,
-    send,
-    unreachable,
-)
+from rollyard_operator.kube.client import FIELD_MANAGER, UNREACHABLE, KubeClient, send, unreachable
+from rollyard_operator.kube.errors import KubeError, refusal
 from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.resources import RESOURCES
 
 CONNECT_SECONDS = 10.0
 WATCH_SECONDS = (240, 300)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.errors import KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import CLAIM, JOB, Object, label_of
 from rollyard_operator.kube.object_cache import uid_of
 from rollyard_operator.sandboxes.namespaces import Namespaces

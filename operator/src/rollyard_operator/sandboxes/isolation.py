@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.errors import KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.settings import OperatorSettings, SettingsError
 
 RESOLVE_SECONDS = 10.0

@@ -22,7 +22,8 @@ from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, Wa
 from rollyard_drivers.reconcile.workloads import earliest
 
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
+from rollyard_operator.kube.errors import KubeConflict, KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
 from rollyard_operator.pods.sandboxes import (

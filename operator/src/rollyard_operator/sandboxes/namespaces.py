@@ -9,7 +9,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.errors import KubeError
+from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import uid_of
 from rollyard_operator.pods.network_policies import egress_trouble

@@ -9,7 +9,7 @@ from typing import Final
 
 from rollyard_crds.backoff import Backoff
 
-from rollyard_operator.kube.client import KubeError
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.sandboxes.planning.plan import Refusal, Trouble
 
 _PAUSES: Final = Backoff(first=1.0, longest=30.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -28,7 +27,6 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
     EvalOutOfMemory,
-    HandlerStateInvalid,
     InitTimeout,
     SandboxMissing,
 )
@@ -36,6 +34,7 @@ from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageCo
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.stages.contexts import checked_carry, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
@@ -47,7 +46,6 @@ from rollyard_pipeline.trajectories.sanitize import clean_text
 
 log = logging.getLogger(__name__)
 
-_CARRY_LIMIT: Final = 1 << 20  # The limit that the wire format sets, in bytes.
 _ROUTE_RETRY: Final = 1.0  # seconds
 _LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, that is added to Run's limit.
 
@@ -127,7 +125,7 @@ class Stages:
         # Unknown names are detected here, before a sandbox is started.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
-        context = _context(lease, spec, timeout)
+        context = stage_context(lease, spec, timeout)
         try:
             if needed:
                 async with self._init_place(held, spec, handler), asyncio.timeout(timeout):
@@ -147,7 +145,7 @@ class Stages:
             token=lease.token,
             stage="init",
             sandbox=held.sandbox,
-            carry=_checked_carry(context),
+            carry=checked_carry(context),
             times=times,
         )
 
@@ -166,7 +164,7 @@ class Stages:
             parser = configured(parser, chat.template.source, parameters)
             session.vocabulary = await self._vocabulary(session.backend.tokenizer, chat)
             episode.recorder = TrajectoryRecorder(chat, [to_chat(message) for message in episode.messages])
-        context = _context(lease, spec, timeout)
+        context = stage_context(lease, spec, timeout)
         try:
             async with self._attached(lease) as sandbox:
                 if sandbox is not None:
@@ -209,7 +207,7 @@ class Stages:
             token=lease.token,
             stage="run",
             sandbox=lease.sandbox,
-            carry=_checked_carry(context),
+            carry=checked_carry(context),
             trajectory=episode.trajectory(
                 lease,
                 spec.sampling,
@@ -223,7 +221,7 @@ class Stages:
     async def _eval(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.eval.timeout_seconds
         handler = self._handler(spec)
-        context = _context(lease, spec, timeout)
+        context = stage_context(lease, spec, timeout)
         context.trajectory = lease.trajectory
         fresh = eval_sandbox(spec, handler) == "fresh"
         try:
@@ -251,7 +249,7 @@ class Stages:
             token=lease.token,
             stage="eval",
             sandbox=lease.sandbox,
-            carry=_checked_carry(context),
+            carry=checked_carry(context),
             reward=float(evaluation.reward),
             reward_components={name: float(value) for name, value in evaluation.components.items()},
             reward_reason=evaluation.reason,
@@ -377,29 +375,3 @@ def _extend(limit: asyncio.Timeout, session: BackendSession, seconds: float) -> 
     when = limit.when()
     if when is not None and not limit.expired() and session.waited_seconds <= _LONGEST_WAITED:
         limit.reschedule(when + seconds)
-
-
-def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
-    # Each attempt starts clean: what an earlier one left or submitted must not affect this one's score.
-    carry = {} if lease.stage == "init" else dict(lease.carry)
-    if lease.stage == "run":
-        carry.pop(ANSWER, None)
-    return StageContext(
-        task=lease.task,
-        spec=spec,
-        rollout=lease.rollout,
-        sample_index=lease.sample_index,
-        timeout=float(timeout),
-        env={**spec.sandbox.env, **lease.task.sandbox.env},
-        carry=carry,
-    )
-
-
-def _checked_carry(context: StageContext) -> dict[str, object]:
-    try:
-        size = len(json.dumps(context.carry))
-    except (TypeError, ValueError) as error:
-        raise HandlerStateInvalid(f"ctx.carry is no JSON: {error}") from error
-    if size > _CARRY_LIMIT:
-        raise HandlerStateInvalid(f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed")
-    return context.carry

@@ -20,6 +20,7 @@ from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
 from rollyard_sandbox.proof import TOKEN_PROOF, answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
+from rollyard_sandbox.server.request_fields import body_list, seconds_field, text_field, whole_field
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 # The requests that a client may make beyond version 1 of the protocol as it was first released.
 FEATURES = ("begin_eval", "clean_env", "beneath")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
-_MAX_SECONDS = 7 * 24 * 3600.0
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
 _MAX_IN_FLIGHT = 1024  # requests per connection
 _PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
@@ -163,7 +163,7 @@ class Operations:
         )
 
     def _renew(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        self._control.renew(_seconds(header, "seconds"))
+        self._control.renew(seconds_field(header, "seconds"))
         connection.answer(request, {})
 
     def _set_env(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -222,7 +222,7 @@ class Operations:
     # The requests below concern bash sessions.
 
     def _session(self, header: dict[str, Any]) -> BashSession:
-        name = _text(header, "session")
+        name = text_field(header, "session")
         session = self._sessions.get(name)
         if session is None:
             if not 0 < len(name) <= 200:
@@ -235,7 +235,7 @@ class Operations:
         return session
 
     def _existing(self, header: dict[str, Any]) -> BashSession:
-        session = self._sessions.get(_text(header, "session"))
+        session = self._sessions.get(text_field(header, "session"))
         if session is None:
             raise NoCommandRunning(f"there is no session {header['session']!r}")
         return session
@@ -245,7 +245,7 @@ class Operations:
             raise BadRequest("command: holds a NUL byte, which bash cannot run")
         if len(body) > _MAX_COMMAND:
             raise CommandTooLarge(f"command of {len(body)} bytes; at most {_MAX_COMMAND} are allowed")
-        timeout = _seconds(header, "timeout")
+        timeout = seconds_field(header, "timeout")
         max_output = self._limit(header)
         on_output = None
         if header.get("stream"):
@@ -274,7 +274,7 @@ class Operations:
     def _close_session(
         self, connection: Connection, request: int, header: dict[str, Any], body: bytes
     ) -> None:
-        session = self._sessions.pop(_text(header, "session"), None)
+        session = self._sessions.pop(text_field(header, "session"), None)
         if session is not None:
             session.kill()
         connection.answer(request, {})
@@ -302,7 +302,7 @@ class Operations:
 
         program = Program(
             self._loop, self._protections, argv, environment, os.path.join(self._workdir, cwd), body,
-            _seconds(header, "timeout"), self._limit(header), done,
+            seconds_field(header, "timeout"), self._limit(header), done,
         )  # fmt: skip
         self._programs.add(program)
         connection.in_flight[request] = program.cancel
@@ -310,7 +310,7 @@ class Operations:
     def _run_cell(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         from rollyard_sandbox.execution.ipython import IPython
 
-        timeout, max_output = _seconds(header, "timeout"), self._limit(header)
+        timeout, max_output = seconds_field(header, "timeout"), self._limit(header)
         try:
             code = body.decode()
         except UnicodeDecodeError as error:
@@ -327,13 +327,13 @@ class Operations:
     def _read(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         data, size, mode = files.read(
             self._path(header),
-            _whole(header, "offset", 0, 1 << 62),
-            min(_whole(header, "max_bytes", 0, 1 << 62), MAX_BODY),
+            whole_field(header, "offset", 0, 1 << 62),
+            min(whole_field(header, "max_bytes", 0, 1 << 62), MAX_BODY),
         )
         connection.answer(request, {"size": size, "mode": mode}, data)
 
     def _write(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        files.write(self._path(header), body, _whole(header, "mode", 0, 0o7777))
+        files.write(self._path(header), body, whole_field(header, "mode", 0, 0o7777))
         connection.answer(request, {})
 
     def _list(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -354,32 +354,35 @@ class Operations:
             path = header.get("path")
             answer = work_folder.tree(workdir, work_folder.name(path) if path else b"")
         elif action == "digests":
-            answer = work_folder.digests(workdir, _list(body))
+            answer = work_folder.digests(workdir, body_list(body))
         elif action == "read":
-            offset, most = _whole(header, "offset", 0, 1 << 62), _whole(header, "max_bytes", 0, MAX_BODY)
+            offset, most = (
+                whole_field(header, "offset", 0, 1 << 62),
+                whole_field(header, "max_bytes", 0, MAX_BODY),
+            )
             answer = work_folder.read(workdir, work_folder.name(header.get("path")), offset, most)
         else:
             answer = b""
             if action == "put":
                 work_folder.put(
-                    workdir, work_folder.name(header.get("path")), body, _whole(header, "mode", 0, 0o777)
+                    workdir, work_folder.name(header.get("path")), body, whole_field(header, "mode", 0, 0o777)
                 )
             elif action == "make":
-                work_folder.make(workdir, _list(body))
+                work_folder.make(workdir, body_list(body))
             elif action == "remove":
-                work_folder.remove(workdir, _list(body))
+                work_folder.remove(workdir, body_list(body))
             else:
                 raise BadRequest(f"action: {action!r} is unknown")
         connection.answer(request, {}, answer)
 
     def _path(self, header: dict[str, Any]) -> str:
-        path = _text(header, "path")
+        path = text_field(header, "path")
         if not path or "\0" in path:
             raise BadRequest("path: a path without NUL is needed")
         return os.path.join(self._workdir, path)
 
     def _limit(self, header: dict[str, Any]) -> int:
-        return min(_whole(header, "max_output", 0, 1 << 62), self._max_output)
+        return min(whole_field(header, "max_output", 0, 1 << 62), self._max_output)
 
 
 def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError, result: str = "") -> None:
@@ -400,36 +403,3 @@ def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError
         },
         outcome.output,
     )
-
-
-def _list(body: bytes) -> list[Any]:
-    from json import loads
-
-    try:
-        found = loads(body)
-    except ValueError as error:
-        raise BadRequest(f"body: not JSON: {error}") from None
-    if not isinstance(found, list):
-        raise BadRequest("body: a list is needed")
-    return found
-
-
-def _text(header: dict[str, Any], field: str) -> str:
-    value = header.get(field)
-    if not isinstance(value, str):
-        raise BadRequest(f"{field}: a string is needed")
-    return value
-
-
-def _whole(header: dict[str, Any], field: str, least: int, most: int) -> int:
-    value = header.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise BadRequest(f"{field}: a whole number from {least} to {most} is needed")
-    return value
-
-
-def _seconds(header: dict[str, Any], field: str) -> float:
-    value = header.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
-        raise BadRequest(f"{field}: seconds above 0 and up to {_MAX_SECONDS:.0f} are needed")
-    return float(value)

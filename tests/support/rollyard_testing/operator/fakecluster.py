@@ -24,7 +24,7 @@ from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
 from rollyard_crds.workers import WorkerDeath, WorkerDied
 from rollyard_drivers.reconcile.reconcile_pass import CANCEL_REASON, CLOSED
 from rollyard_operator.controllers.control_plane_view import OBJECT_UID, object_uid, thing_key
-from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 Object = dict[str, Any]

@@ -1,0 +1,85 @@
+"""The events of a job as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api.core.codec import dumps
+from rollyard_api.jobs import job_views, jobs
+from rollyard_api.jobs.events import Event, SlowConsumer
+from rollyard_api.routes.common import Namespace, plane_of
+from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.trajectories.delivery import Delivery
+
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
+
+COUNTS_SECONDS = 1.0
+"""The seconds between two reads of the counts of a job whose events a client follows."""
+
+
+@router.get("/{name}/events")
+async def events(
+    request: Request,
+    name: str,
+    namespace: Namespace = "default",
+    last_event_id: Annotated[str, Header()] = "",
+) -> Response:
+    """Stream server-sent events: `transition` per stage transition, `counts` when counts have changed.
+
+    The stream ends when the job has ended. A consumer that falls behind by a whole buffer is dropped with
+    an event `dropped`. It may resume with Last-Event-ID while past events are kept. If events after that
+    id are no longer kept, an event `missed` is sent first.
+    """
+    plane = plane_of(request)
+    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
+    after = plane.events.resume_after(job, last_event_id)
+    async with AsyncExitStack() as held:
+        held.enter_context(plane.streams.held(namespace))
+        body = _told_when_dropped(_stream(plane, job, after))
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
+
+
+def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
+    row = jobs.by_id(conn, job_id)
+    return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
+
+
+async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
+    told: dict[str, Any] | None = None
+    looked = -COUNTS_SECONDS
+    now = asyncio.get_running_loop().time
+    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+        if isinstance(item, Event):
+            yield plane.events.format(job.uid, item)
+        if item is not None and now() - looked < COUNTS_SECONDS:
+            continue
+        looked = now()
+        async with plane.looks.held(job.namespace):
+            found = await plane.database.read(partial(_counts, job_id=job.id))
+        if found is None or plane.bus.closing:
+            return
+        if found[0] != told:
+            told = found[0]
+            yield b"event: counts\ndata: " + dumps(told) + b"\n\n"
+        elif item is None:
+            yield b": idle\n\n"
+        if found[1] and item is None:
+            yield b"event: end\ndata: {}\n\n"
+            return
+
+
+async def _told_when_dropped(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in stream:
+            yield chunk
+    except SlowConsumer as error:
+        yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"

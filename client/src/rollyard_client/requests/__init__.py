@@ -1,0 +1,1 @@
+"""Functions that build the calls of the REST API and say how their answers are read, without I/O."""

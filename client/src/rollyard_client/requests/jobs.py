@@ -1,0 +1,167 @@
+"""The calls on jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+# A model is imported when it is first used, because it takes a third of a second to build all of them.
+import rollyard_crds as crds
+
+from rollyard_client.call import Call, as_json, encode, nothing, segment
+
+if TYPE_CHECKING:
+    import httpx
+    from rollyard_crds.backendpool import BackendPool
+    from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+    from rollyard_crds.task import Task
+    from rollyard_crds.unfinished import UnfinishedJobs
+
+JOBS = "/v1/rolloutjobs"
+NDJSON = "application/x-ndjson"
+
+Manifest: TypeAlias = "RolloutJob | BackendPool | Mapping[str, Any]"
+
+
+def _job(answer: httpx.Response) -> RolloutJob:
+    return crds.RolloutJob.model_validate_json(answer.content)
+
+
+def document_of(manifest: Manifest) -> Mapping[str, Any]:
+    """Return the JSON form of a manifest, which is a model or a mapping. A model's status is left out."""
+    if isinstance(manifest, Mapping):
+        return manifest
+    body = manifest.to_json()
+    body.pop("status", None)
+    return body
+
+
+def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
+    """Return a manifest with the part of its metadata that the control plane keeps at a registration."""
+    meta = manifest.metadata
+    kept = crds.ObjectMeta(
+        name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=meta.annotations
+    )
+    return {**document_of(manifest), "metadata": kept.to_json()}
+
+
+def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[RolloutJob]:
+    """Return the call that submits a job.
+
+    The server may take `timeout` seconds beyond the usual timeout to read a large task list.
+    """
+    return Call("POST", JOBS, _job, body=encode(document_of(manifest)), wait=timeout)
+
+
+def jobs(
+    namespace: str | None, after: str | None, *, bare: bool = False, finished: bool | None = None
+) -> Call[tuple[list[RolloutJob], str | None]]:
+    """Return the call that lists a page of jobs.
+
+    Args:
+        namespace: The namespace of the jobs. None selects all namespaces.
+        after: The continuation of the last page, or None for the first page.
+        bare: Leave out inline tasks.
+        finished: List only jobs that have ended, or only jobs that have not. None lists both.
+    """
+
+    def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
+        document = as_json(answer)
+        found = [crds.RolloutJob.model_validate(item) for item in document["items"]]
+        return found, document["metadata"].get("continue")
+
+    query = {
+        "namespace": namespace,
+        "continue": after,
+        "omit": "tasks" if bare else None,
+        "finished": finished,
+    }
+    return Call("GET", JOBS, parse, query=query)
+
+
+def job(name: str, namespace: str) -> Call[RolloutJob]:
+    """Return the call that reads one job with its tasks and live counts."""
+    return Call("GET", f"{JOBS}/{segment(name)}", _job, query={"namespace": namespace})
+
+
+def register_job(
+    manifest: RolloutJob, tasks: Sequence[Task | Mapping[str, Any]] | None, timeout: float
+) -> Call[RolloutJob]:
+    """Return the call with which a driver registers a job.
+
+    Args:
+        manifest: The job.
+        tasks: The tasks of its ConfigMap, if it has one.
+        timeout: The seconds beyond the usual timeout that the server may take to read the tasks.
+    """
+    meta = manifest.metadata
+    body: dict[str, Any] = {"manifest": registered(manifest)}
+    if tasks is not None:
+        body["tasks"] = [
+            task if isinstance(task, Mapping) else task.model_dump(mode="json", exclude_none=True)
+            for task in tasks
+        ]
+    query = {"namespace": meta.namespace}
+    return Call("PUT", f"{JOBS}/{segment(meta.name)}", _job, query=query, body=encode(body), wait=timeout)
+
+
+def delete_job(name: str, namespace: str) -> Call[None]:
+    """Return the call that cancels and removes a job."""
+    # It is not sent again once it may have arrived, because a repeat would be answered with 404.
+    return Call(
+        "DELETE", f"{JOBS}/{segment(name)}", nothing, query={"namespace": namespace}, idempotent=False
+    )
+
+
+def cancel(name: str, namespace: str, target: Mapping[str, str]) -> Call[RolloutJob]:
+    """Return the call that cancels rollouts of a job.
+
+    `target` is {} for the whole job, or else {"group": id} or {"rollout": id}.
+    """
+    path = f"{JOBS}/{segment(name)}/cancel"
+    return Call("POST", path, _job, query={"namespace": namespace}, body=encode(target))
+
+
+def close(name: str, namespace: str) -> Call[RolloutJob]:
+    """Return the call that closes a stream, which means that no more tasks will come."""
+    return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
+
+
+def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[RolloutJob]:
+    """Return the call that changes fields of a job's spec, named as in JSON."""
+    path = f"{JOBS}/{segment(name)}"
+    return Call("PATCH", path, _job, query={"namespace": namespace}, body=encode(changes))
+
+
+def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[dict[str, int]]:
+    """Return the call that pushes tasks to a stream. Each line of its body is one JSON object."""
+    lines = [
+        encode(task) if isinstance(task, Mapping) else task.model_dump_json(exclude_none=True).encode()
+        for task in tasks
+    ]
+    return Call(
+        "POST",
+        f"{JOBS}/{segment(name)}/tasks",
+        as_json,
+        query={"namespace": namespace},
+        body=b"\n".join(lines),
+        content_type=NDJSON,
+    )
+
+
+def put_job_status(name: str, namespace: str, status: RolloutJobStatus) -> Call[RolloutJob]:
+    """Return the call with which a driver reports the status of a job."""
+    path = f"{JOBS}/{segment(name)}/status"
+    return Call("PUT", path, _job, query={"namespace": namespace}, body=encode(status.to_json()))
+
+
+def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
+    """Return the call that lists the jobs that have not ended.
+
+    It waits up to `wait` seconds for an answer that differs from that of `revision`.
+    """
+
+    def parse(answer: httpx.Response) -> UnfinishedJobs:
+        return crds.UnfinishedJobs.model_validate_json(answer.content)
+
+    return Call("GET", "/v1/unfinished", parse, query={"revision": revision, "wait": wait}, wait=wait)

@@ -1,0 +1,83 @@
+"""The calls on backend pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+# A model is imported when it is first used, because it takes a third of a second to build all of them.
+import rollyard_crds as crds
+
+from rollyard_client.call import Call, as_json, encode, nothing, segment
+from rollyard_client.requests.jobs import document_of, registered
+
+if TYPE_CHECKING:
+    import httpx
+    from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
+
+POOLS = "/v1/backendpools"
+
+
+def _pool(answer: httpx.Response) -> BackendPool:
+    return crds.BackendPool.model_validate_json(answer.content)
+
+
+def create_pool(manifest: BackendPool | Mapping[str, Any]) -> Call[BackendPool]:
+    """Return the call that creates a pool. Creating the same pool twice has no further effect."""
+    return Call("POST", POOLS, _pool, body=encode(document_of(manifest)))
+
+
+def pools(namespace: str | None) -> Call[list[BackendPool]]:
+    """Return the call that lists the pools of a namespace. None selects all namespaces."""
+
+    def parse(answer: httpx.Response) -> list[BackendPool]:
+        return [crds.BackendPool.model_validate(item) for item in as_json(answer)["items"]]
+
+    return Call("GET", POOLS, parse, query={"namespace": namespace})
+
+
+def pool(name: str, namespace: str) -> Call[BackendPool]:
+    """Return the call that reads one pool with its backends."""
+    return Call("GET", f"{POOLS}/{segment(name)}", _pool, query={"namespace": namespace})
+
+
+def register_pool(manifest: BackendPool) -> Call[BackendPool]:
+    """Return the call with which a driver registers a pool that has its home elsewhere."""
+    meta, body = manifest.metadata, encode(registered(manifest))
+    return Call("PUT", f"{POOLS}/{segment(meta.name)}", _pool, query={"namespace": meta.namespace}, body=body)
+
+
+def patch_pool(name: str, namespace: str, spec: Mapping[str, Any]) -> Call[BackendPool]:
+    """Return the call that changes a pool's spec by a merge patch (RFC 7386)."""
+    path = f"{POOLS}/{segment(name)}"
+    return Call("PATCH", path, _pool, query={"namespace": namespace}, body=encode({"spec": spec}))
+
+
+def delete_pool(name: str, namespace: str) -> Call[None]:
+    """Return the call that removes a pool."""
+    path = f"{POOLS}/{segment(name)}"
+    return Call("DELETE", path, nothing, query={"namespace": namespace}, idempotent=False)
+
+
+def put_backends(name: str, namespace: str, backends: Sequence[BackendStatus]) -> Call[BackendPool]:
+    """Return the call with which a driver reports all backends of a pool."""
+    body = encode({"backends": [backend.to_json() for backend in backends]})
+    return Call("PUT", f"{POOLS}/{segment(name)}/backends", _pool, query={"namespace": namespace}, body=body)
+
+
+def put_pool_status(name: str, namespace: str, status: BackendPoolStatus) -> Call[BackendPool]:
+    """Return the call with which a driver reports the status of a pool."""
+    path = f"{POOLS}/{segment(name)}/status"
+    return Call("PUT", path, _pool, query={"namespace": namespace}, body=encode(status.to_json()))
+
+
+def pause_pool(name: str, namespace: str, mode: str, wait: float) -> Call[BackendPool]:
+    """Return the call that pauses a pool. It waits up to `wait` seconds for the pool's servers."""
+    query = {"namespace": namespace, "mode": mode, "wait": wait}
+    return Call("POST", f"{POOLS}/{segment(name)}/pause", _pool, query=query, body=b"{}", wait=wait)
+
+
+def resume_pool(name: str, namespace: str, wait: float) -> Call[BackendPool]:
+    """Return the call that resumes a paused pool. It waits up to `wait` seconds for the pool's servers."""
+    query = {"namespace": namespace, "wait": wait}
+    return Call("POST", f"{POOLS}/{segment(name)}/resume", _pool, query=query, body=b"{}", wait=wait)

@@ -1,0 +1,171 @@
+"""The calls that read a job's results, and the records that they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+# A model is imported when it is first used, because it takes a third of a second to build all of them.
+import rollyard_crds as crds
+
+from rollyard_client.call import Call, as_json, segment
+from rollyard_client.requests.jobs import JOBS, NDJSON
+
+if TYPE_CHECKING:
+    import httpx
+    from rollyard_crds.trajectory import Attempt, Trajectory
+
+PARQUET = "application/vnd.apache.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a job's results: JSON lines, the cursor after them, and whether no more will follow."""
+
+    lines: list[bytes]
+    cursor: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one task that have a reward, as a GRPO or DAPO trainer needs them."""
+
+    group_id: str
+    task_id: str
+    delivered: bool
+    informative: bool
+    reason: str
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSummary:
+    """A summary of one rollout, which may have ended or not."""
+
+    id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    stage: str | None
+    status: str
+    attempt: int
+    reason: str
+    message: str
+    reward: float | None
+    timings: dict[str, Any]
+    worker: str
+    backend: str
+    attempts: list[Attempt] = field(default_factory=list)
+    """What did not end well so far, oldest first; see `Trajectory.attempts`."""
+    attempts_dropped: int = 0
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
+        """Return the summary that a server sent. Fields that this release does not know are left out."""
+        known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
+        listed = [crds.Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
+        return cls(**known, attempts=listed)
+
+
+def _page(answer: httpx.Response) -> Page:
+    lines = answer.content.split(b"\n")
+    return Page(
+        [line for line in lines if line],
+        answer.headers["rollyard-cursor"],
+        answer.headers["rollyard-finished"] == "true",
+    )
+
+
+def trajectory(line: bytes) -> Trajectory:
+    """Return the Trajectory that a JSON line holds."""
+    return crds.Trajectory.model_validate_json(line)
+
+
+def group(line: bytes) -> Group:
+    """Return the Group that a JSON line holds."""
+    document = orjson.loads(line)
+    members = [crds.Trajectory.model_validate(item) for item in document.pop("trajectories")]
+    return Group(**document, trajectories=members)
+
+
+def trajectories(
+    name: str, namespace: str, *, cursor: str, wait: float, limit: int, status: str | None
+) -> Call[Page]:
+    """Return the call that reads a page of ended rollouts.
+
+    Args:
+        cursor: The cursor at which the page begins. An empty one begins at the first rollout.
+        wait: The seconds that the server waits for the first item.
+        limit: The largest number of items of the page.
+        status: Return only rollouts that ended with this status. None selects all.
+    """
+    query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit, "status": status}
+    return Call("GET", f"{JOBS}/{segment(name)}/trajectories", _page, query=query, accept=NDJSON, wait=wait)
+
+
+def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple[bytes, str, bool]]:
+    """Return the call that reads a Parquet file of up to `limit` trajectories.
+
+    Its result is the file, the cursor after it, and whether nothing follows.
+    """
+
+    def parse(answer: httpx.Response) -> tuple[bytes, str, bool]:
+        headers = answer.headers
+        return answer.content, headers["rollyard-cursor"], headers["rollyard-finished"] == "true"
+
+    query = {"namespace": namespace, "cursor": cursor, "limit": limit}
+    return Call("GET", f"{JOBS}/{segment(name)}/trajectories", parse, query=query, accept=PARQUET)
+
+
+def groups(
+    name: str, namespace: str, *, cursor: str, wait: float, limit: int, informative: bool, dropped: bool
+) -> Call[Page]:
+    """Return the call that reads a page of ended groups. The other arguments are those of `trajectories`.
+
+    Args:
+        informative: Leave out the groups whose rewards are all equal.
+        dropped: Include the groups of which too few rollouts survived.
+    """
+    query = {
+        "namespace": namespace,
+        "cursor": cursor,
+        "wait": wait,
+        "limit": limit,
+        "informative": informative,
+        "dropped": dropped,
+    }
+    return Call("GET", f"{JOBS}/{segment(name)}/groups", _page, query=query, accept=NDJSON, wait=wait)
+
+
+def rollouts(
+    name: str, namespace: str, *, stage: str | None, status: str | None, retried: bool, after: str | None
+) -> Call[tuple[list[RolloutSummary], str | None]]:
+    """Return the call that reads a page of summaries. `after` is the continuation of the last page."""
+
+    def parse(answer: httpx.Response) -> tuple[list[RolloutSummary], str | None]:
+        document = as_json(answer)
+        return [RolloutSummary.of(item) for item in document["items"]], document["metadata"].get("continue")
+
+    query: dict[str, Any] = {"namespace": namespace, "stage": stage, "status": status, "continue": after}
+    if retried:
+        query["retried"] = True
+    return Call("GET", f"{JOBS}/{segment(name)}/rollouts", parse, query=query)
+
+
+def rollout(name: str, namespace: str, rollout_id: str) -> Call[Trajectory]:
+    """Return the call that reads the trajectory of one ended rollout."""
+
+    def parse(answer: httpx.Response) -> Trajectory:
+        return trajectory(answer.content)
+
+    path = f"{JOBS}/{segment(name)}/rollouts/{segment(rollout_id)}"
+    return Call("GET", path, parse, query={"namespace": namespace})
+
+
+def events(name: str, namespace: str) -> tuple[str, dict[str, str]]:
+    """Return the path and the query of a job's event stream."""
+    return f"{JOBS}/{segment(name)}/events", {"namespace": namespace}

@@ -1,0 +1,46 @@
+"""The contexts in which handlers work, and the check of what they carry to the next stage."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from rollyard_crds.lease import Lease
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_pipeline.errors import HandlerStateInvalid
+from rollyard_pipeline.handlers.base import ANSWER, StageContext
+
+_CARRY_LIMIT: Final = 1 << 20  # The limit that the wire format sets, in bytes.
+
+
+def stage_context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
+    """Return the context of one attempt at a stage, whose limit is `timeout` seconds."""
+    # Each attempt starts clean: what an earlier one left or submitted must not affect this one's score.
+    carry = {} if lease.stage == "init" else dict(lease.carry)
+    if lease.stage == "run":
+        carry.pop(ANSWER, None)
+    return StageContext(
+        task=lease.task,
+        spec=spec,
+        rollout=lease.rollout,
+        sample_index=lease.sample_index,
+        timeout=float(timeout),
+        env={**spec.sandbox.env, **lease.task.sandbox.env},
+        carry=carry,
+    )
+
+
+def checked_carry(context: StageContext) -> dict[str, object]:
+    """Return what a handler carries to the next stage.
+
+    Raises:
+        HandlerStateInvalid: It is no JSON, or has more bytes than the wire format allows.
+    """
+    try:
+        size = len(json.dumps(context.carry))
+    except (TypeError, ValueError) as error:
+        raise HandlerStateInvalid(f"ctx.carry is no JSON: {error}") from error
+    if size > _CARRY_LIMIT:
+        raise HandlerStateInvalid(f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed")
+    return context.carry

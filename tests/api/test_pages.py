@@ -14,8 +14,10 @@ import pytest
 from rollyard_api.core import cursors
 from rollyard_api.jobs import cancellation, jobs
 from rollyard_api.settings import Settings
-from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone, requests
+from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone
+from rollyard_client.call import ready
 from rollyard_client.paging import Cursor, Files, Listing
+from rollyard_client.requests.results import Page
 
 NOTES = "n" * 3000
 PAGE = 8_000
@@ -345,25 +347,25 @@ async def test_no_sequence_of_calls_skips_or_repeats_a_result(
 # The client.
 
 
-def page(count: int, cursor: str, *, finished: bool = False) -> requests.Page:
-    return requests.Page([b"{}"] * count, cursor, finished)
+def page(count: int, cursor: str, *, finished: bool = False) -> Page:
+    return Page([b"{}"] * count, cursor, finished)
 
 
 def test_clients_do_not_take_a_short_page_for_the_end() -> None:
-    walk = Cursor(lambda _cursor, _wait: requests.ready(), json.loads, follow=False)  # type: ignore[arg-type,return-value]
+    walk = Cursor(lambda _cursor, _wait: ready(), json.loads, follow=False)  # type: ignore[arg-type,return-value]
     assert len(walk.take(page(1, "v1.t.x.1"))) == 1
     assert not walk.done
     assert len(walk.take(page(1, "v1.t.x.2", finished=True))) == 1
     assert walk.done
-    listing = Listing(lambda _after: requests.ready())  # type: ignore[arg-type,return-value,var-annotated]
+    listing = Listing(lambda _after: ready())  # type: ignore[arg-type,return-value,var-annotated]
     assert listing.take(([1], "next")) == [1]
     assert not listing.done
-    files = Files(lambda _cursor: requests.ready())  # type: ignore[arg-type,return-value]
+    files = Files(lambda _cursor: ready())  # type: ignore[arg-type,return-value]
     assert files.take((b"a", "v1.t.x.3", False)) == [b"a"]
     assert not files.done
     assert files.take((b"", "v1.t.x.3", False)) == []
     assert files.done
-    empty = Files(lambda _cursor: requests.ready())  # type: ignore[arg-type,return-value]
+    empty = Files(lambda _cursor: ready())  # type: ignore[arg-type,return-value]
     assert empty.take((b"no rows", "v1.t.x.0", False)) == [b"no rows"]
     assert empty.take((b"no rows", "v1.t.x.0", False)) == []
     assert empty.done

@@ -100,7 +100,7 @@ class World:
         after = None
         for _ in range(times):
             with contextlib.suppress(RollyardError):
-                self.loop.learn(await self.plane.claims())
+                self.loop.claims.learn(await self.plane.claims())
             after = await self.loop.run_pass()
         return after
 
@@ -390,7 +390,7 @@ async def test_an_operator_killed_between_taking_and_binding_goes_on(world: Worl
     world.start()
     claim = world.plane.file()
     world.plane.fault = lambda: True
-    world.loop.learn(await _listed(world.plane))
+    world.loop.claims.learn(await _listed(world.plane))
     await world.loop.run_pass()
     (taken,) = [pod for pod in world.kube.of("Pod") if pod["metadata"]["labels"].get(labels.CLAIM) == claim]
     assert world.state(claim) == "Pending"
@@ -521,7 +521,7 @@ class Beside:
         await self.loop.run_pass()
 
     async def lists_claims(self) -> None:
-        self.loop.learn(await self.world.plane.claims())
+        self.loop.claims.learn(await self.world.plane.claims())
 
 
 async def test_a_warm_pod_is_taken_for_one_claim_by_two_operators(world: World) -> None:
@@ -577,7 +577,7 @@ async def test_an_operator_that_is_behind_with_claims_deletes_no_sandbox(world: 
     world.plane.fault = lambda: True
     third = Beside(world)
     await third.turn()
-    third.loop.learn(ClaimList(revision=9, claims=[], warm=[]))
+    third.loop.claims.learn(ClaimList(revision=9, claims=[], warm=[]))
     await third.turn()
     assert "deletionTimestamp" not in world.pod(f"sb-{claim}")["metadata"]
     world.plane.fault = lambda: False

@@ -14,18 +14,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
-from rollyard_client import NotFound, RollyardError
+from rollyard_client import RollyardError
 from rollyard_crds.backoff import Backoff
-from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
+from rollyard_crds.claims import Claim, ClaimStatus, SandboxShape, WarmWant
 from rollyard_drivers.reconcile.workloads import earliest
 
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
-from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
+from rollyard_operator.kube.object_cache import PodCache, uid_of
 from rollyard_operator.pods.sandboxes import (
     SandboxOwner,
     claim_labels,
@@ -36,16 +36,17 @@ from rollyard_operator.pods.sandboxes import (
     secret_of,
     token_hash,
 )
-from rollyard_operator.pods.status import observed_sandbox, starting_address
+from rollyard_operator.sandboxes.claims import POLL_SECONDS, Claims, ClaimSource
 from rollyard_operator.sandboxes.guard import Guard
+from rollyard_operator.sandboxes.job_events import JobEvents
 from rollyard_operator.sandboxes.namespaces import Namespaces
+from rollyard_operator.sandboxes.observations import SandboxObservations
 from rollyard_operator.sandboxes.planning.doubts import Doubts, doubts_of, without
 from rollyard_operator.sandboxes.planning.plan import (
     BindSandbox,
     DeleteSandbox,
     FailSandbox,
     LaunchSandbox,
-    ObservedSandbox,
     ObservedSandboxes,
     SandboxLimits,
     SandboxPlan,
@@ -56,33 +57,17 @@ from rollyard_operator.sandboxes.planning.plan import (
 )
 from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
 from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
-from rollyard_operator.sandboxes.port_probes import Address, PortProbes
+from rollyard_operator.sandboxes.port_probes import PortProbes
 from rollyard_operator.sandboxes.refusals import NOT_ISOLATED, Refusals
 from rollyard_operator.sandboxes.token_bucket import TokenBucket
 from rollyard_operator.settings import OperatorSettings
 
-POLL_SECONDS = 30.0
-"""The longest time that one long poll waits for a change of claims, in seconds."""
 AT_ONCE = 16
 """The number of simultaneous calls to the API server and the control plane."""
-EVENT_PAUSE_SECONDS = 300.0
-"""The minimum time between two events with the same reason for the same job, in seconds."""
 _PAUSES: Final = Backoff(first=0.5, longest=10.0)
 OWNER_SECONDS = 1.0
 """The time between two lookups of a job's object that claims need and that does not exist yet, in seconds."""
 _log = logging.getLogger(__name__)
-
-
-class ClaimSource(Protocol):
-    """The calls of the control plane that the loop needs. DriverClient has them. All raise RollyardError."""
-
-    async def claims(
-        self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
-    ) -> ClaimList:
-        """Wait up to `wait` seconds for a change after `revision`, and return the claims."""
-
-    async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
-        """Report the state of a claim, and return it, or None if it does not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +102,6 @@ class SandboxLoop:
     ) -> None:
         self._kube = kube
         self._pods = pods
-        self._control = control
         self._jobs = jobs
         self._settings = settings
         self._key = key
@@ -130,27 +114,24 @@ class SandboxLoop:
             unschedulable_seconds=settings.unschedulable_seconds,
             pull_seconds=settings.image_pull_seconds,
         )
-        self._claims: dict[str, Claim] = {}
-        self._warm: list[WarmWant] = []
-        self._revision: int | None = None
-        self._listed_at = now()
         self._wake = asyncio.Event()
         self._places = asyncio.Semaphore(AT_ONCE)
         self._refusals = Refusals()
         self._numbers = WarmNumbers()
         self._recipes: dict[tuple[str, str], _Recipe] = {}
-        self._seen: dict[str, tuple[str, ObservedSandbox]] = {}
-        self._deleted: dict[str, datetime] = {}
         self._namespaces = Namespaces(kube, settings)
         self._guard = Guard(kube, self._namespaces, doubt)
         self._probes = PortProbes(self.wake)
-        self._told: dict[tuple[str, str], float] = {}
+        self.claims = Claims(control, settings.looks_after, now, self.wake)
+        # A pod that is not isolated may lack its policy, which is applied again before the next pod is made.
+        self._observations = SandboxObservations(pods, self._probes, key, self._namespaces.forget)
+        self._events = JobEvents(kube, jobs)
         self._failures = 0
 
     async def run(self) -> None:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._listen(), name="claims")
+            group.create_task(self.claims.listen(), name="claims")
             group.create_task(self._watch(), name="changes of pods")
             group.create_task(self._work(), name="sandboxes")
             group.create_task(self._probes.run(), name="ports of sandboxes")
@@ -160,17 +141,6 @@ class SandboxLoop:
     def wake(self) -> None:
         """Start another pass. This is called when the object of a job appeared or changed."""
         self._wake.set()
-
-    async def _listen(self) -> None:
-        failures = 0
-        while True:
-            try:
-                self.learn(await self._control.claims(self._revision, POLL_SECONDS))
-                failures = 0
-            except RollyardError as error:
-                _log.warning("claims cannot be read: %s", error)
-                failures += 1
-                await asyncio.sleep(_PAUSES.pause(failures))
 
     async def _watch(self) -> None:
         revision = self._pods.revision
@@ -189,24 +159,16 @@ class SandboxLoop:
             self._wake.clear()
             after = await self.run_pass()
 
-    def learn(self, listed: ClaimList) -> None:
-        """Store the claims and the warm wants that the control plane listed."""
-        ours = self._settings.looks_after
-        self._claims = {claim.id: claim for claim in listed.claims if ours(claim.namespace)}
-        self._warm = [want for want in listed.warm if ours(want.namespace)]
-        self._revision, self._listed_at = listed.revision, self._now()
-        self._wake.set()
-
     # One pass
 
     def plan(self) -> SandboxPlan:
         """Return what has to be done now. The plan is empty before the first list of claims."""
-        if self._revision is None:
+        if not self.claims.listed:
             return SandboxPlan()
         now = self._now()
         claims, needs = self._wanted(now)
         limits = replace(self._limits, tokens=self._bucket.tokens(self._clock()))
-        pods = self._observed(now)
+        pods = self._observations.look()
         observed = ObservedSandboxes(pods, self._refusals.current(now), self._numbers.see(pods))
         return reconcile_sandboxes(claims, needs, observed, now, limits)
 
@@ -232,7 +194,7 @@ class SandboxLoop:
         fine = await asyncio.gather(*(self._step(step) for step in steps))
         self._failures = 0 if all(fine) else self._failures + 1
         waits = [plan.requeue_after, _PAUSES.pause(self._failures) if self._failures else None]
-        if any(claim.state == "Pending" and self._owner(claim) is None for claim in self._claims.values()):
+        if any(claim.state == "Pending" and self._owner(claim) is None for claim in self.claims):
             waits.append(OWNER_SECONDS)
         return earliest(waits)
 
@@ -242,10 +204,10 @@ class SandboxLoop:
         if not doubts:
             return plan
         try:
-            self.learn(await self._control.claims())
-            for claim in doubts.lost & self._claims.keys():
-                mine = f"{labels.selector(self._settings.instance)},{labels.CLAIM}={claim}"
-                for pod in await self._kube.list("Pod", self._claims[claim].namespace, mine):
+            await self.claims.look()
+            for claim in [one for one in self.claims if one.id in doubts.lost]:
+                mine = f"{labels.selector(self._settings.instance)},{labels.CLAIM}={claim.id}"
+                for pod in await self._kube.list("Pod", claim.namespace, mine):
                     self._pods.put(pod)
         except (KubeError, RollyardError) as error:
             _log.warning("sandboxes: cannot look again: %s: %s", type(error).__name__, error)
@@ -254,7 +216,7 @@ class SandboxLoop:
         return without(plan, self._doubts(plan) - doubts)
 
     def _doubts(self, plan: SandboxPlan) -> Doubts:
-        return doubts_of(plan, self._claims.keys(), (seen for _, seen in self._seen.values()))
+        return doubts_of(plan, self.claims.ids, self._observations.last)
 
     async def _step(self, step: Callable[[], Awaitable[None]]) -> bool:
         """Return whether the step succeeded. A step that failed is planned again in the next pass."""
@@ -273,20 +235,19 @@ class SandboxLoop:
     def _wanted(self, now: datetime) -> tuple[list[WantedSandbox], list[WarmNeed]]:
         """Return claims and warm wants with their flavors, and remember how to make a pod of each flavor."""
         self._recipes = {}
-        elapsed = (now - self._listed_at).total_seconds()
         claims = [
             WantedSandbox(
                 claim.id,
                 claim.namespace,
                 claim.state,
-                claim.age_seconds + elapsed,
+                self.claims.age(claim, now),
                 self._flavor(claim, claim.shape) if claim.state == "Pending" else "",
                 claim.address,
             )
-            for claim in self._claims.values()
+            for claim in self.claims
         ]
         needs = []
-        for want in self._warm:
+        for want in self.claims.warm:
             flavor = self._flavor(want, want.shape)
             if flavor:
                 needs.append(WarmNeed(want.namespace, flavor, want.count))
@@ -305,40 +266,6 @@ class SandboxLoop:
         obj = self._jobs(wish.namespace, wish.job) if wish is not None else None
         return owner_of_object(obj, self._settings) if obj is not None else None
 
-    def _observed(self, now: datetime) -> list[ObservedSandbox]:
-        found = []
-        seen: dict[str, tuple[str, ObservedSandbox]] = {}
-        ports: dict[str, Address] = {}
-        for pod in self._pods.pods(component="sandbox"):
-            uid, version = uid_of(pod), str(pod["metadata"].get("resourceVersion"))
-            known = self._seen.get(uid)
-            if known is None or known[0] != version:
-                known = (version, observed_sandbox(pod, token_hash(self._secret(pod))))
-                trouble = known[1].trouble
-                if trouble is not None and trouble.reason == "NotIsolated":
-                    # The policy may have been deleted. It is applied again before the next pod is made.
-                    self._namespaces.forget(known[1].namespace)
-            seen[uid] = known
-            sandbox = known[1]
-            if sandbox.state == "starting" and (port := starting_address(pod)) is not None:
-                ports[uid] = port
-                if self._probes.has_answered(uid):
-                    # The exec server listens only after its isolation checks passed, so a pod that accepts
-                    # connections is ready.
-                    sandbox = replace(sandbox, state="ready", trouble=None)
-            deleted_at = self._deleted.get(uid)
-            if deleted_at is not None and sandbox.state != "stopping":
-                sandbox = replace(sandbox, state="stopping", gone_due=deleted_at)
-            found.append(sandbox)
-        self._seen = seen
-        self._probes.want(ports)
-        self._deleted = {uid: at for uid, at in self._deleted.items() if uid in seen}
-        return found
-
-    def _secret(self, pod: Object) -> str:
-        namespace, name = key_of(pod)
-        return secret_of(self._key, namespace, name, labels.annotation_of(pod, labels.NONCE))
-
     # Steps
 
     async def _launch(self, launch: LaunchSandbox) -> None:
@@ -346,7 +273,7 @@ class SandboxLoop:
         recipe = self._recipes.get((launch.namespace, launch.flavor))
         owner = recipe.owner if recipe is not None else None
         if launch.claim:  # The pod belongs to the job of its claim, not to the first job of that flavor.
-            owner = self._owner(self._claims.get(launch.claim))
+            owner = self._owner(self.claims.get(launch.claim))
         if recipe is None or owner is None:
             return
         self._bucket.take(self._clock())
@@ -381,7 +308,7 @@ class SandboxLoop:
             trouble = self._refused(key, error)
             _log.warning("%s/%s cannot be made: %s: %s", *key, trouble.reason, trouble.message)
             # There is no pod that could show the error, and a claim may wait for minutes until it fails.
-            await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
+            await self._events.warn(launch.namespace, owner.name, trouble.reason, trouble.message)
 
     async def _look(self, key: tuple[str, str], error: KubeError) -> None:
         """Look at the pod that has the name: one that the watch has not reported yet, or a foreign one."""
@@ -399,7 +326,7 @@ class SandboxLoop:
         return self._refusals.add(key, error, self._now())
 
     async def _take(self, take: TakeSandbox, bind: BindSandbox | None) -> None:
-        owner = self._owner(self._claims.get(take.claim))
+        owner = self._owner(self.claims.get(take.claim))
         if owner is None:
             return
         pod = take.pod
@@ -426,7 +353,7 @@ class SandboxLoop:
             self._pods.remove((pod.namespace, pod.name), pod.uid)
             return
         self._pods.put(taken)
-        seen = observed_sandbox(taken, token_hash(self._secret(taken)))
+        seen = self._observations.read(taken)
         if bind is not None and seen.state == "ready":
             await self._bind(BindSandbox(take.claim, seen))
 
@@ -436,8 +363,8 @@ class SandboxLoop:
             return
         if await self._was_opened(bind, pod):
             return
-        status = ClaimStatus(state="Bound", address=bind.pod.address, secret=self._secret(pod))
-        await self._report(bind.claim, status)
+        status = ClaimStatus(state="Bound", address=bind.pod.address, secret=self._observations.secret(pod))
+        await self.claims.report(bind.claim, status)
 
     async def _was_opened(self, bind: BindSandbox, pod: Object) -> bool:
         """Return whether policies have opened the sandbox since it started. Such a sandbox is deleted."""
@@ -445,14 +372,14 @@ class SandboxLoop:
         if opened:
             namespace, name = bind.pod.namespace, bind.pod.name
             _log.warning("%s/%s is not handed out: %s", namespace, name, opened)
-            if (claim := self._claims.get(bind.claim)) is not None:
-                await self._tell(namespace, claim.job, NOT_ISOLATED, opened)
+            if (claim := self.claims.get(bind.claim)) is not None:
+                await self._events.warn(namespace, claim.job, NOT_ISOLATED, opened)
             await self._delete(DeleteSandbox(namespace, name, bind.pod.uid))
             self._wake.set()
         return bool(opened)
 
     async def _fail(self, fail: FailSandbox) -> None:
-        trouble, claim = fail.trouble, self._claims.get(fail.claim)
+        trouble, claim = fail.trouble, self.claims.get(fail.claim)
         if claim is None:
             return
         status = ClaimStatus(
@@ -461,24 +388,11 @@ class SandboxLoop:
             message=trouble.message[:1024],
             retryable=trouble.retryable,
         )
-        await self._report(fail.claim, status)
-        await self._tell(claim.namespace, claim.job, trouble.reason, trouble.message)
+        await self.claims.report(fail.claim, status)
+        await self._events.warn(claim.namespace, claim.job, trouble.reason, trouble.message)
 
     async def _removed(self, claim: str) -> None:
-        await self._report(claim, ClaimStatus(state="Removed"))
-
-    async def _report(self, claim: str, status: ClaimStatus) -> None:
-        try:
-            now = await self._control.put_claim_status(claim, status)
-        except NotFound:
-            now = None
-        if now is None:
-            self._claims.pop(claim, None)
-        elif claim in self._claims:
-            # A list that is on its way may be older than this answer. In that case the same step is planned
-            # again.
-            self._claims[claim] = now
-        self._wake.set()
+        await self.claims.report(claim, ClaimStatus(state="Removed"))
 
     async def _delete(self, delete: DeleteSandbox) -> None:
         grace = 0 if delete.force else self._settings.sandbox.termination_grace_seconds
@@ -486,16 +400,4 @@ class SandboxLoop:
         if delete.force:
             self._pods.remove((delete.namespace, delete.name), delete.uid)
         else:
-            self._deleted[delete.uid] = self._now() + timedelta(seconds=grace)
-
-    async def _tell(self, namespace: str, job: str, reason: str, message: str) -> None:
-        """Create an event for the job, at most one per reason in EVENT_PAUSE_SECONDS."""
-        obj = self._jobs(namespace, job)
-        if obj is None:
-            return
-        key, now = (uid_of(obj), reason), self._clock()
-        if now - self._told.get(key, -EVENT_PAUSE_SECONDS) < EVENT_PAUSE_SECONDS:
-            return
-        self._told = {one: at for one, at in self._told.items() if now - at < EVENT_PAUSE_SECONDS}
-        self._told[key] = now
-        await self._kube.event(obj, "Warning", "SandboxFailed", f"{reason}: {message}"[:1024])
+            self._observations.deleted(delete.uid, self._now() + timedelta(seconds=grace))

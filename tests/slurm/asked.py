@@ -73,6 +73,7 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
     live = await commands.details(job)
     assert live is not None
     assert live.live
+    told["responds"] = await commands.nodes_respond(seen.nodes)
     log = home / f"a-{job}.log"
     await until(lambda: _says(log, "ready"))
     for name in ("USR1", "USR2"):

@@ -81,6 +81,7 @@ def test_both_ways_to_ask_have_the_same_effects(slurm: Any, shared: Path, restd:
         assert "partition" in one["refused"][0].lower()
         assert (one["cancelled"], one["unknown"]) == ("CANCELLED", None)
         assert one["left"] == []
+        assert one["responds"] is True
     same = ("state", "reason", "limit", "name", "comment")
     assert [rest["queued"][name] for name in same] == [commands["queued"][name] for name in same]
 

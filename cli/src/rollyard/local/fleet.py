@@ -127,6 +127,13 @@ class Fleet:
             self._observe(entry) for entry in self._entries.values() if entry.workload.owner == owner
         )
 
+    def ended_workers(self, owner: Owner) -> tuple[str, ...]:
+        """Return no worker, because `observed` holds every worker that has ended."""
+        return ()
+
+    def end_reported(self, owner: Owner, worker: str) -> None:
+        """Do nothing, because `ended_workers` returns no worker."""
+
     def running(self) -> int:
         """Return the number of processes that run."""
         return sum(

@@ -86,6 +86,15 @@ class Workloads(Protocol):
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
         """Return the workloads of a job or pool as they are now."""
 
+    def ended_workers(self, owner: Owner) -> tuple[str, ...]:
+        """Return the stage workers of a job whose ends are to be reported and that `observed` leaves out.
+
+        They have certainly ended. Each is returned until `end_reported` is called.
+        """
+
+    def end_reported(self, owner: Owner, worker: str) -> None:
+        """Note that the end of such a worker was reported."""
+
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
         """Launch and delete what a plan asks for."""
 
@@ -199,6 +208,11 @@ class Driver:
         self, job: RolloutJob, pools: dict[tuple[str, str], PoolState], active: set[Owner], now: datetime
     ) -> None:
         owner = owner_of(job)
+        for worker in self._workloads.ended_workers(owner):
+            await self._store.worker_died(
+                WorkerDied(namespace=owner.namespace, job=owner.name, worker=worker)
+            )
+            self._workloads.end_reported(owner, worker)
         workloads = self._workloads.observed(owner)
         if holds(job.status.conditions, "Finished") and not workloads:
             return

@@ -160,6 +160,11 @@ class SlurmCommands:
             return None
         return command_output.accounted(out).get(job)
 
+    async def nodes_respond(self, nodes: str) -> bool:
+        """Return whether sinfo lists all of these nodes as usable."""
+        asked = ("--noheader", "--all", "--Node", "--nodes", nodes, "--format", "%T")
+        return command_output.nodes_respond(await self._ask("sinfo", *asked))
+
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         """Send a signal to the batch scripts of jobs."""
         await self._scancel("--batch", f"--signal={name}", *map(str, jobs))

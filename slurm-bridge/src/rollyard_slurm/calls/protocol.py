@@ -28,6 +28,13 @@ class SlurmCalls(Protocol):
         """Returns one job, which may have ended, or None if Slurm does not know it or no longer knows it."""
         ...
 
+    async def nodes_respond(self, nodes: str) -> bool:
+        """Returns whether all nodes of a list, such as `cn[1-2]`, answer Slurm and are in order.
+
+        The end of a job on such nodes is the end of its processes.
+        """
+        ...
+
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         """Sends a signal to the batch scripts of jobs alone. Jobs that have ended are skipped."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ UNKNOWN_JOB = 2017
 """The error number that Slurm gives for a job that it does not know."""
 FOLDER = "signals"
 """The name of the folder in the home that holds the files from which jobs read their signals."""
+_NODE = re.compile(r"[\w.-]+")
 
 
 def slurm_calls(
@@ -129,6 +131,13 @@ class RestCalls:
             return job_json.details(_good(answer, "job"), job, now)
         except Unreadable as error:
             raise SlurmUnavailable(str(error)) from error
+
+    async def nodes_respond(self, nodes: str) -> bool:
+        """Return whether slurmrestd shows this node as usable. Lists of several nodes count as unusable."""
+        if not _NODE.fullmatch(nodes):
+            return False
+        answer = await self.server.ask("GET", f"/node/{nodes}", "node")
+        return job_json.nodes_respond(_good(answer, "node"))
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         """Send a signal to the batch scripts of jobs."""

@@ -93,6 +93,7 @@ def details(text: str) -> JobDetails:
     if not job.isdigit() or not state:
         raise Unreadable(f"scontrol printed {text!r:.200}")
     status, number = _exit(_field(text, "ExitCode"))
+    restarts = _field(text, "Restarts")
     return JobDetails(
         id=int(job),
         state=state,
@@ -101,6 +102,7 @@ def details(text: str) -> JobDetails:
         exit_signal=number,
         used=duration_seconds(_field(text, "RunTime")) or 0.0,
         limit=duration_seconds(_field(text, "TimeLimit")),
+        restarts=int(restarts) if restarts.isdigit() else None,
     )
 
 
@@ -127,6 +129,20 @@ def accounted(text: str) -> dict[int, JobDetails]:
             limit=duration_seconds(parts[4]),
         )
     return found
+
+
+_RESPONDING = frozenset({"allocated", "completing", "idle", "maint", "mixed", "planned", "reserved"})
+
+
+def nodes_respond(text: str) -> bool:
+    """Returns whether all nodes that `sinfo --noheader -o %T` lists answer the controller and are in order.
+
+    A node that is drained may be so because its processes could not be killed. The result is False if no node
+    is listed.
+    """
+    states = [line.strip() for line in text.splitlines() if line.strip()]
+    # The suffix "*" marks a node that does not answer. Others mark reservations and plans.
+    return bool(states) and all(state.rstrip("+$-") in _RESPONDING for state in states)
 
 
 _SUBMITTED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)

@@ -8,6 +8,7 @@ shape. The times in the JSON are absolute, and are compared only with the contro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
@@ -162,9 +163,10 @@ def details(document: Any, wanted: int, now: float) -> JobDetails | None:
         if not word:
             raise Unreadable("slurmrestd describes a job without a state")
         status, signal = exit_of(job.get("exit_code"))
-        made = JobDetails(wanted, word, _reason(job), status, signal, 0.0, _limit(job))
-        used = _used(job, word, now, made.live)
-        return JobDetails(wanted, word, made.reason, status, signal, used, made.limit)
+        made = JobDetails(
+            wanted, word, _reason(job), status, signal, 0.0, _limit(job), number(job.get("restart_cnt"))
+        )
+        return replace(made, used=_used(job, word, now, made.live))
     return None
 
 
@@ -172,6 +174,28 @@ def addresses(document: Any) -> list[str]:
     """Reads the addresses of the nodes from the answer to `GET /nodes`."""
     nodes = document.get("nodes") if isinstance(document, dict) else None
     return [_text(one, "address") for one in nodes or () if isinstance(one, dict) and _text(one, "address")]
+
+
+_RESPONDING = frozenset(
+    {"ALLOCATED", "COMPLETING", "IDLE", "MAINTENANCE", "MIXED", "PLANNED", "RESERVED"}
+    | {"CLOUD", "DYNAMIC_FUTURE", "DYNAMIC_NORM"}
+)
+
+
+def nodes_respond(document: Any) -> bool:
+    """Reads from the answer to `GET /node/NAME` whether the node answers the controller and is in order.
+
+    A node that is drained may be so because its processes could not be killed.
+    """
+    nodes = document.get("nodes") if isinstance(document, dict) else None
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+        return False
+    words: list[str] = []
+    for node in nodes:
+        state, flags = node.get("state"), node.get("state_flags")
+        words += [str(word) for word in (state if isinstance(state, list) else [state])]
+        words += [str(word) for word in (flags if isinstance(flags, list) else [])]
+    return all(word.upper() in _RESPONDING for word in words)
 
 
 def submitted(document: Any) -> int | None:

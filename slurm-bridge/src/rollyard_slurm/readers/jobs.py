@@ -63,6 +63,8 @@ class JobDetails:
     """The time for which the job has run, in seconds."""
     limit: float | None
     """The time limit in seconds, or None if there is no limit or it is not known."""
+    restarts: int | None = None
+    """How many times Slurm has started the job again, or None if this is not known."""
 
     @property
     def live(self) -> bool:

@@ -38,6 +38,8 @@ class JobEnding:
 
     In this case nothing is wrong, and a successor may start at once.
     """
+    process_ended: bool = True
+    """Whether the job's processes have certainly ended. Those on a lost node may still run."""
 
 
 def ahead_seconds(limit: float, wanted: JobProfile) -> float:

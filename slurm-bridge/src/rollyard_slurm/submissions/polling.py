@@ -14,7 +14,7 @@ from rollyard_drivers.host.log_file import telling_line
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
-from rollyard_slurm.readers.jobs import QueuedJob
+from rollyard_slurm.readers.jobs import PENDING_STATES, QueuedJob
 from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import NODE_UNUSABLE
@@ -22,9 +22,12 @@ from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.availability import SlurmAvailability
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission
+from rollyard_slurm.submissions.worker_ends import WorkerEnds
 
 ENDS_AT_ONCE = 16
 """The largest number of jobs that left the queue and are asked about in one poll."""
+CLOCK_SECONDS = 5.0
+"""The time that a job has run may seem to shrink by so many seconds although the job was not restarted."""
 
 
 class QueuePoller:
@@ -32,6 +35,7 @@ class QueuePoller:
 
     Args:
         avoided: The nodes that new jobs avoid. The poller adds the nodes on which workers could not work.
+        worker_ends: The workers that have ended. The poller adds those that reconcile does not observe.
         successor_failed: A function that is called with the name of a workload whose successor ended before
             it took over.
         say: A function that is called with each line for the user of the bridge.
@@ -44,6 +48,7 @@ class QueuePoller:
         submissions: HomeSubmissions,
         availability: SlurmAvailability,
         avoided: AvoidedNodes,
+        worker_ends: WorkerEnds,
         successor_failed: Callable[[str, datetime], None],
         say: Callable[[str], None],
     ) -> None:
@@ -52,6 +57,7 @@ class QueuePoller:
         self._submissions = submissions
         self._availability = availability
         self._avoided = avoided
+        self._worker_ends = worker_ends
         self._successor_failed = successor_failed
         self._say = say
         self._signature: frozenset[tuple[object, ...]] = frozenset()
@@ -61,7 +67,7 @@ class QueuePoller:
         """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
         try:
             listed = await self._calls.queue()
-            self._match(listed, now)
+            await self._worker_ends.look_for_restarts(self._match(listed, now))
             await self._ends({job.id for job in listed}, now)
             await self._cancel_strangers(listed)
         except SlurmError as trouble:
@@ -76,8 +82,13 @@ class QueuePoller:
         self._read_troubles()
         self._submissions.retire_predecessors()
 
-    def _match(self, listed: list[QueuedJob], now: datetime) -> None:
-        """Updates each submission from the job that belongs to it in the queue."""
+    def _match(self, listed: list[QueuedJob], now: datetime) -> list[Submission]:
+        """Updates each submission from the job that belongs to it in the queue.
+
+        Returns:
+            The stage workers whose jobs Slurm itself has restarted.
+        """
+        restarted = []
         by_id = {job.id: job for job in listed}
         by_launch = {}
         for job in listed:
@@ -92,7 +103,10 @@ class QueuePoller:
                 if one.job is None and (one.unsure_until is None or now >= one.unsure_until):
                     self._submissions.forget(one)  # sbatch did not submit the job.
                 continue
+            if _has_restarted(one, seen):
+                restarted.append(one)
             self._see(one, seen, now)
+        return restarted
 
     def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
         """Returns the identity of a job of this home, or None for any other job."""
@@ -106,6 +120,8 @@ class QueuePoller:
             return
         one.job, one.unsure_until = seen.id, None
         running = seen.state == "RUNNING"
+        if running and not one.nodes:
+            one.nodes = seen.nodes
         one.started_at = (one.started_at or now - timedelta(seconds=seen.used)) if running else None
         if not running and before is not None and before.state == "RUNNING":
             self._submissions.health_checks.end(one)
@@ -122,13 +138,15 @@ class QueuePoller:
             if known is not None and known.live:
                 continue  # The job was requeued, or squeue lists it again in a moment.
             wanted = self._site.profile.of(one.workload.kind)
+            proven = await self._worker_ends.is_proven(one, known)
+            one.restart_count = None if known is None else known.restarts
             end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
             message = end.message
             if not message and end.code:
                 message = telling_line(self._site.log(one.workload, one.job))
             if end.code == NODE_UNUSABLE and one.seen is not None:
                 self._avoided.add(one.seen.nodes, now)
-            self._end(one, time_limits.JobEnding(end.code, message, end.expected), now)
+            self._end(one, time_limits.JobEnding(end.code, message, end.expected, proven), now)
 
     def _end(self, one: Submission, end: time_limits.JobEnding, now: datetime) -> None:
         """Notes how the job of a submission ended, or forgets the submission if nothing depends on it."""
@@ -139,6 +157,8 @@ class QueuePoller:
         if is_front and not end.expected and one.stop_by is None and not one.retired:
             self._submissions.save(one)
             return
+        if end.process_ended:
+            self._worker_ends.note(one)
         # Another submission has taken its place, or the next plan launches the workload again at once.
         if not is_front and not end.expected and not one.retired:
             self._successor_failed(one.workload.name, now)
@@ -172,3 +192,14 @@ class QueuePoller:
                     one.trouble = file.read_text()[:500] if one.running else ""
                 except FileNotFoundError:
                     one.trouble = ""
+
+
+def _has_restarted(one: Submission, seen: QueuedJob) -> bool:
+    """Returns whether Slurm itself has restarted the job of a stage worker since it was seen to run."""
+    if one.workload.kind != "stage-worker" or not one.nodes:
+        return False
+    if seen.state != "RUNNING":
+        return seen.state in PENDING_STATES
+    before = one.seen
+    shrank = before is not None and before.state == "RUNNING" and seen.used < before.used - CLOCK_SECONDS
+    return shrank or seen.nodes != one.nodes

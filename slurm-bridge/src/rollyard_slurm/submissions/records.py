@@ -54,6 +54,7 @@ class _StoredEnding(_Stored):
     code: int | None
     message: str
     at: _Time | None
+    process_ended: bool = True
 
 
 class _Record(_Stored):
@@ -69,6 +70,8 @@ class _Record(_Stored):
     stop_by: _Time | None
     draining_since: _Time | None
     retired: bool
+    restart_count: int | None = None
+    nodes: str = ""
     url: str
     """The URL of a backend that serves. It is empty for all other submissions."""
     ending: _StoredEnding | None
@@ -116,7 +119,9 @@ def _record(one: Submission) -> _Record:
     values: dict[str, Any] = {name: getattr(one, name) for name in _COPIED}
     ending = one.ending
     if ending is not None:
-        values["ending"] = _StoredEnding(code=ending.code, message=ending.message, at=one.ended_at)
+        values["ending"] = _StoredEnding(
+            code=ending.code, message=ending.message, at=one.ended_at, process_ended=ending.process_ended
+        )
     return _Record.model_validate({"ending": None, "url": one.url if one.health.warmed_up else "", **values})
 
 
@@ -131,6 +136,7 @@ def _submission(record: _Record) -> Submission:
         one.url = record.url
         one.health = BackendHealth(url=record.url, ready=True, warmed_up=True, message="")
     if record.ending is not None:
-        one.ending = JobEnding(record.ending.code, record.ending.message, False)
+        stored = record.ending
+        one.ending = JobEnding(stored.code, stored.message, False, stored.process_ended)
         one.ended_at = None if record.ending.at is None else record.ending.at.astimezone(UTC)
     return one

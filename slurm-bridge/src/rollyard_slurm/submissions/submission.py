@@ -65,6 +65,10 @@ class Submission:
     url: str = ""
     """The URL to which the health check of a backend sends its requests."""
     probe: asyncio.Task[None] | None = None
+    restart_count: int | None = 0
+    """How many times Slurm has started the job again, or None if this is not known."""
+    nodes: str = ""
+    """The nodes on which the job was seen to run since its last start."""
     trouble: str = ""
     """The reason why a running worker takes no Init work, as the worker reported it."""
 
@@ -72,6 +76,14 @@ class Submission:
     def living(self) -> bool:
         """Whether the submission has or may have a job that has not ended, or will be tried again."""
         return self.ending is None and not self.blocked
+
+    @property
+    def worker(self) -> str:
+        """The name of the job's stage worker. It is empty for backends, and if the name is not known."""
+        if self.workload.kind == "backend" or self.job is None or self.restart_count is None:
+            return ""
+        again = f"-r{self.restart_count}" if self.restart_count else ""
+        return f"{self.workload.name}-{self.job}{again}"
 
     @property
     def stopping(self) -> bool:
@@ -120,7 +132,7 @@ class Submission:
             blocked=blocked,
             pending=pending,
             draining_since=self.draining_since,
-            worker="" if backend or self.job is None else f"{self.workload.name}-{self.job}",
+            worker=self.worker if ending is None or ending.process_ended else "",
             ready_since=health.ready_since,
         )
 

@@ -23,6 +23,7 @@ from rollyard_slurm.submissions.polling import QueuePoller
 from rollyard_slurm.submissions.stopping import Stopper
 from rollyard_slurm.submissions.submission import Submission
 from rollyard_slurm.submissions.submitting import Submitter
+from rollyard_slurm.submissions.worker_ends import WorkerEnds
 
 
 class SlurmWorkloads:
@@ -52,8 +53,16 @@ class SlurmWorkloads:
             site, calls, self._submissions, self._availability, avoided, worker_token, say
         )
         self._stopper = Stopper(calls, self._submissions)
+        self._worker_ends = WorkerEnds(calls, self._submissions)
         self._poller = QueuePoller(
-            site, calls, self._submissions, self._availability, avoided, self._submitter.successor_failed, say
+            site,
+            calls,
+            self._submissions,
+            self._availability,
+            avoided,
+            self._worker_ends,
+            self._submitter.successor_failed,
+            say,
         )
 
     # These members report what is observed.
@@ -96,6 +105,14 @@ class SlurmWorkloads:
             for name, one in self._submissions.named().items()
             if one.workload.owner == owner
         )
+
+    def ended_workers(self, owner: Owner) -> tuple[str, ...]:
+        """Returns the workers of a job that have certainly ended, and are not observed as workloads."""
+        return self._worker_ends.of(owner)
+
+    def end_reported(self, owner: Owner, worker: str) -> None:
+        """Notes that the end of a worker was reported to the control plane."""
+        self._worker_ends.reported(owner, worker)
 
     async def poll(self, now: datetime) -> None:
         """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""

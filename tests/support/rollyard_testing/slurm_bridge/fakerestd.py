@@ -31,6 +31,7 @@ class Restd:
     away; with `proxy` what stands before it answers.
     """
     jobs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     refuse: str = ""
     calls: list[tuple[str, str, Any]] = field(default_factory=list)
     clock: int | None = None
@@ -99,6 +100,8 @@ class Restd:
             return 200, {"errors": [], "job_id": 42, "step_id": "BATCH"}
         if path == "/jobs":
             return 200, {"errors": [], "jobs": list(self.jobs.values())}
+        if path.startswith("/node/"):
+            return 200, {"errors": [], "nodes": [self.nodes[path.removeprefix("/node/")]]}
         match = re.match(r"/job/(\d+)", path)
         assert match is not None, path
         if int(match[1]) not in self.jobs:

@@ -34,6 +34,8 @@ class FakeSlurm:
     cancelled: list[int] = field(default_factory=list)
     submissions: int = 0
     last: int = 100
+    restarts: dict[int, int] = field(default_factory=dict)
+    lost_nodes: set[str] = field(default_factory=set)
 
     async def submit(self, script: BatchScript) -> int:
         self.submissions += 1
@@ -69,7 +71,17 @@ class FakeSlurm:
     async def details(self, job: int) -> JobDetails | None:
         if self.away:
             raise SlurmUnavailable(self.away)
+        if job in self.queued:
+            live = self.queued[job]
+            return JobDetails(
+                job, live.state, live.reason, 0, 0, live.used, live.limit, self.restarts.get(job, 0)
+            )
         return self.ended.get(job)
+
+    async def nodes_respond(self, nodes: str) -> bool:
+        if self.away:
+            raise SlurmUnavailable(self.away)
+        return nodes not in self.lost_nodes
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         self.signals += [(job, name) for job in jobs]
@@ -93,9 +105,15 @@ class FakeSlurm:
         for job in self.queued:
             self.run(job)
 
+    def requeue(self, job: int) -> None:
+        """Let Slurm take it off its node, and queue it again."""
+        self.change(job, state="PENDING", reason="BeginTime", nodes="", used=0.0)
+        self.restarts[job] = self.restarts.get(job, 0) + 1
+
     def end(self, job: int, state: str, status: int = 0, signal: int = 0) -> None:
         gone = self.queued.pop(job)
-        self.ended[job] = JobDetails(job, state, "None", status, signal, gone.used, gone.limit)
+        restarts = self.restarts.get(job, 0)
+        self.ended[job] = JobDetails(job, state, "None", status, signal, gone.used, gone.limit, restarts)
 
 
 @dataclass

@@ -17,8 +17,13 @@ from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
 KINDS = ("generate", "completions")
 PROMPT = (5, 6, 7, 8)
-LONG = 1200  # tokens, which take more than a second on one core, also where nothing else runs
+LONG = 600
 ENDLESS = 3000
+SHARE = 0.1
+"""The share of the time for which a server computes where a test acts in the middle of a turn.
+
+Its 600 tokens then take ten seconds, also where nothing else runs.
+"""
 
 
 @pytest.fixture(params=KINDS)
@@ -174,18 +179,19 @@ async def test_a_cancelled_turn_frees_its_slot_at_once(server: VllmServer) -> No
     async with EndlessClient() as client:
         await client.sample(assigned(server), PROMPT, sampling(1))
         begun, ended, tokens = await numbers()
-        turn = asyncio.ensure_future(talk_to(client, server).turn(PROMPT, ENDLESS, 0))
+        with server.slowed(SHARE):
+            turn = asyncio.ensure_future(talk_to(client, server).turn(PROMPT, ENDLESS, 0))
 
-        async def sampled() -> float:
-            return await metric(server, "vllm:generation_tokens_total") - tokens
+            async def sampled() -> float:
+                return await metric(server, "vllm:generation_tokens_total") - tokens
 
-        await until(sampled, lambda number: number >= 10.0)
-        assert await running() == 1.0
-        turn.cancel()
-        await until(running, lambda number: number == 0.0)
-        await until(blocks, lambda number: number == 0.0)
-        with pytest.raises(asyncio.CancelledError):
-            await turn
+            await until(sampled, lambda number: number >= 10.0)
+            assert await running() == 1.0
+            turn.cancel()
+            await until(running, lambda number: number == 0.0)
+            await until(blocks, lambda number: number == 0.0)
+            with pytest.raises(asyncio.CancelledError):
+                await turn
         begun_then, ended_then, tokens_then = await numbers()
         assert begun_then - begun == 1.0
         assert ended_then == ended
@@ -214,20 +220,21 @@ async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) 
         talk = talk_to(client, server)
         await talk.turn(PROMPT, 2, 0)
         before = await tokens()
-        turn = asyncio.ensure_future(talk.turn(PROMPT, LONG, 1))
-        await until(tokens, lambda number: number > before + 50)
-        await call(f"/pause?mode={mode}")
-        if mode == "abort":  # Loading weights takes longer than the answer's way here.
+        with server.slowed(SHARE):
+            turn = asyncio.ensure_future(talk.turn(PROMPT, LONG, 1))
+            await until(tokens, lambda number: number > before + 50)
+            await call(f"/pause?mode={mode}")
+            if mode == "abort":  # Loading weights takes longer than the answer's way here.
 
-            async def answered() -> float:
-                return talk.stats.requests
+                async def answered() -> float:
+                    return talk.stats.requests
 
-            await until(answered, lambda number: number == 2)
-        await call("/update_weight_version", new_version="unverified:v1")
-        await call("/resume")
-        at = await tokens()
-        await until(tokens, lambda number: number > at + 30)
-        await call("/update_weight_version", new_version="v1")
+                await until(answered, lambda number: number == 2)
+            await call("/update_weight_version", new_version="unverified:v1")
+            await call("/resume")
+            at = await tokens()
+            await until(tokens, lambda number: number > at + 30)
+            await call("/update_weight_version", new_version="v1")
         sample = await turn
     assert len(sample.token_ids) == LONG
     pairs = zip(sample.policy_versions, sample.policy_versions[1:], strict=False)

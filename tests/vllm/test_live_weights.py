@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,13 @@ from rollyard_testing.vllm.stage import Stage, Trajectory, tasks
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 
-TASKS, SAMPLES, TURNS = 4, 6, 8
-"""A dialogue lasts several times as long as a server needs before the weights change, so that some span
-both."""
-LONG = 300
+TASKS, SAMPLES, TURNS = 4, 6, 4
+SHARE = 0.25
+"""The share of the time for which servers compute until the weights are new.
+
+Dialogues then span both weights, also where an update takes its time to begin.
+"""
+LONG = 400
 """The tokens of a turn, of which a hot policy uses most: an update finds many in the middle."""
 TEMPERATURE = 1.5
 SECONDS = 240.0
@@ -89,7 +92,6 @@ class Trainer:
             name, self._pool, tasks(name, TASKS, turns=TURNS, pause=0.2), SAMPLES,
             sampling={"temperature": TEMPERATURE, "maxTokens": LONG},
         )  # fmt: skip
-        self._until_sampling(TASKS * SAMPLES // 2)
         request = {
             "policyVersion": name,
             "source": {"checkpoint": {"path": str(self._checkpoints.folders[self._current])}},
@@ -97,7 +99,11 @@ class Trainer:
             "inFlight": in_flight,
             "reference": self._checkpoints.references[self._current],
         }
-        update = there.product.update(self._pool, request, SECONDS)
+        with ExitStack() as slow:
+            for server in self._servers:
+                slow.enter_context(server.slowed(SHARE))
+            self._until_sampling(TASKS * SAMPLES // 2)
+            update = there.product.update(self._pool, request, SECONDS)
         found = there.product.results(name, expected, SECONDS)
         self.version = name
         served = [one for one in there.served() if (one.server, one.number) not in self._earlier]

@@ -279,12 +279,14 @@ def test_a_request_in_flight(
     sampling = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     body = {"model": SERVED, "token_ids": IDS, "sampling_params": sampling}
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(server.call, "/inference/v1/generate", body, seconds=SECONDS)
-        deadline = time.monotonic() + SECONDS
-        while server.metric("vllm:num_requests_running") < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        done = pool.update(new | {"mode": mode})
+        # A quick server would have answered before the update begins.
+        with server.slowed(0.25):
+            asked = threads.submit(server.call, "/inference/v1/generate", body, seconds=SECONDS)
+            deadline = time.monotonic() + SECONDS
+            while server.metric("vllm:num_requests_running") < 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            done = pool.update(new | {"mode": mode})
         choice = asked.result(SECONDS)["choices"][0]
     assert (done["state"], done["verified"]) == ("Succeeded", True), done
     spans = [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"]]

@@ -8,12 +8,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVED = "tiny"
@@ -23,6 +25,8 @@ START_SECONDS = 300.0
 ENVIRONMENT_SECONDS = 1500.0
 """The time to make the environment with vLLM on a fresh machine; about 180 s where the packages are near."""
 MAX_MODEL_LEN = 4096
+SLICE_SECONDS = 0.05
+"""The period in which a slowed server's model computes once."""
 
 
 class EnvironmentMissing(Exception):
@@ -211,6 +215,39 @@ class VllmServer:
             return self.alive() and http.get(f"{self.url}/health").status_code == 200
         return False
 
+    @contextlib.contextmanager
+    def slowed(self, share: float) -> Iterator[None]:
+        """Let its model compute only for a share of the time.
+
+        A turn of the small model is over within a second or two, which a test on a busy machine can miss.
+        Only the processes that compute are stopped and continued, so the API answers as quickly as ever.
+        """
+        computing = self._computing()
+        done = threading.Event()
+
+        def alternate() -> None:
+            while not done.is_set():
+                _send(computing, signal.SIGSTOP)
+                done.wait(SLICE_SECONDS * (1 - share))
+                _send(computing, signal.SIGCONT)
+                done.wait(SLICE_SECONDS * share)
+
+        thread = threading.Thread(target=alternate, name="slow")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _computing(self) -> list[psutil.Process]:
+        """Return the processes that hold the model: workers, or the engine where it has none."""
+        below = psutil.Process(self.pid).children(recursive=True)
+        for title in ("VLLM::Worker", "VLLM::EngineCore"):
+            if found := [one for one in below if any(word.startswith(title) for word in one.cmdline()[:1])]:
+                return found
+        raise RuntimeError(f"no process of {self.url} computes: {[one.cmdline()[:3] for one in below]}")
+
     def version(self) -> str:
         """Return the label of its weights."""
         return str(self.call("/weight_info", method="GET")["weight_version"])
@@ -221,6 +258,12 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
         self._process.wait(30)
+
+
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
 
 
 def free_port() -> int:

@@ -216,7 +216,7 @@ async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) 
     async def call(path: str, **body: Any) -> None:
         await asyncio.to_thread(server.call, path, body)
 
-    async with EndlessClient(request_timeout=20.0) as client:
+    async with EndlessClient(request_timeout=120.0) as client:
         talk = talk_to(client, server)
         await talk.turn(PROMPT, 2, 0)
         before = await tokens()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import pytest
 from rollyard_operator.kube import labels
-from rollyard_operator.pods.status import observed_sandbox, observed_workload, start_trouble, stuck
+from rollyard_operator.pods.status import observed_sandbox, observed_workload, start_trouble
 
 T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:02Z", "2026-01-01T00:05:00Z"
 AT0, AT1, AT2 = (datetime.fromisoformat(text) for text in (T0, T1, T2))
@@ -409,10 +409,3 @@ def test_a_sandbox_with_another_secret_is_unusable() -> None:
 def test_a_status_78_is_not_isolated_only_of_sandboxes() -> None:
     seen = observed_workload(_named(pod("stage-worker", status("Failed", over(78, "Error"))), "worker"))
     assert (seen.exit_code, seen.message) == (78, "")
-
-
-def test_a_pod_that_should_be_gone_is_stuck() -> None:
-    leaving = pod("sandbox", status("Running", started()), deletionTimestamp=T2)
-    assert not stuck(leaving, AT2 + timedelta(seconds=60))
-    assert stuck(leaving, AT2 + timedelta(seconds=61))
-    assert not stuck(pod("sandbox", {}), datetime.now(UTC))

@@ -21,7 +21,7 @@ import pytest
 from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
 from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
-from rollyard_pipeline.sandboxes.apptainer.program import Program, run_program
+from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram, run_program
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
@@ -349,16 +349,16 @@ async def test_without_fuse_on_an_old_kernel_images_are_read_only(
 # The cache, with a program that builds in its own way.
 
 
-def builder(folder: Path, script: str) -> Program:
+def builder(folder: Path, script: str) -> ContainerProgram:
     """Return a program whose `build … TARGET SOURCE` runs `script` with $target and $source set."""
     path = folder / "builder"
     head = '#!/bin/bash\nn=$#; target=${@:n-1:1}; source=${@:n:1}; echo x >> "$0.calls"\n'
     path.write_text(head + script + "\n")
     path.chmod(0o755)
-    return Program(str(path), "apptainer", "1.4.5", (), True)
+    return ContainerProgram(str(path), "apptainer", "1.4.5", (), True)
 
 
-def calls(program: Program) -> int:
+def calls(program: ContainerProgram) -> int:
     return len(Path(f"{program.path}.calls").read_text().splitlines())
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeDiskFull, SandboxError, SandboxStartFailed
+from rollyard_pipeline.sandboxes.errors import (
+    ImageNotUsable,
+    NodeDiskFull,
+    SandboxProviderError,
+    SandboxStartFailed,
+)
 from rollyard_pipeline.sandboxes.host.disk_room import LONGEST_PAUSE_SECONDS, ROOM_BYTES, DiskRoom
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder, SandboxRecord
@@ -129,7 +134,11 @@ async def test_room_that_comes_back_while_the_disk_refuses_leaves_no_pause(
 @pytest.mark.real
 @pytest.mark.parametrize("words", [SandboxStartFailed("exit status 255"), ImageNotUsable("no such file")])
 async def test_what_fails_on_a_full_disk_fails_for_it_whatever_its_words(
-    kit: Any, provider: NodeProvider, small: Path, monkeypatch: pytest.MonkeyPatch, words: SandboxError
+    kit: Any,
+    provider: NodeProvider,
+    small: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: SandboxProviderError,
 ) -> None:
 
     async def start(*arguments: object) -> None:

@@ -25,10 +25,10 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.claims import ClaimProvider, shape_of_key
 from rollyard_pipeline.sandboxes.errors import (
     ImageNotUsable,
-    SandboxError,
     SandboxFileRefused,
     SandboxImpossible,
     SandboxLost,
+    SandboxProviderError,
     SandboxStartFailed,
 )
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
@@ -214,7 +214,11 @@ async def test_a_release_that_fails_is_left_to_the_control_plane(
     ],
 )  # fmt: skip
 async def test_a_claim_that_fails(
-    cluster: Cluster, provider: ClaimProvider, outcome: dict[str, Any], kind: type[SandboxError], said: str
+    cluster: Cluster,
+    provider: ClaimProvider,
+    outcome: dict[str, Any],
+    kind: type[SandboxProviderError],
+    said: str,
 ) -> None:
     cluster.outcome = {"state": "Failed", **outcome}
     with pytest.raises(kind, match=said) as caught:

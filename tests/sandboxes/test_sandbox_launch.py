@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.processes import Reaper
-from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, Launch, start
+from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, SandboxLaunch, start
 
 
-def launch(folder: Path, script: str, *, info: bool = False, log: bool = False) -> Launch:
-    return Launch(
+def launch(folder: Path, script: str, *, info: bool = False, log: bool = False) -> SandboxLaunch:
+    return SandboxLaunch(
         argv=["/bin/sh", "-c", script], env={"PATH": os.defpath}, socket_path=folder / "s", info=info, log=log
     )
 

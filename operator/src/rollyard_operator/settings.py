@@ -172,8 +172,6 @@ class OperatorSettings(Model):
 
     An image that can never be pulled (a malformed name, or absent with `Never`) fails it at once.
     """
-    cluster_domain: Annotated[str, Field(min_length=1, max_length=253)] = "cluster.local"
-    """The DNS domain of the cluster."""
     api_server_version: Annotated[str, Field(pattern=r"^([0-9]+\.[0-9]+)?$", max_length=16)] = ""
     """The cluster's `major.minor` version, which the operator reads when it starts. Empty means unknown."""
 

@@ -150,12 +150,6 @@ class NoBackend(PipelineError):
     counts = False
 
 
-class WorkerDrained(PipelineError):
-    """This worker is stopping and passes the rollout to another one."""
-
-    reason = "WorkerDrained"
-
-
 class ControlPlaneRefused(PipelineError):
     """The control plane answered with an error that a repetition cannot fix."""
 

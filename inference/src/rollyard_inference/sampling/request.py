@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -21,10 +21,6 @@ class Sampling:
     seed: int
     allowed: tuple[int, ...] = ()
     """The only token ids that may be sampled. If it is empty, all ids are allowed."""
-
-    def at_most(self, max_tokens: int) -> Sampling:
-        """Return the same sampling with this limit of tokens."""
-        return replace(self, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,16 +121,6 @@ def _port(pod: Mapping[str, Any]) -> int:
     return int(ports[0]["containerPort"]) if ports else BACKEND_PORT
 
 
-def stuck(pod: Mapping[str, Any], now: datetime, seconds: float = 60.0) -> bool:
-    """Return whether the pod is overdue by more than `seconds`.
-
-    Its node is lost in this case, and only force removes the pod.
-    `deletionTimestamp` is the end of the grace period, not the time of the request to delete.
-    """
-    due = parse_time(pod["metadata"].get("deletionTimestamp"))
-    return due is not None and (now - due).total_seconds() > seconds
-
-
 def start_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     """Return what keeps a pod from starting, or None if the start merely takes time."""
     scheduled = _condition(pod, "PodScheduled")

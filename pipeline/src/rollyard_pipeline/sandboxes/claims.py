@@ -27,9 +27,9 @@ from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     ImageNotUsable,
-    SandboxError,
     SandboxImpossible,
     SandboxLost,
+    SandboxProviderError,
     SandboxStartFailed,
 )
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
@@ -94,7 +94,7 @@ class ClaimProvider:
             except BaseException:
                 await client.close()
                 raise
-        except SandboxError:
+        except SandboxProviderError:
             await self.release(claim.id)
             raise
         # No command has run yet, so the peer is the exec server. It states whether it can prove this later.
@@ -233,7 +233,7 @@ def shape_of_key(key: SandboxKey) -> SandboxShape:
     )
 
 
-def _failure(claim: Claim, request: SandboxRequest) -> SandboxError:
+def _failure(claim: Claim, request: SandboxRequest) -> SandboxProviderError:
     words = f"{claim.reason}: {claim.message}" if claim.message else claim.reason
     if claim.state != "Failed":
         return SandboxLost(f"claim {claim.id} was released before its sandbox was ready")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rollyard_pipeline.errors import PipelineError
 
 
-class SandboxError(PipelineError):
+class SandboxProviderError(PipelineError):
     """The base of the branch.
 
     Unless a class states otherwise, the next attempt starts at Init in a new sandbox.
@@ -18,14 +18,14 @@ class SandboxError(PipelineError):
     return_to = "init"
 
 
-class ImageNotUsable(SandboxError):
+class ImageNotUsable(SandboxProviderError):
     """The image is of a kind that this provider cannot start, or lacks what a sandbox needs."""
 
     reason = "ImageNotUsable"
     retryable = False
 
 
-class UserNamespacesForbidden(SandboxError):
+class UserNamespacesForbidden(SandboxProviderError):
     """The kernel or a container's policy forbids the namespaces that sandboxes need."""
 
     reason = "UserNamespacesForbidden"
@@ -33,7 +33,7 @@ class UserNamespacesForbidden(SandboxError):
     of_node = True
 
 
-class BubblewrapMissing(SandboxError):
+class BubblewrapMissing(SandboxProviderError):
     """There is no usable `bwrap` program on this machine."""
 
     reason = "BubblewrapMissing"
@@ -41,7 +41,7 @@ class BubblewrapMissing(SandboxError):
     of_node = True
 
 
-class ApptainerMissing(SandboxError):
+class ApptainerMissing(SandboxProviderError):
     """There is no usable `apptainer` or `singularity` program on this machine."""
 
     reason = "ApptainerMissing"
@@ -49,7 +49,7 @@ class ApptainerMissing(SandboxError):
     of_node = True
 
 
-class RunDirUnusable(SandboxError):
+class RunDirUnusable(SandboxProviderError):
     """The run folder's path is too long for a socket, or the folder cannot be made private."""
 
     reason = "RunDirUnusable"
@@ -57,40 +57,40 @@ class RunDirUnusable(SandboxError):
     of_node = True
 
 
-class SandboxLost(SandboxError):
+class SandboxLost(SandboxProviderError):
     """The sandbox is gone, is on another node, or does not answer."""
 
     reason = "SandboxLost"
 
 
-class SandboxStartFailed(SandboxError):
+class SandboxStartFailed(SandboxProviderError):
     """The sandbox's exec server did not become ready. The message ends with the server's output."""
 
     reason = "SandboxStartFailed"
 
 
-class SandboxImpossible(SandboxError):
+class SandboxImpossible(SandboxProviderError):
     """The driver reports that no attempt can start this sandbox. The message quotes the driver."""
 
     reason = "SandboxImpossible"
     retryable = False
 
 
-class ResourceLimitsUnavailable(SandboxError):
+class ResourceLimitsUnavailable(SandboxProviderError):
     """A requested limit cannot be enforced on this machine."""
 
     reason = "ResourceLimitsUnavailable"
     retryable = False
 
 
-class SandboxFileRefused(SandboxError):
+class SandboxFileRefused(SandboxProviderError):
     """A file of the request cannot be written inside the sandbox (its path is read-only or impossible)."""
 
     reason = "SandboxFileRefused"
     retryable = False
 
 
-class DiskFull(SandboxError):
+class DiskFull(SandboxProviderError):
     """The image cache is full, or the sandbox has reached its own disk limit."""
 
     reason = "DiskFull"

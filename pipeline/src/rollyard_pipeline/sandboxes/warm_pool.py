@@ -13,7 +13,7 @@ from rollyard_crds.backoff import Backoff
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.host.records import SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 
@@ -141,7 +141,7 @@ class WarmPool:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(missing):
                         group.create_task(self._add(key, ready))
-            except* (SandboxError, ExecError, OSError) as errors:
+            except* (SandboxProviderError, ExecError, OSError) as errors:
                 first = errors.exceptions[0]
                 failures += 1
                 delay = _START_AGAIN.pause(failures)

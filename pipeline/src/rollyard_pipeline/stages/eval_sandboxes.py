@@ -20,7 +20,7 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
 from rollyard_pipeline.handlers.base import Handler, StageContext
 from rollyard_pipeline.sabotage import reward_reason
-from rollyard_pipeline.sandboxes.errors import SandboxError, SandboxLost
+from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages import eval_carry
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
@@ -126,7 +126,7 @@ class EvalSandboxes:
                 raise
             words = f"Eval's sandbox took longer than stages.init.timeoutSeconds ({seconds} s)"
             raise EvalSandboxFailed(words) from error
-        except SandboxError as error:
+        except SandboxProviderError as error:
             if not error.retryable or not error.counts:
                 raise
             raise _failed(error) from error
@@ -178,7 +178,7 @@ class EvalSandboxes:
         release.add_done_callback(self._releases.discard)
         try:
             await asyncio.shield(release)
-        except SandboxError as error:
+        except SandboxProviderError as error:
             log.warning("Eval's sandbox %s: %s", handle.id, error)
         finally:
             held.eval_sandbox = None
@@ -208,5 +208,5 @@ async def _answers(sandbox: Sandbox) -> bool:
     return True
 
 
-def _failed(error: SandboxError | ExecError) -> EvalSandboxFailed:
+def _failed(error: SandboxProviderError | ExecError) -> EvalSandboxFailed:
     return EvalSandboxFailed(f"{error.reason}: {error}")

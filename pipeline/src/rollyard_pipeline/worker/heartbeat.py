@@ -13,7 +13,7 @@ from rollyard_crds.lease import HeartbeatRequest
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.control_plane.leases import LeaseTable
 from rollyard_pipeline.errors import ControlPlaneRefused
-from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Heartbeat:
             async with at_once:
                 try:
                     await provider.release(name)
-                except SandboxError as error:
+                except SandboxProviderError as error:
                     log.warning("orphaned sandbox %s: %s", name, error)
                 else:
                     log.info("removed the orphaned sandbox %s", name)

@@ -17,7 +17,7 @@ from rollyard_pipeline.chat.format import FormatCache
 from rollyard_pipeline.control_plane.calls import LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
-from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
@@ -300,7 +300,7 @@ class Worker:
             return
         try:
             await self._provider.release(handle)
-        except SandboxError as error:
+        except SandboxProviderError as error:
             # The sandbox has no owner any more, so a later heartbeat reports it as an orphan.
             log.warning("sandbox %s: %s", handle.id, error)
 

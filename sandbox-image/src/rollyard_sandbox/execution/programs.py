@@ -36,7 +36,7 @@ def _launch_reason(error: Exception, program: str) -> str | None:
     return "ProgramNotFound" if absent else None
 
 
-class Program:
+class RunningProgram:
     """One program. Standard output and standard error share a pipe, which keeps their order.
 
     A program ends when its first process does: its output is then read, and what it left running is killed.

@@ -94,8 +94,6 @@ _SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "unsh
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _LEAF = 4  # Up to so many calls are compared one after the other.
 
-Instruction = "tuple[int, int, int, int]"
-
 
 def refused_calls(machine: str) -> dict[str, int]:
     """Return the calls that always fail with EPERM, and their numbers on this processor."""

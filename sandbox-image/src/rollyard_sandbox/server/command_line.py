@@ -8,7 +8,7 @@ import sys
 from rollyard_sandbox import proof
 from rollyard_sandbox.isolation import network
 from rollyard_sandbox.server.exec_server import serve
-from rollyard_sandbox.server.options import MAX_OUTPUT, MAX_SESSIONS, Options
+from rollyard_sandbox.server.options import MAX_OUTPUT, MAX_SESSIONS, ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"--secret-fd: {error}", file=sys.stderr)
             return 2
     return serve(
-        Options(
+        ServerOptions(
             listen=options.listen,
             workdir=options.workdir,
             lease=options.lease,

@@ -21,7 +21,7 @@ from rollyard_sandbox.isolation import network, peers
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED, Protections
 from rollyard_sandbox.server.connection import Connection
 from rollyard_sandbox.server.operations import Operations
-from rollyard_sandbox.server.options import Options
+from rollyard_sandbox.server.options import ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _ACCEPTS_AT_ONCE = 64
 class ExecServer:
     """The exec server: its listening sockets, its connections and its lease."""
 
-    def __init__(self, options: Options, protections: Protections) -> None:
+    def __init__(self, options: ServerOptions, protections: Protections) -> None:
         self._loop = EventLoop()
         self._protections = protections
         self._token = options.token
@@ -242,7 +242,7 @@ def _split_tcp(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def serve(options: Options) -> int:
+def serve(options: ServerOptions) -> int:
     """Run a server until shutdown, SIGTERM or the end of the lease, and return the exit status."""
     if os.getpid() != 1:  # Process 1 inherits orphans anyway.
         processes.become_subreaper()

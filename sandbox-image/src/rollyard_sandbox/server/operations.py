@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.ipython import IPython
-    from rollyard_sandbox.execution.programs import Program
+    from rollyard_sandbox.execution.programs import RunningProgram
     from rollyard_sandbox.isolation.protections import Protections
     from rollyard_sandbox.server.connection import Connection
 
@@ -75,7 +75,7 @@ class Operations:
         self._max_output = max_output
         self._control = control
         self._sessions: dict[str, BashSession] = {}
-        self._programs: set[Program] = set()
+        self._programs: set[RunningProgram] = set()
         self._ipython: IPython | None = None
         self._places = EvalPlaces(workdir, own_folders=own_namespace, namespaces=protections.namespaces)
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
@@ -282,7 +282,7 @@ class Operations:
     # The requests below concern programs, cells and files.
 
     def _run(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        from rollyard_sandbox.execution.programs import Program
+        from rollyard_sandbox.execution.programs import RunningProgram
 
         argv = header.get("argv")
         if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
@@ -294,13 +294,13 @@ class Operations:
         cwd = header.get("cwd") or self._workdir
         if not isinstance(cwd, str):
             raise BadRequest("cwd: a string is needed")
-        program: Program | None = None
+        program: RunningProgram | None = None
 
         def done(outcome: Outcome | SandboxError) -> None:
             self._programs.discard(program)
             _reply(connection, request, outcome)
 
-        program = Program(
+        program = RunningProgram(
             self._loop, self._protections, argv, environment, os.path.join(self._workdir, cwd), body,
             seconds_field(header, "timeout"), self._limit(header), done,
         )  # fmt: skip

@@ -12,7 +12,7 @@ MAX_SESSIONS = 64
 MAX_OUTPUT = 16 * 1024 * 1024  # bytes
 
 
-class Options:
+class ServerOptions:
     """The options of one server. `command_line` parses and checks them; `serve` takes them as they are.
 
     Args:

@@ -23,13 +23,12 @@ from rollyard_sandbox.isolation import forked_sandbox
 from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
 from rollyard_sandbox.server.exec_server import serve
-from rollyard_sandbox.server.options import Options
+from rollyard_sandbox.server.options import ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-FIXED_DESCRIPTORS = 5  # the listening socket, and the pipes and files named in `_be_sandbox`
 _MAX_REQUEST = 64 * 1024  # bytes
 _MAX_DESCRIPTORS = 32
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
@@ -118,7 +117,7 @@ def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int
         for number, limit in wanted["limits"]:
             resource.setrlimit(number, (limit, limit))
         status = serve(
-            Options(
+            ServerOptions(
                 listen=[f"fd:{listen}"],
                 ready_fd=ready,
                 workdir=wanted["workdir"],

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from rollyard_pipeline.sandboxes.apptainer.images import Image
-from rollyard_pipeline.sandboxes.apptainer.program import Program, run_program
+from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram, run_program
 from rollyard_pipeline.sandboxes.apptainer.shared_lock import STALE_SECONDS, shared_lock
 from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, RunDirUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.threads import in_thread
@@ -78,7 +78,7 @@ class ImageCache:
         except OSError as error:
             raise RunDirUnusable(f"--image-cache {self.folder} cannot be used: {error}") from error
 
-    async def ready(self, image: Image, program: Program, *, unpacked: bool) -> Path:
+    async def ready(self, image: Image, program: ContainerProgram, *, unpacked: bool) -> Path:
         """Return the image as a SIF file, or as a folder if `unpacked`. It is built if it is missing.
 
         A build on this or another node can take long, so the caller bounds the wait. A cancelled wait ends
@@ -105,7 +105,7 @@ class ImageCache:
             _used(target)
         return target
 
-    async def _build(self, image: Image, program: Program, target: Path) -> None:
+    async def _build(self, image: Image, program: ContainerProgram, target: Path) -> None:
         await in_thread(self._make_room, target)
         log.info("building %s from %s", target, image.text)
         began = time.monotonic()
@@ -139,7 +139,7 @@ class ImageCache:
         return self.folder / f".layers-{target.stem}"
 
     async def _run(
-        self, image: Image, program: Program, built: Path, target: Path, options: tuple[str, ...]
+        self, image: Image, program: ContainerProgram, built: Path, target: Path, options: tuple[str, ...]
     ) -> tuple[int, str]:
         env = dict(os.environ)  # Registries need proxies, certificates and credentials.
         for prefix in ("APPTAINER", "SINGULARITY"):

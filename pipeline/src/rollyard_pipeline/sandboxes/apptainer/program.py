@@ -31,7 +31,7 @@ FUSE: Final = Path("/dev/fuse")
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ContainerProgram:
     """A program that starts containers without root."""
 
     path: str
@@ -44,7 +44,7 @@ class Program:
     """Whether the installation is unprivileged, which lets users give their own configuration."""
 
 
-async def find_program(wanted: str | None = None) -> Program:
+async def find_program(wanted: str | None = None) -> ContainerProgram:
     """Return the program `wanted`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
 
     Raises:
@@ -72,9 +72,9 @@ async def find_program(wanted: str | None = None) -> Program:
             continue
         answered = text[match.start() :].split()[2]
         if kind == "apptainer":
-            return Program(path, "apptainer", answered, (), takes)
+            return ContainerProgram(path, "apptainer", answered, (), takes)
         options = ("--no-oci",) if version >= _OCI_SINCE else ()
-        return Program(path, "singularity-ce", answered, options, takes)
+        return ContainerProgram(path, "singularity-ce", answered, options, takes)
     raise ApptainerMissing(f"no Apptainer and no SingularityCE ({'; '.join(found)}): {INSTALL_HINT}")
 
 

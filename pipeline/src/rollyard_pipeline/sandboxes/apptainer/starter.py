@@ -25,7 +25,7 @@ from rollyard_pipeline.sandboxes.apptainer import instances
 from rollyard_pipeline.sandboxes.apptainer.image_cache import NO_ROOM, ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import Image, parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import (
-    Program,
+    ContainerProgram,
     find_program,
     fuse_problem,
     program_env,
@@ -52,7 +52,7 @@ from rollyard_pipeline.sandboxes.starters.base import (
     server_code,
 )
 from rollyard_pipeline.sandboxes.starters.bubblewrap import userns_advice
-from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, Launch, start
+from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, SandboxLaunch, start
 from rollyard_pipeline.sandboxes.starters.root_folders import SHM_BYTES, WORKDIR, disk_sizes
 from rollyard_pipeline.sandboxes.starters.runtime import (
     EVAL_FOLDER,
@@ -117,7 +117,7 @@ class ApptainerStarter:
         self._options = options
         self._own = folder.run_dir / "apptainer"
         self._cache = ImageCache(options.image_cache or self._own / "images", options.image_cache_bytes)
-        self._program: Program | None = None
+        self._program: ContainerProgram | None = None
         self._runtime: Runtime | None = None
         self._unpacked = False
         self._layered = True
@@ -227,7 +227,7 @@ class ApptainerStarter:
         """Start an instance with the exec server in it; see `Starter.start`."""
         image = await self._ready(key)
         name = instances.instance_name(folder.name)
-        launch = Launch(
+        launch = SandboxLaunch(
             # An instance begins in the folder from which it is started, if the image has such a folder.
             argv=["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *self._command(key, image, name)],
             env=program_env(self._own),

@@ -13,7 +13,7 @@ from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_tree
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import START_SECONDS, StartedSandbox, server_code
-from rollyard_pipeline.sandboxes.starters.launch import Launch, start
+from rollyard_pipeline.sandboxes.starters.launch import SandboxLaunch, start
 
 WARNING = (
     "--sandbox process: commands of the model run as bare processes of user %d on this machine. They see its "
@@ -65,7 +65,7 @@ class ProcessStarter:
             "TERM": "dumb",
             "SHELL": "/bin/bash",
         }
-        launch = Launch(
+        launch = SandboxLaunch(
             argv=[sys.executable, *server_code(key, self._places, str(work), _path(), inside=None)],
             env=env,
             socket_path=folder / SOCKET_NAME,

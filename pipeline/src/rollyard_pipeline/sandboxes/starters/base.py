@@ -55,7 +55,7 @@ class Starter(Protocol):
         """Check that this machine can run such sandboxes.
 
         Raises:
-            SandboxError: This machine cannot run them. The message says what to do.
+            SandboxProviderError: This machine cannot run them. The message says what to do.
         """
         ...
 
@@ -174,8 +174,8 @@ def server_code(
     lines += [
         "from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions",
         "from rollyard_sandbox.server.exec_server import serve",
-        "from rollyard_sandbox.server.options import Options",
-        f"sys.exit(serve(Options(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
+        "from rollyard_sandbox.server.options import ServerOptions",
+        f"sys.exit(serve(ServerOptions(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
         f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared}, filter_calls={not shared}, "
         f"secret=secret, namespaces={inside})))",
     ]

@@ -31,7 +31,7 @@ from rollyard_pipeline.sandboxes.starters.base import (
     resource_limits,
     server_code,
 )
-from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, Launch, Started, start
+from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, SandboxLaunch, Started, start
 from rollyard_pipeline.sandboxes.starters.root_folders import (
     NAMESPACES,
     WORKDIR,
@@ -259,7 +259,7 @@ class BubblewrapStarter:
     async def _start_template(self, image: str | None, control: int) -> Started:
         runtime = self._prepared()
         return await self._start(
-            Launch(
+            SandboxLaunch(
                 argv=[
                     self._bwrap, "--args", str(ARGS_FD), "--", *runtime.argv, *template_code(runtime.path)
                 ],
@@ -279,7 +279,7 @@ class BubblewrapStarter:
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
         runtime = self._prepared()
-        launch = Launch(
+        launch = SandboxLaunch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
                 *runtime.argv,
@@ -300,7 +300,7 @@ class BubblewrapStarter:
             raise SandboxStartFailed("bwrap named no process 1 of the sandbox on its --info-fd")
         return StartedSandbox(started.inner, started.child)
 
-    async def _start(self, launch: Launch) -> Started:
+    async def _start(self, launch: SandboxLaunch) -> Started:
         for _ in range(MOUNT_TRIES - 1):
             try:
                 return await start(launch, self._reaper, START_SECONDS)

@@ -32,7 +32,7 @@ _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class SandboxLaunch:
     """A program to start."""
 
     argv: Sequence[str]
@@ -64,7 +64,7 @@ class Started:
     """bwrap's `child-pid`, which is process 1 of the sandbox as seen from outside."""
 
 
-async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
+async def start(launch: SandboxLaunch, reaper: Reaper, seconds: float) -> Started:
     """Start the program and wait until it reports that it is ready.
 
     Raises:
@@ -102,7 +102,7 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
         return Started(child, inner)
 
 
-def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO, info: FileIO) -> int:
+def _spawn(launch: SandboxLaunch, stack: contextlib.ExitStack, log: int, ready: FileIO, info: FileIO) -> int:
     null = owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     wanted = {0: null, 1: log, 2: log, READY_FD: ready.fileno()}
     if launch.control is not None:
@@ -136,7 +136,7 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
             raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
 
 
-async def _kill(launch: Launch, child: ProcessRef | None, inner: ProcessRef | None) -> None:
+async def _kill(launch: SandboxLaunch, child: ProcessRef | None, inner: ProcessRef | None) -> None:
     if launch.end is not None and child is not None:
         await in_thread(launch.end, child)
     for ref in (inner, child):

@@ -8,6 +8,7 @@ import signal
 import stat
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,10 @@ print("looked", sorted(int(name) for name in os.listdir("/proc") if name.isdigit
 """
 
 
-@pytest.fixture
-async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
+@asynccontextmanager
+async def started(*, templates: bool = True) -> AsyncIterator[NodeProvider]:
     with tempfile.TemporaryDirectory(prefix="ry-") as folder:
-        found = open_provider("bubblewrap", run_dir=Path(folder), node="node-a")
+        found = open_provider("bubblewrap", run_dir=Path(folder), node="node-a", templates=templates)
         assert isinstance(found, NodeProvider)
         await found.start()
         try:
@@ -68,6 +69,12 @@ async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
             for sandbox_id in found.claimed():
                 await found.release(sandbox_id)
             await found.aclose()
+
+
+@pytest.fixture
+async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
+    async with started() as found:
+        yield found
 
 
 async def acquire(provider: NodeProvider, owner: str, **env: str) -> Sandbox:
@@ -182,3 +189,34 @@ async def test_the_end_of_a_template_harms_no_sandbox(provider: NodeProvider) ->
             for sandbox in (second, third):
                 assert (await sandbox.client.bash("echo works")).text().strip() == "works"
             assert template(third) not in (ended, template(second))
+
+
+def layout(pid: int) -> str:
+    """Return the addresses at which a process has its program."""
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()[0].split()[0]
+
+
+async def test_what_is_learned_of_one_server_does_not_hold_for_commands(provider: NodeProvider) -> None:
+    """Servers of one template have one address layout and one hash seed. No command has theirs."""
+    first, second = [await acquire(provider, f"r-{number}") for number in (1, 2)]
+    code = "print(open('/proc/self/maps').readline().split()[0], hash('any text'))"
+    seen = [layout(server(first))]
+    hashes = []
+    for sandbox in (first, first, second):
+        result = await sandbox.client.run([PYTHON, "-c", code], timeout=20)
+        addresses, number = result.output.decode().split()
+        seen.append(addresses)
+        hashes.append(number)
+    assert len(set(seen)) == 4
+    assert len(set(hashes)) == 3
+    assert layout(server(first)) == layout(server(second)), "what the switch is for"
+    for sandbox in (first, second):
+        await sandbox.close()
+
+
+async def test_without_templates_no_two_servers_are_alike(bubblewrap_works: None) -> None:
+    async with started(templates=False) as provider:
+        first, second = [await acquire(provider, f"r-{number}") for number in (1, 2)]
+        assert layout(server(first)) != layout(server(second))
+        for sandbox in (first, second):
+            await sandbox.close()

@@ -158,6 +158,8 @@ def test_up_refuses_what_it_cannot_use(
     assert "must be a URL" in capsys.readouterr().err
     assert main(["up", "--model", str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
+    assert main(["up", "--sandbox", "process", "--no-sandbox-templates"]) == 2
+    assert "--no-sandbox-templates goes with --sandbox bubblewrap" in capsys.readouterr().err
     assert main(["up", "--verify-python", str(tmp_path / "none")]) == 2
     assert "is no program that can be run" in capsys.readouterr().err
     assert main(["up", "--backend", f"http://127.0.0.1:{free_port}", "--model", "m"]) == 1
@@ -180,6 +182,7 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         ([*JOINED, "--namespace", "Team B"], "--namespace must be a name such as team-a (got 'Team B')"),
         (["--namespace", "team-a"], "--namespace and --all-namespaces go with --join"),
         ([*JOINED, "--no-backend-seconds", "60"], "--no-backend-seconds is for a control plane of its own"),
+        (["--no-sandbox-templates"], "--no-sandbox-templates goes with --sandbox bubblewrap"),
         (["--no-backend-seconds", "0"], "'--no-backend-seconds': 0.0 is not in the range"),
     ],
 )
@@ -202,6 +205,9 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
     assert f"export ROLLYARD_CA_FILE={home}/ca.crt" in shown
     assert main([*common, "--listen", "unix"]) == 0
     assert "--url http+unix://%2F" in capsys.readouterr().out
+    bubblewrap = [*BRIDGE, "--home", str(home), "--sandbox", "bubblewrap", "--dry-run", "--listen", "unix"]
+    assert main([*bubblewrap, "--no-sandbox-templates"]) == 0
+    assert "--sandbox bubblewrap --no-sandbox-templates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("whose", [["--namespace=team-a", "--namespace=team-b"], ["--all-namespaces"]])

@@ -196,6 +196,41 @@ async def test_cancelled_start_leaves_nothing(kit: Any, provider: NodeProvider, 
         assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
 
 
+async def test_a_warm_sandbox_that_has_died_is_gone_when_its_worker_ends(
+    kit: Any, run_dir: Path, isolated: NodeProvider, image_of: Callable[[str], str | None]
+) -> None:
+    """Whoever finds it dead leaves its folder to a sweep, and none comes before the end."""
+    second = kit.open(isolated.name, run_dir, image_of(isolated.name))
+    await second.start()
+    request = SandboxRequest(**kit.SMALL)
+    await second.warm(request, 1)
+    await kit.until(lambda: second._warm.ready(request.key) == 1)
+    (dead,) = SandboxFolder(run_dir).ids()
+    record = SandboxFolder(run_dir).load(dead)
+    assert record is not None
+    assert record.root is not None
+    os.kill(record.root.pid, signal.SIGKILL)
+    await kit.until(lambda: not record.alive())
+    async with await kit.acquire(second) as sandbox:
+        assert sandbox.handle.id != dead
+    await second.release(sandbox.handle)
+    await second.aclose()
+    assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.06, 0.1])
+async def test_a_worker_that_ends_while_a_sandbox_starts_leaves_nothing(
+    kit: Any, run_dir: Path, isolated: NodeProvider, image_of: Callable[[str], str | None], delay: float
+) -> None:
+    second = kit.open(isolated.name, run_dir, image_of(isolated.name))
+    await second.start()
+    await second.release((await kit.acquire(second)).handle)  # The template runs now.
+    await second.warm(SandboxRequest(**kit.SMALL), 3)
+    await asyncio.sleep(delay)
+    await second.aclose()
+    assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+
+
 async def test_another_nodes_sandbox_is_refused(kit: Any, provider: NodeProvider) -> None:
     async with await kit.acquire(provider) as sandbox:
         elsewhere = sandbox.handle.model_copy(update={"node": "node-b"})
@@ -205,8 +240,8 @@ async def test_another_nodes_sandbox_is_refused(kit: Any, provider: NodeProvider
 
 async def test_process_is_loud_and_private(kit: Any, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     provider = open_provider("process", run_dir=run_dir, node=kit.NODE)
-    assert "bare processes" in caplog.text
     await provider.start()
+    assert "bare processes" in caplog.text
     async with await kit.acquire(provider) as sandbox:
         assert (await kit.sh(sandbox, "pwd; echo $HOME"))[1].split() == [sandbox.workdir] * 2
         assert Path(sandbox.workdir).stat().st_mode & 0o777 == 0o700

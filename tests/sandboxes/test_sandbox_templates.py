@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import logging
+import os
 import shutil
+import signal
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, process_ref
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
-from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, source_stamp
+from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, Fork, Template, source_stamp
 
 pytestmark = pytest.mark.real
 
@@ -141,3 +150,43 @@ async def test_without_templates_bwrap_stays_as_the_monitor(
             assert record.monitor.ref() == parent(run_dir, sandbox)
     finally:
         await kit.clean(provider)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+async def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path, how: str) -> None:
+    """The template names the process that it has forked only after the worker has given up the start."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.closing(Template(ours, None)) as template, theirs:
+        fork = Fork(tmp_path / "exec.sock", b"secret", [], {})
+        start = asyncio.create_task(template.fork(fork, 0.2 if how == "too late" else 60.0))
+        _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, theirs, 65536, 32)
+        if how == "cancelled":
+            start.cancel()
+        done, _ = await asyncio.wait({start}, timeout=0.4)
+        assert not done, "it waits for the name"
+        forked = await asyncio.create_subprocess_exec("sleep", "300")
+        os.write(descriptors[2], json.dumps({"child-pid": forked.pid}).encode())
+        result = (await asyncio.gather(start, return_exceptions=True))[0]
+        assert await forked.wait() == -signal.SIGKILL
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert isinstance(result, asyncio.CancelledError if how == "cancelled" else SandboxStartFailed)
+
+
+async def test_work_in_a_thread_is_awaited_however_often_it_is_cancelled() -> None:
+    going, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        assert going.wait(30)
+        ended.set()
+
+    task = asyncio.create_task(in_thread(work))
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=0.05)
+    assert not done
+    going.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()

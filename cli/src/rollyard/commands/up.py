@@ -75,6 +75,11 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 )
 @click.option("--fakeroot", is_flag=True, help="Apptainer: programs inside are root of their image.")
 @click.option(
+    "--no-sandbox-templates",
+    is_flag=True,
+    help="bubblewrap: start each sandbox's server alone, with an address layout and a hash seed of its own.",
+)
+@click.option(
     "--lease-seconds",
     type=LEASE_SECONDS,
     default=15.0,
@@ -114,6 +119,7 @@ def command(
     default_image: str,
     image_cache: Path | None,
     fakeroot: bool,
+    no_sandbox_templates: bool,
     lease_seconds: float,
     no_backend_seconds: float,
     ready_workers: int,
@@ -155,6 +161,8 @@ def command(
     ):
         if given and sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
+    if no_sandbox_templates and sandbox != "bubblewrap":
+        raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
     if engine == "vllm" and not model:
         raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
     wrong = next((pair for pair in engine_env if not pair.partition("=")[0] or "=" not in pair), None)
@@ -195,6 +203,7 @@ def command(
         default_image=default_image,
         image_cache=str(image_cache.expanduser().resolve()) if image_cache is not None else "",
         fakeroot=fakeroot,
+        sandbox_templates=not no_sandbox_templates,
         lease_seconds=lease_seconds,
         no_backend_seconds=no_backend_seconds,
         ready_workers=ready_workers,

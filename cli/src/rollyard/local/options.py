@@ -52,6 +52,8 @@ class Options:
     """The folder for built images, for Apptainer. If it is empty, the images are in the home."""
     fakeroot: bool = False
     """Whether programs inside a sandbox are root of their image, for Apptainer."""
+    sandbox_templates: bool = True
+    """Whether bubblewrap sandboxes are forked from a template. Otherwise each one is started alone."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """The seconds that a stage worker may be silent before its rollouts go to another one."""
     no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
@@ -67,6 +69,7 @@ class Options:
             *(("--default-image", self.default_image) if self.default_image else ()),
             *(("--image-cache", self.image_cache) if self.image_cache else ()),
             *(("--fakeroot",) if self.fakeroot else ()),
+            *(() if self.sandbox_templates else ("--no-sandbox-templates",)),
         )
 
 

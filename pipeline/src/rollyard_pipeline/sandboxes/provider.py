@@ -108,9 +108,12 @@ class NodeProvider:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        await self._warm.aclose()
-        self._starter.close()
-        await in_thread(cgroups.remove_places, self._places)
+        try:
+            await self._warm.aclose()
+        finally:
+            await in_thread(self._remove_own)
+            self._starter.close()
+            await in_thread(cgroups.remove_places, self._places)
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """Hand out a warm sandbox of the request's key, or start one."""
@@ -349,6 +352,19 @@ class NodeProvider:
         if removed:
             log.info("removed %d unused sandboxes: %s", len(removed), ", ".join(removed[:20]))
         return removed
+
+    def _remove_own(self) -> None:
+        """Remove what this process has started and not handed out.
+
+        The warm pool forgets sandboxes that have died, and leaves their folders to a sweep, which no longer
+        comes. Claimed sandboxes stay, because another worker may continue their rollouts.
+        """
+        for sandbox_id in self._folder.ids():
+            record = self._folder.load(sandbox_id)
+            if record is None or record.provider != self.name or record.worker != self._worker:
+                continue
+            if record.state != "claimed":
+                self._remove(sandbox_id)
 
     async def _housekeeping(self) -> None:
         """Keep this worker's warm sandboxes alive, and remove dead ones."""

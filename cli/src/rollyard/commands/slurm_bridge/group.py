@@ -85,6 +85,11 @@ def command() -> None:
     help="What isolates rollouts; `process` isolates nothing.",
 )
 @click.option(
+    "--no-sandbox-templates",
+    is_flag=True,
+    help="bubblewrap: start each sandbox's server alone, with an address layout and a hash seed of its own.",
+)
+@click.option(
     "--default-image", default="", metavar="SIF", help="Apptainer: image of rollouts that name none."
 )
 @click.option(

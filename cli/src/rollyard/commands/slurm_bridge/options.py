@@ -64,6 +64,10 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         chosen["rest"] = {"url": given["rest_url"]}
     site = profiles.load(given["profile"], chosen)
     sandbox: list[str] = []
+    if given["no_sandbox_templates"]:
+        if given["sandbox"] != "bubblewrap":
+            raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
+        sandbox.append("--no-sandbox-templates")
     for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):
         if value and given["sandbox"] != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")

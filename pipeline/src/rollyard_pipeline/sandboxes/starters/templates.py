@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import resource
+import select
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 MAX_TEMPLATES: Final = 4
 """The number of templates that one worker keeps. The least recently used one is ended beyond it."""
+NAMED_SECONDS: Final = 5.0
+"""The time for which a start that was given up waits for the template to name the process that it forked."""
 
 
 class TemplateLost(Exception):
@@ -112,10 +115,12 @@ class Template:
             except TimeoutError:
                 failure = f"was not ready within {seconds:g} s"
             except BaseException:
-                await _kill(root)
+                await _kill(root or await in_thread(_named, info_read.fileno()))
                 raise
             if ready and root is not None:
                 return root
+            if root is None:
+                root = await in_thread(_named, info_read.fileno())
             await _kill(root)
             words = log_text(errors)
             if not words and root is None and failure.startswith("ended"):
@@ -204,6 +209,16 @@ def source_stamp(arguments: Sequence[str]) -> tuple[Any, ...]:
                 continue
             found.append((info.st_dev, info.st_ino))
     return tuple(found)
+
+
+def _named(info: int) -> ProcessRef | None:
+    """Return process 1 of a sandbox whose start was given up before the template named it. This blocks.
+
+    Otherwise it could run on until its lease ends. The result is None if there is no such process.
+    """
+    if not select.select([info], [], [], NAMED_SECONDS)[0]:
+        return None
+    return inner_process(os.read(info, 4096))
 
 
 async def _kill(ref: ProcessRef | None) -> None:

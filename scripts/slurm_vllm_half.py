@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import subprocess
 import time
 from collections.abc import Callable
@@ -30,7 +31,11 @@ LAB_PROFILE: dict[str, Any] = {
 
 
 class VllmHalf(Demo):
-    """The quickstart's job over one Slurm job of vLLM, cancelled once a third of the rollouts have ended."""
+    """The quickstart's job over one Slurm job of vLLM, cancelled once a third of the rollouts have ended.
+
+    However long Slurm takes for it, there is work left for another backend: the last tasks are pushed only
+    when the pool is seen to have none.
+    """
 
     POOL = "vllm"
     job_name = "quickstart-vllm"
@@ -63,6 +68,7 @@ class VllmHalf(Demo):
         job["metadata"]["name"] = self.job_name
         spec = job["spec"]
         spec["backendRef"]["name"] = self.POOL
+        spec["tasks"] = {"stream": True}
         # Most of the work still lies ahead when the backend is cancelled.
         run = spec["stages"]["run"]
         run["concurrency"] = run_places(run["concurrency"], self.options.tasks * self.options.samples)
@@ -87,6 +93,18 @@ class VllmHalf(Demo):
             "spec": {"model": str(HF_MODEL), "replicas": 1, "engine": engine},
         }
 
+    def tasks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the tasks that are pushed at once, and the last quarter, which comes later."""
+        lines = (self.site.shared / "tasks.jsonl").read_text().splitlines()
+        tasks: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        late = max(1, len(tasks) // 4) if len(tasks) > 1 else 0
+        return tasks[: len(tasks) - late], tasks[len(tasks) - late :]
+
+    def push(self, client: Client, tasks: list[dict[str, Any]]) -> None:
+        """Push tasks to the job."""
+        client.push_tasks(self.job_name, tasks)
+        self.console.print(f"{len(tasks)} tasks were pushed to {self.job_name}.")
+
     def work(self) -> float:
         """Run the job, cancel its backend in the middle, and return the seconds."""
         home = ("--home", str(self.home))
@@ -98,11 +116,15 @@ class VllmHalf(Demo):
             first = self._backend(client)
             began = time.monotonic()
             self.rollyard("submit", "-f", str(self.site.shared / "job.yaml"), *home)
+            now, later = self.tasks()
+            self.push(client, now)
             ended = self._a_third(client)
             self.console.print(f"{ended} rollouts have ended.")
             self.output("scancel", first["slurm_job"])
             cancelled = time.monotonic()
             self._until(lambda: not self._ready(client), f"{self.POOL} is still ready")
+            self.push(client, later)
+            client.close(self.job_name)
             self.rollyard("get", "bp", *home)
             self._until(lambda: self._ready(client), f"{self.POOL} is not ready again")
             away = time.monotonic() - cancelled

@@ -235,7 +235,9 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
         again.process.wait()
 
 
-def test_without_a_backend_rollouts_wait_for_the_time_that_was_asked_for(job: Path, tmp_path: Path) -> None:
+def test_without_a_backend_rollouts_wait_for_the_time_that_was_asked_for(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = json.loads(job.read_text())
     manifest["spec"] |= {"backendRef": {"name": "default"}, "stages": {"init": {"concurrency": 2}}}
     job.write_text(json.dumps(manifest))
@@ -248,6 +250,11 @@ def test_without_a_backend_rollouts_wait_for_the_time_that_was_asked_for(job: Pa
             rollouts = list(client.rollouts("oracle"))
         assert {(one.status, one.reason, one.attempt) for one in rollouts} == {("failed", "NoBackend", 0)}
         assert {one.message for one in rollouts} == {"the pool had no ready backend for 2 s"}
+        capsys.readouterr()
+        assert main(["view", "oracle", "--failed", "--home", str(up.home.root)]) == 0
+        shown = capsys.readouterr().out
+        assert "NoBackend: the pool had no ready backend for 2 s" in shown
+        assert "attempt" not in shown, "it waited, and tried nothing"
         assert up.stop() == 0
     finally:
         if up.process.poll() is None:

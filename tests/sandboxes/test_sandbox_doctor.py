@@ -126,9 +126,11 @@ def test_limits_say_which_kind_is_in_force() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the warning is for root")
-def test_root_without_control_groups_is_warned(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_root_without_control_groups_is_warned(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    provider = open_provider("bubblewrap", run_dir=run_dir, node="n", find_places=list)
     with caplog.at_level(logging.WARNING):
-        open_provider("bubblewrap", run_dir=run_dir, node="n", find_places=list)
+        await provider.start()
+    await provider.aclose()
     assert "the limit on processes does not bind" in caplog.text
 
 

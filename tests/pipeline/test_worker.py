@@ -17,6 +17,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
 from rollyard_testing.pipeline.workerlab import (
+    Answer,
     Plane,
     Provider,
     Steered,
@@ -77,6 +78,25 @@ async def test_a_cancelled_rollout_stops_and_its_sandbox_goes(handler: type[Stee
         handler.gate.set()
         outcomes = await plane.wait_for(1)
     assert [outcome.rollout for outcome in outcomes] == ["r2"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "released"), [("accepted", []), ("stale", []), ("cancelled", ["box"]), ("unknown", ["box"])]
+)
+async def test_the_answer_to_a_report_says_whether_anybody_needs_the_sandbox(
+    handler: type[Steered], answer: Answer, released: list[str]
+) -> None:
+    """A worker that ends at once has no further heartbeat that would find it."""
+    plane, provider = Plane(spec()), Provider()
+    plane.answer = answer
+    async with working(plane, handler, provider) as (worker, task):
+        plane.offer(lease(1, "run", "box"))
+        await until(lambda: handler.entered == ["r1"])
+        worker.drain()
+        handler.gate.set()
+        await task
+    assert [outcome.rollout for outcome in plane.outcomes] == ["r1"]
+    assert provider.released == released
 
 
 @pytest.mark.parametrize(("stage", "released"), [("run", ["box"]), ("eval", [])])

@@ -308,6 +308,8 @@ class Worker:
         lease = held.lease
         if outcome in ("stale", "cancelled", "unknown"):
             log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)
-        if held.done_with_sandbox:
+        # Nobody continues a rollout that was cancelled. A heartbeat would find its sandbox only while it
+        # lives, and none may follow where the worker ends.
+        if held.done_with_sandbox or outcome in ("cancelled", "unknown"):
             await self._release(held)
         await self._table.remove(held)

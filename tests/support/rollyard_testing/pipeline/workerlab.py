@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rollyard_crds.lease import (
     CompleteRequest,
@@ -36,6 +36,7 @@ from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
 Outcome = StageResult | StageFailure
+Answer = Literal["accepted", "stale", "cancelled", "unknown"]
 
 
 class Plane:
@@ -55,6 +56,7 @@ class Plane:
         self.asked: list[LeaseRequest] = []
         self.refuse: Callable[[Outcome], bool] = lambda outcome: False
         self.refusal = "refused"
+        self.answer: Answer = "accepted"
         self._changed = asyncio.Event()
 
     def offer(self, *leases: Lease) -> None:
@@ -110,7 +112,7 @@ class Plane:
             self.outcomes += outcomes
             self.arrived.notify_all()
         return OutcomeResponse(
-            outcomes=[OutcomeItem(rollout=o.rollout, outcome="accepted") for o in outcomes]
+            outcomes=[OutcomeItem(rollout=o.rollout, outcome=self.answer) for o in outcomes]
         )
 
     async def route(self, request: RouteRequest) -> RouteResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import subprocess
 import time
 from pathlib import Path
@@ -26,6 +27,9 @@ CLOCK = "date +%s.%N"
 LONGEST_SECONDS = 60.0
 PAUSE_SECONDS = 1.5
 """The pause after each run: the last one's sandboxes and processes have ended, and the scheduler is idle."""
+TICK_SECONDS = 1.0
+"""slurmctld starts batch jobs once in a second. With a pause of always the same length, each contestant would
+always begin at the same distance from that moment."""
 
 
 def job(name: str, image: str) -> dict[str, Any]:
@@ -121,14 +125,19 @@ async def _first_rollout(folder: Path, rounds: int) -> Measurement:
     bare: list[float] = []
     parts: dict[str, list[float]] = {}
     numbers = itertools.count()
+    rng = random.Random(0)
+
+    def pause() -> float:
+        return PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS)
+
     async with bridge(folder, profile, ["--default-image", image]) as running:
 
         async def step_ours() -> None:
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(pause())
             ours.append(await _ours(running, image, next(numbers), parts))
 
         async def step_bare() -> None:
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(pause())
             bare.append(await _bare(program, image, folder, next(numbers)))
 
         contestants = {

@@ -22,7 +22,7 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import SetupFailed, TemplateError, TokenizerUnavailable
 from rollyard_pipeline.registry import AGENTS, Registry
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.tool_parsers.base import ParsedCall
@@ -388,6 +388,27 @@ async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None
     assert rollout.provider.claimed() == []
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
     assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize("then", ["run", "init"])
+async def test_sandboxes_in_advance_come_after_the_first_run_or_with_the_second_sandbox(
+    rollout: Rollout, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+
+    async def warm(request: object, count: int) -> None:
+        counts.append(count)
+        raise ImageNotUsable("only tasks name an image that can be used here")
+
+    monkeypatch.setattr(rollout.provider, "warm", warm)
+    sandbox = {"warm": 3, "resources": {"memory": "256Mi", "disk": "32Mi"}}
+    rollout.configure(oracle(("bash", {"command": "true"})), sandbox=sandbox)
+    first = await rollout.stage("init")
+    assert counts == []
+    await rollout.stage(then, sandbox=first.sandbox if then == "run" else None, carry=first.carry)
+    assert counts == [3], "a failure is logged, and costs no rollout"
+    await rollout.stage("init")
+    assert counts == [3]
 
 
 async def test_hidden_tests_come_after_every_process_of_run_is_dead(rollout: Rollout) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from rollyard_pipeline.__main__ import main
+from rollyard_pipeline.program import main
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,13 @@ def test_a_token_file_without_a_workers_token(tmp_path: Path, capsys: pytest.Cap
     file.write_text(json.dumps({"admin": "secret"}))
     assert main(["--url", "http://127.0.0.1:9", "--token-file", str(file)]) == 2
     assert "no token of the role 'worker'" in capsys.readouterr().err
+
+
+def test_a_worker_that_starts_imports_no_template_engine_and_collects_garbage() -> None:
+    """Agents that use no model begin their first sandbox without Jinja and tokenizers."""
+    code = (
+        "import gc, sys, rollyard_pipeline.__main__; "
+        "print(gc.isenabled(), sorted({'jinja2', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\n"

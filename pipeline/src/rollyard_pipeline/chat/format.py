@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rollyard_crds.task import Message
 
-from rollyard_pipeline.chat.template import RESERVED, ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
 from rollyard_pipeline.errors import TemplateError
 
+if TYPE_CHECKING:
+    from rollyard_pipeline.chat.template import ChatTemplate
+
+RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
+"""The variables of templates that no job can set."""
 ChatMessage = dict[str, Any]
 """A message as templates read it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name`."""
 
@@ -102,8 +107,11 @@ class FormatCache:
 
 
 def _load(name: str) -> tuple[ChatTokenizer, ChatTemplate]:
+    # Jinja and tokenizers are imported here, in a thread: agents that use no model do without them, and the
+    # first sandbox of a worker does not wait for them.
+    template = importlib.import_module("rollyard_pipeline.chat.template")
     tokenizer, source = load_folder(locate(name))
-    return tokenizer, ChatTemplate(source, tokenizer.variables())
+    return tokenizer, template.ChatTemplate(source, tokenizer.variables())
 
 
 _Stamp = frozenset[tuple[str, int, int, int]]

@@ -16,7 +16,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollyard_pipeline.errors import TemplateError
 
-RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
 """Names that a template reads and that a job's variables may not set."""
 _FAILURES: Final = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,

@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any, Final
 
 from rollyard_pipeline.errors import TokenizerUnavailable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 _OTHER_FORMATS: Final = ("tekken.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt")
@@ -187,10 +188,11 @@ def load_folder(folder: Path) -> tuple[ChatTokenizer, str]:
     Raises:
         TokenizerUnavailable: A file is missing or cannot be read.
     """
+    library = importlib.import_module("tokenizers")  # Workers without a model do without it.
     try:
         config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         source = _template_source(folder, config)
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except (OSError, ValueError) as error:
         raise TokenizerUnavailable(f"{folder}: the tokenizer's files cannot be read: {error}") from error
     except TokenizerUnavailable:

@@ -32,7 +32,7 @@ from rollyard_pipeline.errors import (
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
-from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox
@@ -87,6 +87,8 @@ class Stages:
         self._formats = formats or FormatCache()
         self._handlers: dict[str, Handler] = {}
         self._vocabularies: dict[str, int] = {}
+        self._met: set[str] = set()
+        """The jobs of which a sandbox was started here."""
         self._warmed: set[str] = set()
         self._places = places or SandboxPlaces(provider, usual=4096)
         self._eval_sandboxes = (
@@ -111,7 +113,10 @@ class Stages:
                 case "init":
                     return await self._init(held, spec, times)
                 case "run":
-                    return await self._run(held, spec, times)
+                    result = await self._run(held, spec, times)
+                    if held.lease.sandbox is not None and held.lease.job_uid in self._met:
+                        await self._keep_warm(held.lease, spec)
+                    return result
                 case _:
                     return await self._eval(held, spec, times)
         finally:
@@ -270,11 +275,21 @@ class Stages:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
         sandbox = await provider.acquire(SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.ref)
         held.sandbox = sandbox.handle
-        # This comes last because sandboxes that start in advance would compete for the cores with this one.
-        if spec.sandbox.warm and held.lease.job_uid not in self._warmed:
-            self._warmed.add(held.lease.job_uid)
-            await provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
+        # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
+        if held.lease.job_uid in self._met:
+            await self._keep_warm(held.lease, spec)
+        self._met.add(held.lease.job_uid)
         return sandbox
+
+    async def _keep_warm(self, lease: Lease, spec: RolloutJobSpec) -> None:
+        """Begin to keep sandboxes ready for the job, if that has not begun."""
+        if self._provider is not None and spec.sandbox.warm and lease.job_uid not in self._warmed:
+            self._warmed.add(lease.job_uid)
+            try:
+                await self._provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
+            except SandboxProviderError as error:
+                # The job's own image cannot be used, but the image of this task could.
+                log.warning("no sandboxes are kept ready for %s: %s", lease.job, error)
 
     @asynccontextmanager
     async def _init_place(

@@ -1,0 +1,147 @@
+"""The program of a stage worker, which runs alone or in a process that stood ready for it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import uvloop
+from rollyard_crds.names import PROVIDER, StageName
+from rollyard_crds.rolloutjob import StagesSpec
+from rollyard_crds.security.log_text import log_to
+
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.command_line import (
+    apptainer_options,
+    concurrency_of,
+    parse,
+    parse_known,
+    read_token,
+    stages_of,
+)
+from rollyard_pipeline.control_plane.rest import RestControlPlane
+from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.worker.readiness import Readiness
+from rollyard_pipeline.worker.stop_signals import StopSignals
+from rollyard_pipeline.worker.worker import Worker, WorkerOptions
+
+NODE_UNUSABLE: Final = 73
+"""The exit status of a worker whose node lacks what sandboxes need (EX_CANTCREAT of sysexits.h).
+
+Another node may have it.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a worker and return its exit status.
+
+    The status is 0 when the worker was drained or its job is over, 2 when the options cannot be used, and 73
+    when this node cannot start sandboxes.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return _main(runner, parse(argv), Readiness())
+
+
+def stand_ready(prepared: list[str], arguments: Callable[[], list[str] | None]) -> int:
+    """Prepare what a worker of this machine needs, wait for the arguments of one, and run it.
+
+    Args:
+        prepared: The options of the worker that are known in advance, and `--chat-format NAME` for a
+            tokenizer and chat template to load.
+        arguments: Waits for the arguments. It returns None if none will come.
+
+    Returns:
+        The exit status, which is 0 if no arguments came; see `main`.
+    """
+    known = parse_known(prepared)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        ready = Readiness()
+        runner.run(ready.prepare(_provider_settings(known), known.chat_format))
+        # Nothing of this process runs while it waits, neither its event loop nor its threads.
+        given = arguments()
+        if given is None:
+            runner.run(ready.aclose())
+            return 0
+        return _main(runner, parse(given), ready)
+
+
+def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness) -> int:
+    log_to(level=options.log_level.upper())
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        return runner.run(_run(options, ready))
+    except PipelineError as error:
+        print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
+        return NODE_UNUSABLE if error.of_node else 2
+
+
+def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `open_provider`, except for the control plane's claims."""
+    return {
+        "name": options.sandbox,
+        "run_dir": options.run_dir,
+        "node": options.node,
+        "apptainer": apptainer_options(options),
+        "templates": options.sandbox_templates,
+    }
+
+
+async def _run(options: argparse.Namespace, ready: Readiness) -> int:
+    stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
+    with StopSignals() as signals:
+        async with RestControlPlane(options.url, read_token(options.token_file)) as control:
+            settings = _provider_settings(options)
+            if options.sandbox == PROVIDER:
+                settings["claims"] = control
+            provider = await ready.provider(settings)
+            await provider.start()
+            try:
+                places = await _places(options, control, stages, given)
+                async with BackendClient(request_timeout=options.request_timeout) as backends:
+                    await signals.run(
+                        Worker(control, backends, provider, _worker_options(options, places, ready))
+                    )
+            finally:
+                await provider.aclose()
+    return 0
+
+
+async def _places(
+    options: argparse.Namespace,
+    control: RestControlPlane,
+    stages: list[StageName],
+    given: dict[StageName, int],
+) -> dict[StageName, int]:
+    """Return the places of each stage: the given ones, else those of the worker's own job, else the defaults.
+
+    Raises:
+        ControlPlaneRefused: The places were not given for every stage, and the job is gone.
+    """
+    if options.job is None or not set(stages) - set(given):
+        spec = StagesSpec()
+    else:
+        spec = (await control.job_when_there(options.namespace, options.job)).stages
+    return {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+
+
+def _worker_options(
+    options: argparse.Namespace, places: dict[StageName, int], ready: Readiness
+) -> WorkerOptions:
+    return WorkerOptions(
+        worker=options.name,
+        node=options.node,
+        concurrency=places,
+        job=options.job,
+        namespace=options.namespace if options.job is not None else None,
+        max_sandboxes=options.max_sandboxes,
+        sandboxes_end=options.sandboxes_end,
+        trouble_file=options.trouble_file,
+        drain_seconds=options.drain_seconds,
+        backend_budget=options.backend_budget,
+        extensions=ready.extensions,
+        formats=ready.formats,
+    )

@@ -143,6 +143,31 @@ def test_a_worker_that_is_preempted_is_slurm_s_to_start_again(slurm: Any, bridge
     assert bridge.jobs() == {}
 
 
+def test_a_worker_that_slurm_kills_and_starts_again_gives_its_leases_back(slurm: Any, bridge: Bridge) -> None:
+    """It is stopped, so that it hands over nothing. Long before its leases expire, the bridge sees it die."""
+    bridge.options = ["--lease-seconds", "600"]
+    wanted = job("requeued", tasks=4, samples=2, pause=8.0)
+    bridge.start()
+    with bridge.client() as client:
+        client.submit(wanted)
+        (number,) = bridge.running()
+        until(lambda: client.job("requeued").status.counts.run.active == 4, 60, "rollouts in Run")
+        name = re.compile(rf"rollyard_pipeline .*--name (\S+-{number})(?: |$)")
+        ((pid, worker),) = [
+            (pid, found[1]) for pid, line in slurm.job_processes().items() if (found := name.search(line))
+        ]
+        os.kill(pid, signal.SIGSTOP)
+        slurm.run_as_user(["scontrol", "requeue", str(number)])
+        bridge.ended("requeued")
+        lost = [one for each in client.trajectories("requeued") for one in each.attempts]
+        assert {(one.reason, one.worker, one.counted) for one in lost} == {("WorkerDied", worker, False)}
+        assert len(lost) >= 4
+    assert bridge.jobs().keys() <= {number}, "Slurm's own restart, and no second job beside it"
+    accounted_for(bridge, wanted)
+    assert bridge.stop() == 0
+    assert bridge.jobs() == {}
+
+
 def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: Path) -> None:
     home = shared / "local"
     words = [*ROLLYARD, "up", "--home", str(home), "--port", "0", "--sandbox", "process", "--replicas", "0"]

@@ -39,7 +39,10 @@ def older(tmp_path: Path, recorded: dict[str, Any]) -> Settings:
     database = sqlite3.connect(tmp_path / "rollyard.db")
     database.executescript((OLDER / "database.sql").read_text())
     (newest,) = database.execute("SELECT max(since) FROM rollouts").fetchone()
+    there = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table in metadata.sorted_tables:
+        if table.name not in there:
+            continue  # A later migration makes the table.
         for column in table.columns:
             # The leases of the recording would have run out long ago.
             if isinstance(column.type, sa.Double) and column.name.endswith(_TIMES):

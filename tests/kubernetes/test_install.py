@@ -264,3 +264,45 @@ def settled(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.3)
+
+
+def test_a_job_is_served_by_a_pod_that_stood_ready(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pod ends with the job, another one stands ready again, and all go with the option."""
+    from rollyard.connection import connect
+
+    monkeypatch.setenv("KUBECONFIG", str(release.cluster.kubeconfig))
+    monkeypatch.setenv("PATH", release.cluster.env["PATH"])
+    cluster = release.cluster
+
+    def running(selector: str) -> set[str]:
+        found = cluster.items("pods", release.jobs, selector)
+        return {one["metadata"]["name"] for one in found if one["status"]["phase"] == "Running"}
+
+    release.apply(workers={"ready": 1})
+    try:
+        settled(lambda: len(running("rollyard.dev/ready")) == 1)
+        (name,) = running("rollyard.dev/ready")
+        default = {stage: {"template": {}} for stage in ("init", "run", "eval")}
+        manifest = job("at-once", stages=default)
+        cluster.kubectl("create", "-n", release.jobs, "-f", "-", input=json.dumps(manifest))
+        settled(lambda: len(running("rollyard.dev/job=at-once,rollyard.dev/stage")) == 3)
+        pod = cluster.get("pod", name, release.jobs)
+        assert pod["metadata"]["labels"]["rollyard.dev/job"] == "at-once"
+        assert [one["kind"] for one in pod["metadata"]["ownerReferences"]] == ["RolloutJob"]
+        assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
+        settled(lambda: len(running("rollyard.dev/ready") - {name}) == 1)
+        with connect(f"kubernetes://{release.home}", None, release.jobs) as client:
+            client.push_tasks("at-once", [task("only")])
+            client.close("at-once")
+            cluster.kubectl(
+                "wait", "--for=condition=Succeeded", "rj/at-once", "-n", release.jobs, "--timeout=120s"
+            )
+            ended = [(one.task_id, one.reward, one.attempt) for one in client.trajectories("at-once")]
+        # Each stage has one worker, so the one that stood ready has served its stage.
+        assert ended == [("only", 1.0, 0)]
+        settled(lambda: name not in running("rollyard.dev/instance"))
+        assert len(running("rollyard.dev/ready")) == 1
+    finally:
+        cluster.kubectl("delete", "rj", "at-once", "-n", release.jobs, "--ignore-not-found")
+        release.apply(workers={"ready": 0})
+    settled(lambda: not cluster.items("pods", release.jobs, "rollyard.dev/ready"))

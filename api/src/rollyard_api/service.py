@@ -28,7 +28,7 @@ from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.task_reader import TaskReader
 from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
-from rollyard_api.rollouts import claims, lease_expiry, node_loss, outages
+from rollyard_api.rollouts import assignments, claims, lease_expiry, node_loss, outages
 from rollyard_api.settings import Settings
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
@@ -218,6 +218,8 @@ class ControlPlane:
             while not await write(partial(cancellation.purge_some, job_id=job_id)):
                 pass
             self.events.forget(job_id)
+        if await read(assignments.has_old):
+            await write(assignments.forget_old, durable=False)
         await self.uploads.remove_unneeded()
 
     async def flush(self) -> None:

@@ -10,7 +10,7 @@ from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.unfinished import UnfinishedJobs
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
 from rollyard_client.errors import NotFound, Unauthorized
 from rollyard_client.paging import Listing
@@ -115,6 +115,16 @@ class DriverClient(Connected):
             if error.status in (403, 404):
                 return None
             raise
+
+    async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
+        """Offer a job to a worker that stands ready. A repeat of the offer changes nothing.
+
+        Raises:
+            NotFound: There is no such job.
+            Conflict: The job has ended (`JobEnded`), or the ready worker was offered another job
+                (`AlreadyAssigned`).
+        """
+        return await self._transport.send(workers.offer(offered))
 
     async def pools(self) -> list[BackendPool]:
         """Return all pools of all namespaces."""

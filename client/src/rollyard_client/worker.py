@@ -20,6 +20,7 @@ from rollyard_crds.lease import (
     RouteResponse,
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.workers import Assignment, AssignmentRequest
 
 from rollyard_client.call import Call, Retry
 from rollyard_client.context import Context
@@ -142,3 +143,12 @@ class WorkerClient(Connected):
     async def release_claim(self, claim: str) -> None:
         """Release a sandbox. Releasing a claim that is released or gone changes nothing."""
         await self._transport.send(workers.release_claim(claim))
+
+    async def assignment(self, request: AssignmentRequest) -> Assignment | None:
+        """Return the assignment of a ready worker, or None if none was offered within `request.wait`.
+
+        Raises:
+            Conflict: The assignment was handed out already (`AssignmentTaken`), or its job has ended
+                (`AssignmentWithdrawn`).
+        """
+        return await self._transport.send(workers.assignment(request))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         WeightUpdate,
         WeightUpdateRequest,
     )
-    from rollyard_crds.workers import WorkerDeath
+    from rollyard_crds.workers import Assignment, AssignmentOffered, WorkerDeath
 
 __all__ = [
     "API_VERSION",
@@ -52,6 +52,8 @@ __all__ = [
     "UNVERIFIED",
     "VERSION",
     "AgentSpec",
+    "Assignment",
+    "AssignmentOffered",
     "Attempt",
     "BackendPool",
     "BackendPoolSpec",
@@ -108,6 +110,6 @@ __getattr__ = lazily(
         "trajectory": "Attempt Trajectory",
         "unfinished": "UnfinishedJobs",
         "weights": "UNVERIFIED BackendUpdate LogprobReference WeightSource WeightUpdate WeightUpdateRequest",
-        "workers": "WorkerDeath",
+        "workers": "Assignment AssignmentOffered WorkerDeath",
     },
 )

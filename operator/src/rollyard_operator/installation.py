@@ -23,6 +23,7 @@ from rollyard_operator.controllers.job import JobLoop
 from rollyard_operator.controllers.legacy_token import LegacyToken
 from rollyard_operator.controllers.object_loop import ObjectLoop
 from rollyard_operator.controllers.pool import PoolLoop
+from rollyard_operator.controllers.ready_pool import ReadyPool
 from rollyard_operator.controllers.resource import Reader, fingerprint
 from rollyard_operator.controllers.rest_sync import RestSync
 from rollyard_operator.controllers.worker_token import WorkerToken
@@ -76,6 +77,7 @@ class Operator:
         self._loops: dict[tuple[str, Key], tuple[ObjectLoop, asyncio.Task[None]]] = {}
         self._prints: dict[tuple[str, Key], tuple[object, ...]] = {}
         self._group: asyncio.TaskGroup | None = None
+        pods, token = PodCache(self._pod_changed), WorkerToken(kube, settings)
         self.context = OperatorContext(
             settings=settings,
             profile=profile,
@@ -83,11 +85,12 @@ class Operator:
             recorder=EventRecorder(kube),
             plane=ControlPlaneView(client, self._wake_job, self._wake_pool),
             http=http,
-            pods=PodCache(self._pod_changed),
+            pods=pods,
             jobs=ObjectCache(self._object_changed),
             pools=ObjectCache(self._object_changed),
             admissions=Admissions(profile.max_active_jobs, self._wake_job),
-            token=WorkerToken(kube, settings),
+            token=token,
+            ready=ReadyPool(kube, pods, client, token, settings, profile.made_of, self._served),
             pool_changed=self._wake_jobs_of,
         )
         self._sync = RestSync(self.context)
@@ -191,6 +194,7 @@ class Operator:
             group.create_task(self.context.recorder.run(), name="events")
             group.create_task(self._poll(), name="poll of the control plane")
             group.create_task(self._sweep(), name="sweep")
+            group.create_task(self.context.ready.run(), name="ready workers")
             group.create_task(self._watch_token(), name="token of all workers")
             for one in beside:
                 group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
@@ -223,6 +227,11 @@ class Operator:
             except KubeError as error:
                 _log.warning("sweep: %s", error)
             await asyncio.sleep(SWEEP_SECONDS)
+
+    def _served(self) -> set[str]:
+        """Return the namespaces that the settings list, or all that have a job or a pool."""
+        found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pools) for obj in cache}
+        return {*(self.context.settings.namespaces or found)} - self.context.access.denied
 
     async def _forget_legacy_token(self) -> None:
         home = self.context.settings.release_namespace

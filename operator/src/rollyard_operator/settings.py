@@ -154,6 +154,11 @@ class OperatorSettings(Model):
     """Whether the operator keeps a NetworkPolicy in every namespace with sandboxes. If False, you do that."""
     sandbox_creation: SandboxCreation = Field(default_factory=SandboxCreation)
     """How fast sandbox pods are made."""
+    ready_workers: Annotated[int, Field(ge=0, le=100)] = 0
+    """The number of stage workers that stand ready in each namespace that the operator serves.
+
+    A new job whose stages have default templates takes its first workers from them.
+    """
     worker: ContainerDefaults = Field(default_factory=_worker_resources)
     """The defaults for stage workers."""
     engine: ContainerDefaults = Field(default_factory=_engine_resources)

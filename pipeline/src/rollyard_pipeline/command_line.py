@@ -7,9 +7,10 @@ import json
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 
@@ -17,12 +18,17 @@ from rollyard_pipeline.errors import OptionError
 from rollyard_pipeline.sandboxes import PROVIDERS
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 
+if TYPE_CHECKING:
+    from rollyard_crds.workers import Assignment
+
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, as `--help` lists them. If they cannot be parsed, argparse ends the process."""
-    return _with_node(_parser().parse_args(arguments))
+    options = _with_node(_parser().parse_args(arguments))
+    options.given = list(sys.argv[1:] if arguments is None else arguments)
+    return options
 
 
 def parse_known(arguments: Sequence[str]) -> argparse.Namespace:
@@ -39,6 +45,34 @@ def _with_node(options: argparse.Namespace) -> argparse.Namespace:
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
     return options
+
+
+def assigned_options(options: argparse.Namespace, assignment: Assignment) -> argparse.Namespace:
+    """Return the options of a ready worker after its assignment, whose arguments replace its own.
+
+    Raises:
+        OptionError: The arguments are not those of a worker of the assigned job, or name a place or a token
+            that is not part of an assignment.
+    """
+    fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready")
+    try:
+        parser = _parser(exit_on_error=False)
+        found, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
+    except argparse.ArgumentError as error:
+        raise OptionError(f"the assignment has arguments that cannot be used: {error}") from error
+    if unknown:
+        raise OptionError(f"the assignment has arguments that are not known here: {' '.join(unknown)}")
+    if found.node is None:
+        found.node = options.node
+    for name in fixed:
+        if getattr(found, name) != getattr(options, name):
+            raise OptionError(f"the assignment may not change --{name.replace('_', '-')}")
+    if (found.job, found.namespace) != (assignment.job, options.namespace):
+        raise OptionError(
+            f"the assignment is to job {assignment.job} in namespace {options.namespace}, and its arguments "
+            f"name job {found.job} in namespace {found.namespace}"
+        )
+    return found
 
 
 def stages_of(text: str) -> list[StageName]:
@@ -127,11 +161,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser(*, ready: bool = False) -> argparse.ArgumentParser:
+def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.ArgumentParser:
     home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
     host = socket.gethostname()
     parser = argparse.ArgumentParser(
-        prog="python -m rollyard_pipeline", description="A Rollyard stage worker."
+        prog="python -m rollyard_pipeline",
+        description="A Rollyard stage worker.",
+        exit_on_error=exit_on_error,
     )
     parser.add_argument("--url", required=not ready, help="the control plane, http://HOST:PORT")
     parser.add_argument(
@@ -139,6 +175,11 @@ def _parser(*, ready: bool = False) -> argparse.ArgumentParser:
     )
     parser.add_argument("--job", help="work for this job only, and exit when it is over")
     parser.add_argument("--namespace", default="default")
+    parser.add_argument(
+        "--ready", metavar="NAME",
+        help="stand ready under this name: import everything, wait until a driver assigns a job of the "
+        "namespace, work for it, and exit when it is over; the token is that of the ready worker",
+    )  # fmt: skip
     parser.add_argument("--stages", default=",".join(STAGES), help="pools to run, default: %(default)s")
     parser.add_argument(
         "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"

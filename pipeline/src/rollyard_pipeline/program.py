@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvloop
 from rollyard_crds.names import PROVIDER, StageName
@@ -17,6 +18,7 @@ from rollyard_crds.security.log_text import log_to
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.command_line import (
     apptainer_options,
+    assigned_options,
     concurrency_of,
     parse,
     parse_known,
@@ -29,6 +31,9 @@ from rollyard_pipeline.worker.readiness import Readiness
 from rollyard_pipeline.worker.stop_signals import StopSignals
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
+if TYPE_CHECKING:
+    from rollyard_crds.workers import Assignment
+
 NODE_UNUSABLE: Final = 73
 """The exit status of a worker whose node lacks what sandboxes need (EX_CANTCREAT of sysexits.h).
 
@@ -39,8 +44,8 @@ Another node may have it.
 def main(argv: list[str] | None = None) -> int:
     """Run a worker and return its exit status.
 
-    The status is 0 when the worker was drained or its job is over, 2 when the options cannot be used, and 73
-    when this node cannot start sandboxes.
+    The status is 0 when the worker was drained, its job is over, or it was stopped while it stood ready. It
+    is 2 when the options cannot be used, and 73 when this node cannot start sandboxes.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return _main(runner, parse(argv), Readiness())
@@ -93,7 +98,14 @@ def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
 async def _run(options: argparse.Namespace, ready: Readiness) -> int:
     stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
     with StopSignals() as signals:
-        async with RestControlPlane(options.url, read_token(options.token_file)) as control:
+        token = read_token(options.token_file)
+        if options.ready is not None:
+            assignment = await signals.wait(_assignment(options, token, ready))
+            if assignment is None:
+                return 0
+            options, token = assigned_options(options, assignment), assignment.token
+            stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
+        async with RestControlPlane(options.url, token) as control:
             settings = _provider_settings(options)
             if options.sandbox == PROVIDER:
                 settings["claims"] = control
@@ -108,6 +120,23 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
             finally:
                 await provider.aclose()
     return 0
+
+
+async def _assignment(options: argparse.Namespace, token: str, ready: Readiness) -> Assignment:
+    """Stand ready, and return the assignment once there is one.
+
+    Raises:
+        ControlPlaneRefused: The token is not that of this ready worker, or it is spent.
+    """
+    # Workers that have their job from the start do without this import.
+    from rollyard_pipeline.worker import standing_ready
+
+    await asyncio.to_thread(standing_ready.import_all)
+    with contextlib.suppress(Exception):  # The worker tries again, and reports the error.
+        await asyncio.to_thread(ready.extensions.load_own)
+    async with RestControlPlane(options.url, token) as control:
+        driver = options.sandbox if options.sandbox == PROVIDER else ""
+        return await standing_ready.assignment_of(control, options.namespace, options.ready, driver)
 
 
 async def _places(

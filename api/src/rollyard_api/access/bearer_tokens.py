@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from rollyard_crds.security.job_token import JobIdentity, job_of
+from rollyard_crds.security.ready_token import ReadyIdentity, ready_worker_of
 
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Unauthorized
@@ -27,6 +28,9 @@ REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
 MAX_FILE_BYTES: Final = 64 << 10
 MAX_VALID: Final = 16
 """The largest number of tokens of one role that are valid at the same time."""
+READY: Final = "ready"
+"""The role of a worker that stands ready. The token file has no such token, because each ready worker has
+one of its own."""
 FILE_NAME = "tokens.json"
 
 
@@ -40,9 +44,11 @@ class TokenFileError(ControlPlaneError):
 class Caller:
     """The holder of the token that came with a request."""
 
-    role: Role
+    role: Role | Literal["ready"]
     job: JobIdentity | None = None
     """The only job for which the holder may work; None allows any job."""
+    ready: ReadyIdentity | None = None
+    """The ready worker that the holder is, if the role is `ready`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,11 @@ class Tokens:
         if matches:
             return Caller(matches[0])
         jobs = [job for one in self.by_role["worker"] if (job := job_of(given, one)) is not None]
+        ready = [
+            one for token in self.by_role["worker"] if (one := ready_worker_of(given, token)) is not None
+        ]
+        if ready:
+            return Caller(READY, ready=ready[0])
         if not jobs:
             raise Unauthorized("this bearer token is not known here", headers={"WWW-Authenticate": "Bearer"})
         if jobs[0].uid is None and not self.older_job_tokens:

@@ -2,7 +2,8 @@
 
 A route without a rule is open to the admin alone. A route that is added later is therefore closed until its
 rule is written, and a test fails until then. A token of one job may make only the calls of that job's
-workers, and the routes check that every rollout, sandbox and claim in these calls belongs to that job.
+workers, and the routes check that every rollout, sandbox and claim in these calls belongs to that job. A
+token of a ready worker may make a single call, which asks for that worker's assignment.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ OPEN: Final = Rule(open=True)
 ADMIN: Final = Rule()
 METRICS: Final = Rule(frozenset({"metrics"}))
 DRIVER: Final = Rule(frozenset({"driver"}))
+READY: Final = Rule(frozenset({"ready"}))
+"""The rule of the only call of workers that stand ready."""
 WORK: Final = Rule(frozenset({"worker", "driver"}), "live")
 LEARN: Final = Rule(frozenset({"worker", "driver"}), "finished")
 """The rule of calls by which a worker learns that its job has ended, or returns what it still has."""
@@ -74,6 +77,8 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("PUT", "/v1/claims/{claim}/status"): DRIVER,
     ("GET", "/v1/unfinished"): DRIVER,
     ("POST", "/v1/workers/died"): replace(DRIVER, max_body=SMALL),
+    ("POST", "/v1/workers/offers"): replace(DRIVER, max_body=SMALL),
+    ("POST", "/v1/workers/assignment"): replace(READY, max_body=SMALL),
     ("GET", JOBS): DRIVER,
     ("POST", JOBS): ADMIN,
     ("GET", f"{JOBS}/{{name}}"): DRIVER,

@@ -28,6 +28,11 @@ def claim_topic(claim: str) -> str:
     return f"claim:{claim}"
 
 
+def ready_topic(namespace: str, worker: str) -> str:
+    """Return the topic that is woken when a ready worker is offered a job."""
+    return f"ready:{namespace}/{worker}"
+
+
 class Bus:
     """The waits of this process by topic.
 

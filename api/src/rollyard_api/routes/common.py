@@ -10,7 +10,7 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from rollyard_api.access import job_scope
-from rollyard_api.access.bearer_tokens import Caller, Role
+from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.job_scope import BoundJob
 from rollyard_api.core.codec import check_plain, decode, dumps
 from rollyard_api.core.problems import Forbidden
@@ -30,10 +30,15 @@ def plane_of(request: Request) -> ControlPlane:
     return plane
 
 
-def role_of(request: Request) -> Role:
-    """Return the role of the token that the request carries."""
+def caller_of(request: Request) -> Caller:
+    """Return the holder of the token that the request carries."""
     caller: Caller = request.state.caller
-    return caller.role
+    return caller
+
+
+def role_of(request: Request) -> str:
+    """Return the role of the token that the request carries."""
+    return caller_of(request).role
 
 
 def refuse_other_job(request: Request, namespace: str, name: str | None) -> None:

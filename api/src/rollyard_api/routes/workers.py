@@ -1,16 +1,26 @@
-"""Stage workers as processes: the route on which drivers report that a worker has died."""
+"""Stage workers as processes: drivers report dead ones, and those that stand ready get their jobs."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from fastapi import APIRouter, Request
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.security.job_token import job_token
+from rollyard_crds.workers import (
+    Assignment,
+    AssignmentOffer,
+    AssignmentOffered,
+    AssignmentRequest,
+    WorkerDeath,
+    WorkerDied,
+)
 from starlette.responses import Response
 
+from rollyard_api.core.problems import Conflict, Forbidden
 from rollyard_api.core.validation import validated
-from rollyard_api.rollouts import worker_deaths
-from rollyard_api.routes.common import answer, body_of, body_schema, plane_of
+from rollyard_api.core.wakeups import ready_topic
+from rollyard_api.rollouts import assignments, worker_deaths
+from rollyard_api.routes.common import answer, body_of, body_schema, caller_of, plane_of
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"])
 
@@ -33,3 +43,66 @@ async def died(request: Request) -> Response:
     )
     death = await plane.database.write(op, durable=False)
     return answer({"returned": death.returned, "completed": death.completed})
+
+
+@router.post(
+    "/offers",
+    responses={200: {"model": AssignmentOffered}},
+    openapi_extra=body_schema(AssignmentOffer.model_json_schema()),
+)
+async def offer(request: Request) -> Response:
+    """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
+    plane = plane_of(request)
+    given = validated(AssignmentOffer, await body_of(request))
+    return answer({"taken": await plane.database.write(partial(assignments.offer, given=given))})
+
+
+@router.post(
+    "/assignment",
+    responses={200: {"model": Assignment}, 204: {"description": "No job was offered in time."}},
+    openapi_extra=body_schema(AssignmentRequest.model_json_schema()),
+)
+async def assignment(request: Request) -> Response:
+    """Hand a ready worker the job that it was offered, once, with the token of that job's workers.
+
+    The call waits up to `wait` seconds for the offer.
+    """
+    plane = plane_of(request)
+    asked = validated(AssignmentRequest, await body_of(request))
+    who = caller_of(request).ready
+    if who is None or (who.namespace, who.worker) != (asked.namespace, asked.worker):
+        raise Forbidden("this token is not that of the ready worker that the request names")
+
+    async def offered() -> bool:
+        return await plane.database.read(
+            partial(assignments.is_offered, namespace=who.namespace, worker=who.worker)
+        )
+
+    with plane.worker_polls.held(who.namespace):
+        topic = ready_topic(who.namespace, who.worker)
+        found = await plane.bus.until(topic, offered, bool, asked.wait, request.is_disconnected)
+    if not found or await request.is_disconnected():
+        return Response(status_code=204)
+    op = partial(assignments.take, namespace=who.namespace, worker=who.worker)
+    # A token is spent for good, even if the machine loses its power now.
+    taken = await plane.database.write(op)
+    if taken == "taken":
+        raise Conflict(
+            f"the assignment of the ready worker {who.worker!r} was handed out already",
+            reason="AssignmentTaken",
+        )
+    if taken == "withdrawn":
+        raise Conflict(
+            f"the job that was offered to the ready worker {who.worker!r} has ended or was deleted",
+            reason="AssignmentWithdrawn",
+        )
+    token = job_token(plane.tokens.worker, taken.namespace, taken.job, taken.uid)
+    return answer(
+        {
+            "namespace": taken.namespace,
+            "job": taken.job,
+            "arguments": list(taken.arguments),
+            "token": token,
+        },
+        headers={"Cache-Control": "no-store"},
+    )

@@ -231,6 +231,21 @@ claims = sa.Table(
     sa.UniqueConstraint("rollout_id", "token"),
 )
 
+# The jobs that drivers offered to workers that stand ready. A row outlives its offer, because it shows that
+# the worker's token is spent.
+assignments = sa.Table(
+    "assignments",
+    metadata,
+    sa.Column("namespace", sa.String(63), primary_key=True),
+    sa.Column("worker", sa.String(63), primary_key=True),
+    sa.Column("job_id", sa.Integer, nullable=False),
+    # The arguments of the worker, as a JSON list.
+    sa.Column("arguments", sa.LargeBinary, nullable=False),
+    sa.Column("offered_at", sa.Double, nullable=False),
+    # When the worker fetched its assignment, or learned that the offer was withdrawn, or null before that.
+    sa.Column("taken_at", sa.Double),
+)
+
 pools = sa.Table(
     "pools",
     metadata,

@@ -1,4 +1,4 @@
-"""The calls of stage workers other than those on leases, and the call of drivers about dead workers.
+"""The calls of stage workers other than those on leases, and the calls of drivers about workers.
 
 They are apart from the calls of other clients, because workers do not need the models of those calls.
 """
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     import httpx
     from rollyard_crds.claims import Claim, ClaimRequest
     from rollyard_crds.rolloutjob import RolloutJobSpec
-    from rollyard_crds.workers import WorkerDeath, WorkerDied
+    from rollyard_crds.workers import (
+        Assignment,
+        AssignmentOffer,
+        AssignmentOffered,
+        AssignmentRequest,
+        WorkerDeath,
+        WorkerDied,
+    )
 
 CLAIMS = "/v1/claims"
 
@@ -58,3 +65,24 @@ def worker_died(report: WorkerDied) -> Call[WorkerDeath]:
 
     # The call is idempotent: a repeat finds no lease of the worker.
     return Call("POST", "/v1/workers/died", parse, body=report.model_dump_json().encode())
+
+
+def assignment(asked: AssignmentRequest) -> Call[Assignment | None]:
+    """Return the call with which a ready worker asks for its assignment, for up to `asked.wait` seconds."""
+
+    def parse(answer: httpx.Response) -> Assignment | None:
+        return None if answer.status_code == 204 else crds.Assignment.model_validate_json(answer.content)
+
+    # An assignment is handed out once. A repeat after a lost answer is refused.
+    body = asked.model_dump_json().encode()
+    return Call("POST", "/v1/workers/assignment", parse, body=body, wait=asked.wait, idempotent=False)
+
+
+def offer(offered: AssignmentOffer) -> Call[AssignmentOffered]:
+    """Return the call with which a driver offers a job to a ready worker."""
+
+    def parse(answer: httpx.Response) -> AssignmentOffered:
+        return crds.AssignmentOffered.model_validate_json(answer.content)
+
+    # The call is idempotent: a repeat of the same offer changes nothing.
+    return Call("POST", "/v1/workers/offers", parse, body=offered.model_dump_json().encode())

@@ -20,9 +20,13 @@ def worker_arguments(workload: Workload, url: str, token_file: str | PurePath) -
         url: The base URL of the control plane, as the worker reaches it.
         token_file: The path of the file with the token of the worker's job, as the worker sees it.
     """
+    return ("--url", url, "--token-file", str(token_file), *work_arguments(workload))
+
+
+def work_arguments(workload: Workload) -> tuple[str, ...]:
+    """Return the arguments that say which job and which stages a worker works on."""
     concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
     return (
-        *("--url", url, "--token-file", str(token_file)),
         *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
         *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
     )

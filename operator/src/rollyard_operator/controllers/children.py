@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,18 +20,26 @@ from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, PodCache, key_of, uid_of
 from rollyard_operator.pods.parts import PodTemplateError
-from rollyard_operator.pods.status import observed_workload
+from rollyard_operator.pods.status import observed_workload, workload_of
 
 LEFTOVER_SECONDS = 2.0
+SURPLUS_SECONDS = 30
+"""The time in seconds that a pod has to end whose workload has another pod."""
 REMEMBERED = 4096
 """The number of deleted pods that are remembered until the watch reports their end."""
+
+
+Take = Callable[[Launch], Awaitable[Object | None]]
+"""Makes a pod that stood ready the pod of a workload, and returns it, or returns None if none fits."""
 
 
 class Children:
     """The pods of one owner.
 
     Pod names are deterministic, and the spec of a pod never changes. If a step is done twice, or by two
-    operators at once, the second one finds the name taken and uses the existing pod.
+    operators at once, the second one finds the name taken and uses the existing pod. A pod that stood ready
+    has a name of its own and names its workload in an annotation. If two pods are of one workload, which two
+    operators can bring about, one of them is stopped.
     """
 
     def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
@@ -65,7 +73,7 @@ class Children:
     def observed(self, pods: Iterable[Object]) -> list[ObservedWorkload]:
         """Return the state of these pods and of the pods that the API server refused to make."""
         seen: dict[str, ObservedWorkload] = {}
-        for pod in pods:
+        for pod in self._by_workload(pods)[0].values():
             found = observed_workload(pod)
             if uid_of(pod) in self._deleting and found.state != "exited":
                 found = replace(found, state="stopping")
@@ -73,8 +81,33 @@ class Children:
         refused = [one for name, one in self._refused.items() if name not in seen]
         return [*seen.values(), *refused]
 
+    def _by_workload(self, pods: Iterable[Object]) -> tuple[dict[str, Object], list[Object]]:
+        """Return the pod of each workload, and the further pods of workloads that have more than one."""
+        given = list(pods)
+        chosen: dict[str, Object] = {workload_of(pod): pod for pod in given}
+        if len(chosen) == len(given):
+            return chosen, []
+        chosen.clear()
+        surplus: list[Object] = []
+        for pod in sorted(given, key=self._preference):
+            name = workload_of(pod)
+            if name in chosen:
+                surplus.append(pod)
+            else:
+                chosen[name] = pod
+        return chosen, surplus
+
+    def _preference(self, pod: Object) -> tuple[bool, bool, str]:
+        leaving = is_leaving(pod) or uid_of(pod) in self._deleting
+        return leaving, observed_workload(pod).state == "exited", key_of(pod)[1]
+
     async def carry_out(
-        self, namespace: str, plan: Plan[Any], build: Callable[[Workload], Object], pods: Iterable[Object]
+        self,
+        namespace: str,
+        plan: Plan[Any],
+        build: Callable[[Workload], Object],
+        pods: Iterable[Object],
+        take: Take | None = None,
     ) -> None:
         """Stop, launch and mark pods as a plan says.
 
@@ -82,15 +115,18 @@ class Children:
             build: Makes the pod of a workload.
             pods: The owner's pods from which the plan was made. The plan does not cover a pod that appeared
                 since then, which another operator may have made. Such a pod is left to the next pass.
+            take: Tries to use a pod that stands ready for a launch. None makes a new pod for each.
 
         Raises:
             KubeError: The API server does not answer, and the next pass tries again. A pod that it refuses is
                 not an error; it is observed as blocked.
         """
-        seen = {key_of(pod)[1]: pod for pod in pods}
+        seen, surplus = self._by_workload(pods)
         steps = [self._stop(stop, seen.get(stop.name)) for stop in plan.stop]
+        steps += [self._remove(pod) for pod in surplus]
         steps += [
-            self._launch(namespace, launch, build, seen.get(launch.workload.name)) for launch in plan.launch
+            self._launch(namespace, launch, build, seen.get(launch.workload.name), take)
+            for launch in plan.launch
         ]
         steps += [self._mark(pod, name in plan.drain) for name, pod in seen.items()]
         failed = [one for one in await asyncio.gather(*steps, return_exceptions=True) if one is not None]
@@ -102,6 +138,11 @@ class Children:
         self._replaced.note(stop)
         if seen is not None and self._newest(seen) is not None:
             await self._delete(seen, math.ceil(stop.grace_seconds))
+
+    async def _remove(self, surplus: Object) -> None:
+        pod = self._newest(surplus)
+        if pod is not None and not is_leaving(pod) and uid_of(pod) not in self._deleting:
+            await self._delete(pod, SURPLUS_SECONDS)
 
     def _newest(self, seen: Object) -> Object | None:
         """Return the newest version of a pod, or None if it is gone and perhaps replaced by another one."""
@@ -116,7 +157,12 @@ class Children:
             self._deleting.pop(next(iter(self._deleting)))
 
     async def _launch(
-        self, namespace: str, launch: Launch, build: Callable[[Workload], Object], seen: Object | None
+        self,
+        namespace: str,
+        launch: Launch,
+        build: Callable[[Workload], Object],
+        seen: Object | None,
+        take: Take | None,
     ) -> None:
         launch = self._replaced.counted(launch)
         workload = launch.workload
@@ -126,12 +172,22 @@ class Children:
         except PodTemplateError as error:
             self._refuse(launch, str(error))
             return
+        known_uids = set() if seen is None else {uid_of(seen)}
+        for other in self.pods(workload.owner.uid, workload.kind):
+            if key_of(other)[1] == workload.name or workload_of(other) != workload.name:
+                continue
+            if uid_of(other) not in known_uids and uid_of(other) not in self._deleting:
+                return  # A pod that stood ready became this workload after the plan was made.
+            await self._delete(other, 0)
         there = self._cache.get((namespace, workload.name))
         if there is not None:
             known = seen is not None and uid_of(seen) == uid_of(there)
             if not known and there in self.pods(workload.owner.uid, workload.kind):
                 return  # The pod appeared after the plan and may run already. It caused the next pass.
             await self._delete(there, 0)
+        elif take is not None and await take(launch) is not None:
+            self._replaced.launched(workload.name)
+            return
         notes = pod["metadata"].setdefault("annotations", {})
         notes[labels.RESTARTS] = str(launch.restarts)
         if launch.last_end:

@@ -12,6 +12,7 @@ from rollyard_drivers.reconcile.plan import PoolState, Profile
 
 from rollyard_operator.controllers.admission import Admissions
 from rollyard_operator.controllers.control_plane_view import ControlPlaneView
+from rollyard_operator.controllers.ready_pool import ReadyPool
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube.event_recorder import EventRecorder
 from rollyard_operator.kube.interface import Kube
@@ -44,6 +45,8 @@ class OperatorContext:
     pools: ObjectCache
     admissions: Admissions
     token: WorkerToken
+    ready: ReadyPool
+    """The stage workers that stand ready."""
     pool_changed: Callable[[Key], None]
     """Called with the key of a pool whose backends came or went. Its jobs then make a new pass."""
     pool_states: dict[Key, PoolState] = field(default_factory=dict)

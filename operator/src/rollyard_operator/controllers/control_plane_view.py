@@ -20,7 +20,7 @@ from rollyard_crds import (
     Task,
 )
 from rollyard_crds.unfinished import UnfinishedJobs
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
 from rollyard_operator.kube.object_cache import Key
 
@@ -75,6 +75,9 @@ class ControlPlaneClient(Protocol):
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
         """Report the death of a worker, so that its leases return at once."""
+
+    async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
+        """Offer a job to a worker that stands ready."""
 
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool:
         """Report the backends of a pool."""

@@ -347,7 +347,11 @@ class _JobActions:
         if self.secret is None:
             return
         build = partial(worker_pod, job=self.job, settings=self.context.settings, secret=self.secret.name)
-        await self.children.carry_out(self.job.metadata.namespace, plan, build, self.pods)
+        take = partial(self.context.ready.take, job=self.job)
+        await self.children.carry_out(self.job.metadata.namespace, plan, build, self.pods, take)
+        for pod in self.children.pods(self.job.metadata.uid or "", COMPONENT):
+            if not is_leaving(pod):
+                await self.context.ready.offer(pod)
 
     async def show(self, status: RolloutJobStatus) -> None:
         self.wait = await self.write(status)

@@ -196,6 +196,8 @@ class RestSync:
         for pod in context.pods:
             if labels.label_of(pod, labels.COMPONENT) not in ("stage-worker", "backend") or is_leaving(pod):
                 continue
+            if labels.label_of(pod, labels.READY):
+                continue  # It has no owner yet and is looked after by the loop of ready workers.
             job, pool = labels.label_of(pod, labels.JOB_UID), labels.label_of(pod, labels.POOL_UID)
             if (job or pool) in owners:
                 continue

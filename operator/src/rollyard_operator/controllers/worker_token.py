@@ -14,6 +14,7 @@ from pathlib import Path
 from rollyard_crds import RolloutJob
 from rollyard_crds.base import API_VERSION
 from rollyard_crds.security.job_token import job_token
+from rollyard_crds.security.ready_token import ready_token
 
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.errors import KubeConflict, KubeError
@@ -59,11 +60,22 @@ class WorkerToken:
         """
         meta = job.metadata
         uid = meta.uid or ""
-        token = job_token(self._worker_token(), meta.namespace, meta.name, uid)
+        data = self._data(job_token(self._worker_token(), meta.namespace, meta.name, uid))
+        return JobSecret(f"{labels.JOB_SECRET_PREFIX}{uid}-{digest(data)}", tuple(data))
+
+    def of_ready(self, namespace: str, worker: str) -> list[tuple[str, bytes]]:
+        """Return the data of the Secret of a worker that stands ready.
+
+        Raises:
+            KubeError: The operator's own file cannot be read, or it is empty.
+        """
+        return self._data(ready_token(self._worker_token(), namespace, worker))
+
+    def _data(self, token: str) -> list[tuple[str, bytes]]:
         data = [("token", token.encode())]
         if (authority := self._authority()) is not None:
             data.append(("ca.crt", authority))
-        return JobSecret(f"{labels.JOB_SECRET_PREFIX}{uid}-{digest(data)}", tuple(data))
+        return data
 
     async def ensure(self, job: RolloutJob, secret: JobSecret) -> None:
         """Make sure that the Secret exists. It is deleted together with its job.

@@ -25,11 +25,18 @@ Pods with the same hash are exchangeable.
 """
 CLAIM = "rollyard.dev/claim"
 WARM = "rollyard.dev/warm"
+READY = "rollyard.dev/ready"
+"""The label of a stage worker's pod that stands ready and has no job yet. The assignment removes it."""
 QUEUE = QUEUE_LABEL
 
 SPEC_HASH = "rollyard.dev/spec-hash"
 RESTARTS = "rollyard.dev/restarts"
 LAST_END = "rollyard.dev/last-end"
+WORKLOAD = "rollyard.dev/workload"
+"""The annotation of a pod that stood ready, with the name of the workload that it became."""
+ASSIGNED_AT = "rollyard.dev/assigned-at"
+ASSIGNMENT = "rollyard.dev/assignment"
+"""The annotation of such a pod with the arguments of its worker, as a JSON list."""
 DRAINING_SINCE = "rollyard.dev/draining-since"
 NONCE = "rollyard.dev/nonce"
 """The annotation of a sandbox pod with its nonce.
@@ -39,6 +46,8 @@ The secret of a sandbox is derived from the key, its name and this nonce.
 TOKEN_HASH = "rollyard.dev/token-sha256"
 
 MANAGER = "rollyard-operator"
+READY_PREFIX = "rollyard-ready-"
+"""The prefix of the names of pods that stand ready, and of the Secrets with their tokens."""
 JOB_SECRET_PREFIX = "rollyard-job-"
 """The prefix of the names of the Secrets with the tokens of jobs. There is one Secret for each job."""
 

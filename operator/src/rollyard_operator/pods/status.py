@@ -210,7 +210,8 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
     For a backend this is the result of the kubelet's probe. A caller that knows more, such as the outcome of
     a first completion, replaces `state`, `ready`, `unready_since` and `message`.
     """
-    meta, main = pod["metadata"], _main(pod)
+    meta, main, name = pod["metadata"], _main(pod), workload_of(pod)
+    assigned = parse_time(labels.annotation_of(pod, labels.ASSIGNED_AT))
     backend = labels.label_of(pod, labels.COMPONENT) == "backend"
     phase = _status(pod).get("phase")
     ended, trouble = end_trouble(pod), None
@@ -238,11 +239,11 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
     if backend and code == 0 and not message:
         message = ENGINE_DIED
     return ObservedWorkload(
-        name=meta["name"],
+        name=name,
         spec_hash=labels.annotation_of(pod, labels.SPEC_HASH),
         state=state,
         # For a container that could not be started, the kubelet reports a start in 1970.
-        started_at=created if begun is None else max(begun, created),
+        started_at=max(time for time in (created, begun, assigned) if time is not None),
         restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
         last_end=labels.annotation_of(pod, labels.LAST_END),
         exit_code=code,
@@ -254,16 +255,24 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         blocked=trouble is not None and trouble.hope != "gate",
         pending=state == "starting",
         draining_since=parse_time(labels.annotation_of(pod, labels.DRAINING_SINCE)),
-        worker="" if backend else worker_name(meta["name"], meta["uid"]),
+        worker="" if backend else worker_name(name, meta["uid"]),
     )
 
 
-def worker_name(pod: str, uid: str) -> str:
+def workload_of(pod: Mapping[str, Any]) -> str:
+    """Return the name of the workload that a pod runs.
+
+    It is the pod's own name, unless the pod stood ready before the workload was planned.
+    """
+    return labels.annotation_of(pod, labels.WORKLOAD) or str(pod["metadata"]["name"])
+
+
+def worker_name(workload: str, uid: str) -> str:
     """Return the name under which the stage worker in a pod leases rollouts.
 
-    Pods of the same name follow each other, so the name of the pod alone is not enough.
+    Pods of the same workload follow each other, so the name of the workload alone is not enough.
     """
-    return f"{pod}.{uid}"
+    return f"{workload}.{uid}"
 
 
 def observed_sandbox(pod: Mapping[str, Any], token_hash: str) -> ObservedSandbox:

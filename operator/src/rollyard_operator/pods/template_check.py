@@ -21,7 +21,7 @@ from rollyard_operator.allowed import (
     is_key,
     is_named,
 )
-from rollyard_operator.kube.labels import JOB_SECRET_PREFIX
+from rollyard_operator.kube.labels import JOB_SECRET_PREFIX, READY_PREFIX
 from rollyard_operator.pods.parts import RESERVED_PREFIX
 from rollyard_operator.settings import OperatorSettings
 
@@ -129,7 +129,7 @@ class _Check:
 
     def _secret(self, name: object, field: str) -> Iterator[str]:
         own = isinstance(name, str) and (
-            name.startswith(JOB_SECRET_PREFIX)
+            name.startswith((JOB_SECRET_PREFIX, READY_PREFIX))
             or name == self._settings.worker_token_secret
             or (self._home and name in self._settings.reserved_secrets)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollyard_crds import BackendPool, RolloutJob
@@ -38,6 +38,7 @@ STOP_SECONDS = 30
 DRAIN_SECONDS = 22
 """How long a stage worker may go on with its leased work before it hands the work over, in seconds."""
 TOKEN_FOLDER = "/etc/rollyard/worker"
+TOKEN_FILE = f"{TOKEN_FOLDER}/token"
 POD_UID = "ROLLYARD_POD_UID"
 """The environment variable with the uid of a stage worker's pod."""
 _TMP = {"name": "rollyard-tmp", "mountPath": "/tmp"}
@@ -74,18 +75,56 @@ def _pod(
     owner: RolloutJob | BackendPool,
     template: PodTemplate,
     settings: OperatorSettings,
+    spec: Object,
+) -> Object:
+    meta = owner.metadata
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": workload.name,
+            "namespace": meta.namespace,
+            "labels": {**template.labels, **owned_labels(component, owner, settings)},
+            "annotations": {**template.annotations, labels.SPEC_HASH: workload.spec_hash},
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "spec": spec,
+    }
+
+
+def owner_reference(owner: RolloutJob | BackendPool) -> Object:
+    """Return the reference from a pod to the job or pool that it works for."""
+    meta = owner.metadata
+    return labels.owner_reference(API_VERSION, owner.kind, meta.name, meta.uid or "")
+
+
+def owned_labels(
+    component: Component, owner: RolloutJob | BackendPool, settings: OperatorSettings
+) -> dict[str, str]:
+    """Return the labels that say to which job or pool a pod belongs."""
+    meta = owner.metadata
+    name_label, uid_label = (
+        (labels.JOB, labels.JOB_UID) if isinstance(owner, RolloutJob) else (labels.POOL, labels.POOL_UID)
+    )
+    own = labels.own_labels(settings.instance, component)
+    own |= {name_label: meta.name, uid_label: meta.uid or ""}
+    if queue := meta.labels.get(labels.QUEUE):
+        own[labels.QUEUE] = queue
+    return own
+
+
+def stage_label(workload: Workload) -> str:
+    """Return the value of the label that names a stage worker's stages."""
+    return "-".join(workload.stages)
+
+
+def _pod_spec(
+    template: PodTemplate,
+    settings: OperatorSettings,
     container: Object,
     volumes: list[Object],
     field: str,
 ) -> Object:
-    meta = owner.metadata
-    uid = meta.uid or ""
-    name_label, uid_label = (
-        (labels.JOB, labels.JOB_UID) if isinstance(owner, RolloutJob) else (labels.POOL, labels.POOL_UID)
-    )
-    own = labels.own_labels(settings.instance, component) | {name_label: meta.name, uid_label: uid}
-    if queue := meta.labels.get(labels.QUEUE):
-        own[labels.QUEUE] = queue
     spec: Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": STOP_SECONDS,
@@ -107,31 +146,28 @@ def _pod(
     }
     with_template(spec, template, field)
     with_placement(spec, template, settings.image_pull_secrets)
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": workload.name,
-            "namespace": meta.namespace,
-            "labels": {**template.labels, **own},
-            "annotations": {**template.annotations, labels.SPEC_HASH: workload.spec_hash},
-            "ownerReferences": [labels.owner_reference(API_VERSION, owner.kind, meta.name, uid)],
-        },
-        "spec": spec,
-    }
+    return spec
 
 
-def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str) -> Object:
-    """Return the pod of a stage worker.
+def worker_spec(
+    work: Sequence[str],
+    name: Sequence[str],
+    template: PodTemplate,
+    settings: OperatorSettings,
+    secret: str,
+    field: str,
+) -> Object:
+    """Return the spec of a stage worker's pod.
 
     Args:
-        secret: The name of the Secret with the token of the job.
+        work: The arguments that say what the worker works on.
+        name: The arguments that name the worker.
+        secret: The name of the Secret with the worker's token.
+        field: The name of the template's field, for messages.
 
     Raises:
-        TemplateError: The template of the stage cannot be used.
+        TemplateError: The template cannot be used.
     """
-    stage = workload.stages[0]
-    template: PodTemplate = getattr(job.spec.stages, stage).template
     env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard"}
     if settings.control_plane_ca_file is not None:
         env["SSL_CERT_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
@@ -140,11 +176,10 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, 
         "image": template.image or settings.images.worker,
         "command": ["python", *WORKER_MODULE],
         "args": [
-            *worker_arguments(workload, settings.control_plane_url, f"{TOKEN_FOLDER}/token"),
+            *work,
             *("--sandbox", PROVIDER, "--node", NODE),
             *("--drain-seconds", str(DRAIN_SECONDS)),
-            # The kubelet replaces the variable.
-            *("--name", worker_name(workload.name, f"$({POD_UID})")),
+            *name,
         ],
         "env": [*_env(env), {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}],
         "resources": resources(settings.worker.resources, template.resources),
@@ -159,9 +194,26 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, 
             "secret": {"secretName": secret, "defaultMode": 0o440},
         }
     ]
-    field = f"spec.stages.{stage}.template"
-    pod = _pod(workload, "stage-worker", job, template, settings, container, volumes, field)
-    pod["metadata"]["labels"][labels.STAGE] = "-".join(workload.stages)
+    return _pod_spec(template, settings, container, volumes, field)
+
+
+def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str) -> Object:
+    """Return the pod of a stage worker.
+
+    Args:
+        secret: The name of the Secret with the token of the job.
+
+    Raises:
+        TemplateError: The template of the stage cannot be used.
+    """
+    stage = workload.stages[0]
+    template: PodTemplate = getattr(job.spec.stages, stage).template
+    # The kubelet replaces the variable.
+    name = ("--name", worker_name(workload.name, f"$({POD_UID})"))
+    work = worker_arguments(workload, settings.control_plane_url, TOKEN_FILE)
+    spec = worker_spec(work, name, template, settings, secret, f"spec.stages.{stage}.template")
+    pod = _pod(workload, "stage-worker", job, template, settings, spec)
+    pod["metadata"]["labels"][labels.STAGE] = stage_label(workload)
     return pod
 
 
@@ -205,7 +257,8 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
             "failureThreshold": 3,
         },
     }
-    return _pod(workload, "backend", pool, template, settings, container, volumes, "spec.template")
+    spec = _pod_spec(template, settings, container, volumes, "spec.template")
+    return _pod(workload, "backend", pool, template, settings, spec)
 
 
 def service_name(pool: str) -> str:

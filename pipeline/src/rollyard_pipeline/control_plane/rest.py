@@ -21,6 +21,7 @@ from rollyard_crds.lease import (
     RouteResponse,
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.workers import Assignment, AssignmentRequest
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, NotThere
@@ -84,6 +85,10 @@ class RestControlPlane:
     async def release_claim(self, claim_id: str) -> None:
         """Give a claimed sandbox back."""
         await _translated(lambda: self._client.release_claim(claim_id))
+
+    async def assignment(self, request: AssignmentRequest) -> Assignment | None:
+        """Return the assignment of a ready worker, or None if no driver has offered one in time."""
+        return await _translated(lambda: self._client.assignment(request))
 
     async def job_when_there(self, namespace: str, name: str) -> RolloutJobSpec:
         """Return the spec of a job by its name, and wait for a control plane that is still starting.

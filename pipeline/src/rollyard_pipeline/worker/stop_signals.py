@@ -1,11 +1,15 @@
-"""Handling of SIGTERM and SIGINT while a worker runs."""
+"""Handling of SIGTERM and SIGINT while a worker runs or stands ready."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from rollyard_pipeline.worker.worker import Worker
+
+T = TypeVar("T")
 
 
 class StopSignals:
@@ -20,6 +24,7 @@ class StopSignals:
         self._asked = 0
         self._worker: Worker | None = None
         self._running: asyncio.Future[None] | None = None
+        self._idle: asyncio.Future[Any] | None = None
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,8 +50,25 @@ class StopSignals:
             if self._asked < 2:
                 raise
 
+    async def wait(self, idle: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a coroutine that does no work, or None if a signal has ended it."""
+        self._idle = asyncio.ensure_future(idle)
+        if self._asked:
+            self._idle.cancel()
+        try:
+            result: T = await self._idle
+            return result
+        except asyncio.CancelledError:
+            if not self._asked:
+                raise
+            return None
+        finally:
+            self._idle = None
+
     def _stop(self) -> None:
         self._asked += 1
+        if self._idle is not None:
+            self._idle.cancel()
         if self._asked == 1 and self._worker is not None:
             self._worker.drain()
         elif self._asked > 1 and self._running is not None:

@@ -21,7 +21,7 @@ from rollyard_crds import (
     Task,
 )
 from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 from rollyard_drivers.reconcile.reconcile_pass import CANCEL_REASON, CLOSED
 from rollyard_operator.controllers.control_plane_view import OBJECT_UID, object_uid, thing_key
 from rollyard_operator.kube.errors import KubeConflict, KubeError
@@ -280,6 +280,8 @@ class FakeControlPlane:
         self.deleted: list[str] = []
         self.down = False
         self.deaths: list[WorkerDied] = []
+        self.offers: dict[str, AssignmentOffer] = {}
+        """The jobs that were offered, by ready worker."""
         self.useful: set[str] = set()
         """The names of the workers that completed a stage before they died."""
         self.refuse: Callable[[RolloutJob], Exception | None] = lambda job: None
@@ -421,6 +423,16 @@ class FakeControlPlane:
         await self._enter()
         self.deaths.append(report)
         return WorkerDeath(returned=0, completed=report.worker in self.useful)
+
+    async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
+        await self._enter()
+        job = self.all_jobs.get((offered.namespace, offered.job))
+        if job is None or offered.uid not in (job.metadata.uid, job.metadata.annotations.get(OBJECT_UID)):
+            raise NotFound("no such job", status=404, reason="JobNotFound")
+        there = self.offers.setdefault(offered.worker, offered)
+        if there.uid != offered.uid:
+            raise Conflict("another job", status=409, reason="AlreadyAssigned")
+        return AssignmentOffered(taken=False)
 
     async def cancel(self, job: RolloutJob) -> RolloutJob:
         await self._enter()

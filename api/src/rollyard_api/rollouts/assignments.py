@@ -1,0 +1,137 @@
+"""Jobs are offered to workers that stand ready, and each offer is handed out once.
+
+A driver offers a job to one ready worker. The worker fetches its assignment with a token that can do nothing
+else. The row of an offer is kept after that, because it shows that the token is spent. An offer holds no
+token: the job's token is made when the assignment is handed out. Whether the job still exists is decided at
+that moment, and a job that has ended or was deleted thereby withdraws its offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import sqlalchemy as sa
+from rollyard_crds.workers import AssignmentOffer
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.core.wakeups import ready_topic
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import assignments, jobs
+
+KEPT_SECONDS: Final = 7 * 86400.0
+"""An offer is kept at least this long, and as long as its job has a row."""
+
+Refusal = Literal["taken", "withdrawn"]
+
+_INSERT = {
+    name: module.insert(assignments).on_conflict_do_nothing(
+        index_elements=[assignments.c.namespace, assignments.c.worker]
+    )
+    for name, module in (("sqlite", sqlite), ("postgresql", postgresql))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An assignment that is handed out."""
+
+    namespace: str
+    job: str
+    uid: str
+    """The uid that the token of the job is made for."""
+    arguments: Sequence[str]
+
+
+def offer(tx: Transaction, given: AssignmentOffer) -> bool:
+    """Offer a job to a ready worker, and return whether the worker has fetched it already.
+
+    Raises:
+        NotFound: There is no such job.
+        Conflict: The job has ended, or the worker was offered another job.
+    """
+    job = tx.conn.execute(
+        sa.select(jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at).where(
+            jobs.c.namespace == given.namespace, jobs.c.name == given.job, jobs.c.deleted_at.is_(None)
+        )
+    ).one_or_none()
+    if job is None or given.uid not in (job.uid, job.object_uid):
+        raise NotFound(
+            f"there is no RolloutJob {given.job!r} with uid {given.uid!r} in namespace {given.namespace!r}",
+            reason="JobNotFound",
+        )
+    if job.finished_at is not None:
+        raise Conflict(f"RolloutJob {given.job!r} has ended and needs no worker", reason="JobEnded")
+    values = {
+        "namespace": given.namespace,
+        "worker": given.worker,
+        "job_id": job.id,
+        "arguments": dumps(list(given.arguments)),
+        "offered_at": tx.now,
+        "taken_at": None,
+    }
+    tx.conn.execute(_INSERT["sqlite" if tx.sqlite else "postgresql"], values)
+    there = tx.conn.execute(
+        sa.select(assignments.c.job_id, assignments.c.taken_at).where(*_key(given.namespace, given.worker))
+    ).one()
+    if there.job_id != job.id:
+        raise Conflict(
+            f"the ready worker {given.worker!r} was offered another job before; it serves one job only",
+            reason="AlreadyAssigned",
+        )
+    tx.wake(ready_topic(given.namespace, given.worker))
+    return there.taken_at is not None
+
+
+def is_offered(conn: Connection, namespace: str, worker: str) -> bool:
+    """Return whether a job was ever offered to this ready worker."""
+    query = sa.select(assignments.c.job_id).where(*_key(namespace, worker))
+    return conn.execute(query).first() is not None
+
+
+def take(tx: Transaction, namespace: str, worker: str) -> Taken | Refusal:
+    """Hand out the assignment of a ready worker, which must have been offered one.
+
+    Returns:
+        The assignment; `taken` if it was handed out before; `withdrawn` if its job has ended or was deleted.
+        The worker's token is spent in each case.
+    """
+    here = _key(namespace, worker)
+    columns = (assignments.c.job_id, assignments.c.arguments, assignments.c.taken_at)
+    row = tx.conn.execute(sa.select(*columns).where(*here).with_for_update()).one()
+    if row.taken_at is not None:
+        return "taken"
+    tx.conn.execute(sa.update(assignments).where(*here).values(taken_at=tx.now))
+    job = tx.conn.execute(
+        sa.select(jobs.c.name, jobs.c.uid, jobs.c.object_uid).where(
+            jobs.c.id == row.job_id,
+            jobs.c.namespace == namespace,
+            jobs.c.deleted_at.is_(None),
+            jobs.c.finished_at.is_(None),
+        )
+    ).one_or_none()
+    if job is None:
+        return "withdrawn"
+    return Taken(namespace, job.name, job.object_uid or job.uid, loads(row.arguments))
+
+
+def _key(namespace: str, worker: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    return assignments.c.namespace == namespace, assignments.c.worker == worker
+
+
+def _old() -> sa.ColumnElement[bool]:
+    return sa.not_(sa.exists().where(jobs.c.id == assignments.c.job_id))
+
+
+def has_old(conn: Connection) -> bool:
+    """Return whether there are offers of jobs that have no row any more."""
+    return conn.execute(sa.select(assignments.c.worker).where(_old()).limit(1)).first() is not None
+
+
+def forget_old(tx: Transaction) -> None:
+    """Remove the offers that are older than KEPT_SECONDS and whose jobs have no row any more."""
+    tx.conn.execute(sa.delete(assignments).where(_old(), assignments.c.offered_at < tx.now - KEPT_SECONDS))

@@ -1,0 +1,232 @@
+"""What the holder of a ready worker's token tries: other calls, other workers' jobs, and a second job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_api.access import permissions
+from rollyard_api.core.wakeups import ready_topic
+from rollyard_crds.security.job_token import job_of, job_token
+from rollyard_crds.security.ready_token import ready_token, ready_worker_of
+from rollyard_testing.adversary.restplane import Yard, control_plane
+
+OFFERS, ASSIGNMENT = "/v1/workers/offers", "/v1/workers/assignment"
+
+
+@pytest.fixture
+async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
+    async with control_plane(tmp_path) as made:
+        await made.submit("mine", tasks=2)
+        await made.submit("other", tasks=2)
+        yield made
+
+
+def ready(yard: Yard, worker: str = "w-1", namespace: str = "default") -> httpx.AsyncClient:
+    return yard.client(ready_token(yard.plane.tokens.worker, namespace, worker))
+
+
+async def offer(yard: Yard, worker: str = "w-1", job: str = "mine", **changes: Any) -> httpx.Response:
+    body = {
+        "namespace": "default",
+        "worker": worker,
+        "job": job,
+        "uid": yard.uids.get(job, "u-gone"),
+        "arguments": ["--job", job],
+    }
+    return await yard.client(yard.plane.tokens.driver).post(OFFERS, json=body | changes)
+
+
+async def ask(http: httpx.AsyncClient, worker: str = "w-1", **changes: Any) -> httpx.Response:
+    return await http.post(ASSIGNMENT, json={"namespace": "default", "worker": worker} | changes)
+
+
+# The token itself.
+
+
+def test_a_token_is_of_one_ready_worker() -> None:
+    token = ready_token("secret", "team", "w-1")
+    found = ready_worker_of(token, "secret")
+    assert found is not None
+    assert (found.namespace, found.worker) == ("team", "w-1")
+    assert ready_worker_of(token, "another secret") is None
+    for forged in (token.replace(".w-1.", ".w-2."), token.replace(".team.", ".default."), f"{token}.x"):
+        assert ready_worker_of(forged, "secret") is None
+    for text in ("", "ry-ready", "ry-ready.a.b", "ry-ready.a.b.c", "ry-ready.a.b.c.d", "secret"):
+        assert ready_worker_of(text, "secret") is None
+
+
+def test_neither_kind_of_token_is_taken_for_the_other() -> None:
+    assert job_of(ready_token("secret", "team", "w-1"), "secret") is None
+    assert job_of(ready_token("secret", "team", "w-1").replace("ry-ready", "ry-job"), "secret") is None
+    made = job_token("secret", "team", "w-1", "u")
+    assert ready_worker_of(made.replace("ry-job", "ry-ready").replace(".u.", "."), "secret") is None
+
+
+@pytest.mark.parametrize("parts", [("", "a"), ("n", "a.b"), ("n", ""), ("n/", "a")])
+def test_a_token_is_made_of_names_only(parts: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="is not a DNS label"):
+        ready_token("secret", *parts)
+
+
+# What the token reaches.
+
+
+async def test_a_ready_token_makes_no_other_call(yard: Yard) -> None:
+    """It reads no job, leases nothing and reports nothing, before and after its assignment."""
+    await offer(yard)
+    http = ready(yard)
+    for taken in (False, True):
+        if taken:
+            assert (await ask(http)).status_code == 200
+        for (method, template), rule in permissions.RULES.items():
+            if rule.open or (method, template) == ("POST", ASSIGNMENT):
+                continue
+            path = template.replace("{name}", "mine").replace("{", "").replace("}", "")
+            answer = await http.request(method, path, json={})
+            assert answer.status_code == 403, f"{method} {template}: {answer.text}"
+            assert "ready" in answer.json()["detail"]
+
+
+async def test_only_a_ready_token_asks_for_an_assignment(yard: Yard) -> None:
+    await offer(yard)
+    tokens = yard.plane.tokens
+    for token in (*(tokens.by_role[role][0] for role in tokens.by_role), yard.job_token("mine")):
+        answer = await ask(yard.client(token))
+        assert answer.status_code == 403, answer.text
+    assert (await ask(yard.client(None))).status_code == 401
+    assert (await ask(ready(yard))).status_code == 200, "nobody has taken it before"
+
+
+@pytest.mark.parametrize("role", ["worker", "metrics", "job", "ready"])
+async def test_only_a_driver_offers_a_job(yard: Yard, role: str) -> None:
+    tokens = yard.plane.tokens
+    token = {
+        "job": yard.job_token("mine"),
+        "ready": ready_token(tokens.worker, "default", "w-1"),
+    }.get(role) or tokens.by_role[role][0]  # type: ignore[index]
+    body = {
+        "namespace": "default", "worker": "w-1", "job": "other", "uid": yard.uids["other"], "arguments": [],
+    }  # fmt: skip
+    assert (await yard.client(token).post(OFFERS, json=body)).status_code == 403
+    assert (await ask(ready(yard))).status_code == 204
+
+
+async def test_a_ready_worker_cannot_take_the_job_of_another_one(yard: Yard) -> None:
+    """Neither by the other's name, nor by its namespace, nor by a name that its own token does not have."""
+    await offer(yard, worker="w-2")
+    assert (await ask(ready(yard, "w-1"), worker="w-2")).status_code == 403
+    assert (await ask(ready(yard, "w-2", "team"), worker="w-2")).status_code == 403
+    assert (await ask(ready(yard, "w-2", "team"), worker="w-2", namespace="team")).status_code == 204
+    assert (await ask(ready(yard, "w-2"), worker="w-2")).status_code == 200
+
+
+async def test_a_job_of_another_namespace_is_not_offered(yard: Yard) -> None:
+    answer = await offer(yard, namespace="team")
+    assert (answer.status_code, answer.json()["reason"]) == (404, "JobNotFound")
+    assert (await ask(ready(yard, namespace="team"), namespace="team")).status_code == 204
+
+
+# One job, once.
+
+
+async def test_the_answer_brings_the_token_of_that_job_alone(yard: Yard) -> None:
+    assert (await offer(yard)).json() == {"taken": False}
+    answer = await ask(ready(yard))
+    assert answer.headers["cache-control"] == "no-store"
+    found = job_of(answer.json()["token"], yard.plane.tokens.worker)
+    assert found is not None
+    assert (found.namespace, found.name, found.uid) == ("default", "mine", yard.uids["mine"])
+    assert answer.json()["arguments"] == ["--job", "mine"]
+    http = yard.client(answer.json()["token"])
+    assert len(await yard.lease(http, "mine", init=1)) == 1
+    refused = await http.post(
+        "/v1/leases", json={"worker": "w", "node": "n", "capacity": {"init": 1}, "job": "other"}
+    )
+    assert refused.status_code == 403
+
+
+async def test_a_second_assignment_is_refused(yard: Yard) -> None:
+    await offer(yard)
+    http = ready(yard)
+    assert (await ask(http)).status_code == 200
+    again = await ask(http)
+    assert (again.status_code, again.json()["reason"]) == (409, "AssignmentTaken")
+    assert "token" not in again.json()
+    other = await offer(yard, job="other")
+    assert (other.status_code, other.json()["reason"]) == (409, "AlreadyAssigned")
+    assert (await offer(yard)).json() == {"taken": True}, "a driver that repeats its offer learns so"
+    assert (await ask(http)).status_code == 409
+
+
+async def test_of_many_requests_at_once_one_is_answered(yard: Yard) -> None:
+    http = ready(yard)
+    asking = [asyncio.create_task(ask(http, wait=30)) for _ in range(8)]
+    async with asyncio.timeout(30):
+        while len(yard.plane.bus._waiting.get(ready_topic("default", "w-1"), ())) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await offer(yard)
+    answers = await asyncio.wait_for(asyncio.gather(*asking), 30)
+    assert sorted(one.status_code for one in answers) == [200] + [409] * 7
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "finished"])
+async def test_a_job_that_is_over_withdraws_its_offer(yard: Yard, how: str) -> None:
+    await offer(yard)
+    if how == "finished":
+        await yard.admin.post("/v1/rolloutjobs/mine/cancel", json={})
+        await yard.plane.sweep()
+    else:
+        await yard.admin.delete("/v1/rolloutjobs/mine")
+        await yard.plane.sweep()
+    if how == "replaced":
+        await yard.submit("mine")
+    for reason in ("AssignmentWithdrawn", "AssignmentTaken"):
+        answer = await ask(ready(yard))
+        assert (answer.status_code, answer.json()["reason"]) == (409, reason)
+        assert "token" not in answer.json()
+    late = await offer(yard, worker="w-9", uid="u-gone")
+    assert late.status_code == 404
+
+
+async def test_an_offer_is_kept_while_its_token_could_be_used_again(yard: Yard) -> None:
+    """The rows of a deleted job are removed, but not what shows that the ready token is spent."""
+    await offer(yard)
+    assert (await ask(ready(yard))).status_code == 200
+    await yard.admin.delete("/v1/rolloutjobs/mine")
+    await yard.plane.sweep()
+    await yard.submit("mine")
+    assert (await ask(ready(yard))).status_code == 409
+    assert (await offer(yard)).status_code == 409, "not even the successor of its job"
+    assert (await ask(ready(yard))).status_code == 409
+
+
+async def test_a_namespace_holds_a_bounded_number_of_waits(tmp_path: Path) -> None:
+    async with control_plane(tmp_path, max_worker_polls_per_namespace=1) as yard:
+        first = asyncio.create_task(ask(ready(yard), wait=30))
+        async with asyncio.timeout(30):
+            while not yard.plane.bus._waiting.get(ready_topic("default", "w-1")):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await ask(ready(yard, "w-2"), worker="w-2", wait=30)).status_code == 429
+        yard.plane.bus.close()
+        assert (await first).status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"arguments": ["x" * 5000]}, "arguments"),
+        ({"arguments": ["x"] * 65}, "arguments"),
+        ({"worker": ""}, "worker"),
+        ({"uid": ""}, "uid"),
+        ({"token": "mine"}, "token"),
+    ],
+)
+async def test_an_offer_is_checked(yard: Yard, changes: dict[str, Any], field: str) -> None:
+    answer = await offer(yard, **changes)
+    assert answer.status_code == 422
+    assert field in answer.text

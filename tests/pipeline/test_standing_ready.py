@@ -1,0 +1,122 @@
+"""A worker that stands ready: how it asks for its assignment, what it takes from it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rollyard_crds.workers import Assignment, AssignmentRequest
+from rollyard_pipeline.command_line import assigned_options, parse
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+from rollyard_pipeline.errors import ControlPlaneRefused, OptionError
+from rollyard_pipeline.worker.standing_ready import assignment_of
+from rollyard_pipeline.worker.stop_signals import StopSignals
+
+READY = ["--url", "http://127.0.0.1:9", "--token-file", "/t", "--namespace", "team", "--ready", "r-1"]
+ARGUMENTS = [
+    "--job",
+    "math",
+    "--namespace",
+    "team",
+    "--stages",
+    "run",
+    "--concurrency",
+    "run=3",
+    "--name",
+    "w.u",
+]
+
+
+def assignment(*arguments: str, job: str = "math") -> Assignment:
+    return Assignment(namespace="team", job=job, arguments=list(arguments or ARGUMENTS), token="ry-job.x")
+
+
+class Plane:
+    """A control plane that gives these answers in turn."""
+
+    def __init__(self, *answers: Assignment | Exception | None) -> None:
+        self.answers = list(answers)
+        self.asked: list[AssignmentRequest] = []
+
+    async def assignment(self, request: AssignmentRequest) -> Assignment | None:
+        self.asked.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def test_it_asks_until_it_is_assigned() -> None:
+    plane = Plane(None, ControlPlaneUnavailable("starts", 0.01), None, assignment())
+    assert await assignment_of(plane, "team", "r-1", "kubernetes") == assignment()
+    assert {(one.namespace, one.worker, one.driver) for one in plane.asked} == {("team", "r-1", "kubernetes")}
+    assert all(one.wait > 0 for one in plane.asked), "each request is a long poll"
+
+
+async def test_a_spent_token_ends_it() -> None:
+    plane = Plane(None, ControlPlaneRefused("AssignmentTaken"))
+    with pytest.raises(ControlPlaneRefused):
+        await assignment_of(plane, "team", "r-1", "kubernetes")
+
+
+def test_an_assignment_shows_no_token() -> None:
+    assert "ry-job" not in repr(assignment())
+
+
+def test_the_arguments_make_it_a_worker_of_the_job() -> None:
+    options = assigned_options(parse([*READY, "--drain-seconds", "22"]), assignment())
+    assert (options.job, options.stages, options.concurrency) == ("math", "run", "run=3")
+    assert (options.name, options.drain_seconds, options.url) == ("w.u", 22.0, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--url", "http://elsewhere"], "may not change --url"),
+        (["--token-file", "/etc/shadow"], "may not change --token-file"),
+        (["--sandbox", "process"], "may not change --sandbox"),
+        (["--run-dir", "/"], "may not change --run-dir"),
+        (["--namespace", "other"], "name job math in namespace other"),
+        (["--job", "another"], "name job another in namespace team"),
+        (["--no-such-option"], "not known here: --no-such-option"),
+        (["--drain-seconds", "soon"], "cannot be used"),
+    ],
+)
+def test_an_assignment_with_other_arguments_is_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        assigned_options(parse(READY), assignment(*ARGUMENTS, *arguments))
+
+
+async def test_a_signal_ends_the_wait() -> None:
+    with StopSignals() as signals:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), 30) is None
+
+
+async def test_a_signal_before_the_wait_ends_it_too() -> None:
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), 30) is None
+
+
+@pytest.mark.real
+def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    command = [sys.executable, "-m", "rollyard_pipeline", *READY, "--token-file", str(tmp_path / "token")]
+    process = subprocess.Popen([*command, "--log-level", "debug"], stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if b"connect" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()

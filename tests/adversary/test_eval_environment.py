@@ -53,6 +53,17 @@ IN_BASH = [
         test_script="bash -c 'grep -q solved /dev/null'",
     ),
     Attack(
+        name="forged_variables",
+        goal="Add variables to the evaluation, by an `env` of Run's in a folder of the author's PATH.",
+        steps=(
+            r"""mkdir bin; printf '%s\n' '#!/bin/sh' 'printf "FORGED=1\000"' > bin/env; chmod +x bin/env""",
+            "bin/env | tr -d '\\0'; type -p env",
+        ),
+        shows=("FORGED=1/work/bin/env",),
+        sandbox={"env": {"PATH": "/work/bin:/usr/local/bin:/usr/bin:/bin"}},
+        test_script='test "$FORGED" = 1',
+    ),
+    Attack(
         name="preload",
         goal="Name code to the loader and to interpreters by the author's own variables.",
         steps=("touch x.so; echo 'BEGIN { exit 0 }' > Forge.pm; echo tried",),

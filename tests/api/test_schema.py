@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import alembic.command
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from rollyard_api.storage import migrate, rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import metadata
@@ -23,6 +27,33 @@ async def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
             context = MigrationContext.configure(conn, opts={"compare_type": True})
             assert compare_metadata(context, metadata) == []
             assert set(sa.inspect(conn).get_table_names()) == {*metadata.tables, "alembic_version"}
+    finally:
+        await database.close()
+
+
+async def test_a_database_with_the_last_migration_is_not_migrated_again(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(settings.database_url)
+    upgrades: list[str] = []
+    upgrade = alembic.command.upgrade
+
+    def counted(config: Config, revision: str) -> None:
+        upgrades.append(revision)
+        upgrade(config, revision)
+
+    monkeypatch.setattr(alembic.command, "upgrade", counted)
+    try:
+        with database.writer.connect() as conn:
+            assert ScriptDirectory.from_config(migrate.config(conn)).get_heads() == [migrate.head()]
+        migrate.upgrade(database.writer)
+        assert upgrades == ["head"]
+        migrate.upgrade(database.writer)
+        assert upgrades == ["head"]
+        with database.writer.begin() as conn:
+            conn.execute(sa.text("UPDATE alembic_version SET version_num = '0000'"))
+        with pytest.raises(CommandError, match="0000"):
+            migrate.upgrade(database.writer)
     finally:
         await database.close()
 

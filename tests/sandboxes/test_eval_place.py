@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.client.results import variables_of
 from rollyard_sandbox.errors import FileError, SandboxSabotaged
 
 SMALL_PLACE = (192 << 20) // 8  # bytes that the tests' sandboxes may take, by their memory
@@ -73,6 +74,16 @@ async def test_a_clean_environment_is_exactly_the_given_one(kit: Any, provider: 
         assert sorted(clean.text().splitlines()) == ["ONLY=this", "PATH=/usr/bin:/bin"]
         usual = await sandbox.client.run(["env"], env=env)
         assert "OF_THE_JOB=1" in usual.text()
+
+
+async def test_the_variables_of_the_sandbox_come_with_the_place(kit: Any, provider: NodeProvider) -> None:
+    async with await kit.acquire(provider, env={"OF_THE_JOB": "two\nlines"}) as sandbox:
+        await sandbox.client.bash("export OF_RUN=1 OF_THE_JOB=changed")
+        place = await sandbox.client.begin_eval()
+        shown = await sandbox.client.run(["env", "-0"], cwd="/")
+        assert place.environment == variables_of(shown.text())
+        assert place.environment["OF_THE_JOB"] == "two\nlines"
+        assert "OF_RUN" not in place.environment
 
 
 async def test_older_servers_are_asked_in_their_own_words(kit: Any, provider: NodeProvider) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +32,7 @@ from rollyard_api.routes import (
     weights,
     workers,
 )
+from rollyard_api.routes.common import describe_bodies
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
 
@@ -155,6 +157,22 @@ async def _unexpected(_request: Request, error: Exception) -> Response:
     return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
 
 
+class Application(FastAPI):
+    """The application. Its OpenAPI document is generated when it is first asked for."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        for router in _ROUTERS:
+            describe_bodies(router.routes)
+        return super().openapi()
+
+
+_ROUTERS = tuple(
+    module.router
+    for module in (leases, claims, results, events, jobs, blobs, unfinished, workers, pools, weights, probes)
+)
+
+
 def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None = None) -> FastAPI:
     """Return the application. The control plane lives as long as the application's lifespan.
 
@@ -178,7 +196,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
                 started(plane)
             yield
 
-    app = FastAPI(
+    app = Application(
         title="Rollyard",
         summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents",
         version=installed_version(),
@@ -191,8 +209,8 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             Exception: _unexpected,
         },
     )
-    for routes in (leases, claims, results, events, jobs, blobs, unfinished, workers, pools, weights, probes):
-        app.include_router(routes.router)
+    for router in _ROUTERS:
+        app.include_router(router)
     rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
     app.add_middleware(
         Gate,

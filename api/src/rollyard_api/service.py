@@ -197,24 +197,25 @@ class ControlPlane:
     async def sweep(self) -> None:
         """Run one round of expiry, deadlines, cancellations, claims and removals."""
         write, read = self.database.write, self.database.read
-        expire = partial(lease_expiry.expire, max_expiries=self.settings.max_expiries)
-        while await write(expire, durable=False) == lease_expiry.EXPIRY_BATCH:
-            pass
-        silent = self.settings.node_seconds
-        while (
-            await write(partial(node_loss.give_up_silent, silent_seconds=silent), durable=False)
-            >= node_loss.BATCH
-        ):
-            pass
-        await write(outages.look, durable=False)
-        overdue = partial(outages.end_overdue, patience=self.settings.no_backend_seconds)
-        while await write(overdue, durable=False) == outages.BATCH:
-            pass
-        await write(cancellation.enforce, durable=False)
-        for job_id in await read(cancellation.unfinished_cancellations):
+        given = self.settings
+        # Each operation has the size of its batches, or 0 if it does everything at once.
+        work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
+            (partial(lease_expiry.expire, max_expiries=given.max_expiries), lease_expiry.EXPIRY_BATCH),
+            (partial(node_loss.give_up_silent, silent_seconds=given.node_seconds), node_loss.BATCH),
+            (outages.look, 0),
+            (partial(outages.end_overdue, patience=given.no_backend_seconds), outages.BATCH),
+            (cancellation.enforce, 0),
+            (claims.release_unneeded, 0),
+        )
+        # The writer takes all of them in one transaction, in this order. Usually none has much to do.
+        counts = await asyncio.gather(*(write(op, durable=False) for op, _ in work))
+        for (op, batch), count in zip(work, counts, strict=True):
+            while batch and (count or 0) >= batch:
+                count = await write(op, durable=False)
+        cancelled, deleted = await read(cancellation.left_over)
+        for job_id in cancelled:
             await self.cancel_rest(job_id)
-        await write(claims.release_unneeded, durable=False)
-        for job_id in await read(cancellation.deleted_jobs):
+        for job_id in deleted:
             while not await write(partial(cancellation.purge_some, job_id=job_id)):
                 pass
             self.events.forget(job_id)

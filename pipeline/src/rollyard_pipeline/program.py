@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 if TYPE_CHECKING:
     from rollyard_crds.workers import Assignment
 
+GARBAGE_THRESHOLD: Final = 10_000
+"""The number of new objects after which the young ones are searched for cycles."""
 NODE_UNUSABLE: Final = 73
 """The exit status of a worker whose node lacks what sandboxes need (EX_CANTCREAT of sysexits.h).
 
@@ -77,6 +80,9 @@ def stand_ready(prepared: list[str], arguments: Callable[[], list[str] | None]) 
 def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness) -> int:
     log_to(level=options.log_level.upper())
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # What the imports made stays until the end, and rollouts make few cycles.
+    gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD)
     try:
         return runner.run(_run(options, ready))
     except PipelineError as error:

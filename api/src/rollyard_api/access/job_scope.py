@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 import sqlalchemy as sa
 from rollyard_crds.security.job_token import JobIdentity
@@ -65,14 +67,24 @@ def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
     return sa.not_(sa.and_(*ours))
 
 
+@lru_cache(maxsize=256)
+def _of_others(identity: JobIdentity, by: Literal["id", "sandbox_id"]) -> sa.Select[tuple[str]]:
+    """Return the query for one rollout of another job, which is kept because each report asks it."""
+    joined = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
+    return joined.where(rollouts.c[by].in_(sa.bindparam("b_names", expanding=True)), others(identity)).limit(
+        1
+    )
+
+
 def reaches_others(
     conn: Connection, identity: JobIdentity, rollouts_of: Collection[str], sandboxes: Collection[str]
 ) -> bool:
     """Return whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
-    for column, given in ((rollouts.c.id, sorted(rollouts_of)), (rollouts.c.sandbox_id, sorted(sandboxes))):
-        for at in range(0, len(given), LOOKED_UP):
-            some = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
-            some = some.where(column.in_(given[at : at + LOOKED_UP]), others(identity)).limit(1)
-            if conn.execute(some).first() is not None:
+    asked: tuple[tuple[Literal["id", "sandbox_id"], list[str]], ...]
+    asked = (("id", sorted(rollouts_of)), ("sandbox_id", sorted(sandboxes)))
+    for by, names in asked:
+        for at in range(0, len(names), LOOKED_UP):
+            some = {"b_names": names[at : at + LOOKED_UP]}
+            if conn.execute(_of_others(identity, by), some).first() is not None:
                 return True
     return False

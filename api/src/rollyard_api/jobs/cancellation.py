@@ -178,6 +178,11 @@ def deleted_jobs(conn: Connection) -> list[int]:
     return list(conn.scalars(query))
 
 
+def left_over(conn: Connection) -> tuple[list[int], list[int]]:
+    """Return the ids of the jobs whose cancellation has not ended, and of the deleted jobs to remove."""
+    return unfinished_cancellations(conn), deleted_jobs(conn)
+
+
 def purge_some(tx: Transaction, job_id: int) -> bool:
     """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
     ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(BATCH)))

@@ -32,16 +32,23 @@ OBJECT_UID = "rollyard.dev/object-uid"
 """The annotation with the uid of the Kubernetes object for which a job or pool is registered."""
 
 
+_SIZES = sa.select(
+    jobs.c.id,
+    sa.type_coerce(
+        sum((sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES),
+        sa.Integer,
+    ).label("bytes"),
+)
+_WAITING = (
+    sa.select(rollouts.c.state, sa.func.count().label("n"))
+    .where(rollouts.c.job_id == sa.bindparam("b_job"), rollouts.c.state < RolloutState.SUCCEEDED)
+    .group_by(rollouts.c.state)
+)
+
+
 def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
     """Return the live RolloutCounts of a job."""
-    waiting = {
-        row.state: row.n
-        for row in conn.execute(
-            sa.select(rollouts.c.state, sa.func.count().label("n"))
-            .where(rollouts.c.job_id == job.id, rollouts.c.state < RolloutState.SUCCEEDED)
-            .group_by(rollouts.c.state)
-        )
-    }
+    waiting = {row.state: row.n for row in conn.execute(_WAITING, {"b_job": job.id})}
     return {
         "total": job.total,
         **{
@@ -154,11 +161,7 @@ def listed(
         chosen.append(jobs.c.namespace == namespace)
     if finished is not None:
         chosen.append(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
-    size = sum(
-        (sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES
-    )
-    sizes = sa.select(jobs.c.id, sa.type_coerce(size, sa.Integer).label("bytes")).where(*chosen)
-    found = list(conn.execute(sizes.order_by(jobs.c.id).limit(limit + 1)))
+    found = list(conn.execute(_SIZES.where(*chosen).order_by(jobs.c.id).limit(limit + 1)))
     count = min(limit, fitting((row.bytes for row in found), max_bytes))
     if not count:
         return [], None

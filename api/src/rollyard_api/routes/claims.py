@@ -60,9 +60,7 @@ async def _refuse_other(plane: ControlPlane, request: Request, claim: str) -> No
             refuse_other_claim(request, row)
 
 
-@router.post(
-    "", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest.model_json_schema())
-)
+@router.post("", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest))
 async def file(request: Request) -> Response:
     """Request a sandbox under an Init or Eval lease. A repeat with the same lease returns the same claim.
 
@@ -125,7 +123,7 @@ async def release(request: Request, plane: Plane, claim: str) -> Response:
 @router.put(
     "/{claim}/status",
     responses={200: {"model": Claim}, 204: {"description": "Removed"}},
-    openapi_extra=body_schema(ClaimStatus.model_json_schema()),
+    openapi_extra=body_schema(ClaimStatus),
 )
 async def put_status(request: Request, claim: str) -> Response:
     """Take a driver's report: Bound, Failed, or Removed (answered 204). A late report changes nothing."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request
+from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from rollyard_api.access import job_scope
 from rollyard_api.access.bearer_tokens import Caller
@@ -120,9 +122,23 @@ def answer(document: Any, status: int = 200, headers: dict[str, str] | None = No
     return Response(dumps(document), status_code=status, media_type="application/json", headers=headers)
 
 
-def body_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description of a body that the route reads by itself."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI description of a body that the route reads by itself.
+
+    The model takes the place of its JSON schema until `describe_bodies` is called, because a process that
+    nobody asks for its OpenAPI document need not generate the schemas.
+    """
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model}}}}
+
+
+def describe_bodies(routes: Iterable[BaseRoute]) -> None:
+    """Replace the models in the descriptions of bodies by their JSON schemas."""
+    for route in routes:
+        extra = getattr(route, "openapi_extra", None) or {}
+        for content in extra.get("requestBody", {}).get("content", {}).values():
+            model = content["schema"]
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                content["schema"] = model.model_json_schema()
 
 
 def is_older_client(request: Request) -> bool:

@@ -141,7 +141,7 @@ async def _registered_tasks(plane: ControlPlane, job: RolloutJob, given: Any) ->
     return await plane.parsing.run(partial(tasks.read_list, given), job.metadata.namespace)
 
 
-@router.post("", openapi_extra=body_schema(RolloutJob.model_json_schema(by_alias=True)))
+@router.post("", openapi_extra=body_schema(RolloutJob))
 async def submit(request: Request) -> Response:
     """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
     plane = plane_of(request)
@@ -172,7 +172,7 @@ class Registration(BaseModel):
     """The content of the ConfigMap that `spec.tasks.configMapRef` names. It is read only for a new job."""
 
 
-@router.put("/{name}", openapi_extra=body_schema(Registration.model_json_schema()))
+@router.put("/{name}", openapi_extra=body_schema(Registration))
 async def register(request: Request, name: str) -> Response:
     """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
@@ -252,7 +252,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
 
 
-@router.patch("/{name}", openapi_extra=body_schema(JobPatch.model_json_schema()))
+@router.patch("/{name}", openapi_extra=body_schema(JobPatch))
 async def patch_job(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Suspend or resume a job, or change its priority."""
     plane = plane_of(request)
@@ -263,7 +263,7 @@ async def patch_job(request: Request, name: str, namespace: Namespace = "default
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
-@router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus.model_json_schema(by_alias=True)))
+@router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus))
 async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: phase, conditions, observedGeneration and message."""
     plane = plane_of(request)
@@ -303,7 +303,7 @@ async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Re
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
-@router.post("/{name}/cancel", openapi_extra=body_schema(Cancel.model_json_schema()))
+@router.post("/{name}/cancel", openapi_extra=body_schema(Cancel))
 async def cancel(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
     plane = plane_of(request)

@@ -65,9 +65,7 @@ def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None
     return job.finished_at is not None or job_id not in (None, job.id)
 
 
-@router.post(
-    "", responses={200: {"model": LeaseResponse}}, openapi_extra=body_schema(LeaseRequest.model_json_schema())
-)
+@router.post("", responses={200: {"model": LeaseResponse}}, openapi_extra=body_schema(LeaseRequest))
 async def lease(request: Request) -> Response:
     """Lease up to 64 rollouts. The call waits up to `wait` seconds for the first one."""
     plane = plane_of(request)
@@ -116,7 +114,7 @@ async def _granted(plane: ControlPlane, ask: Ask) -> tuple[list[dict[str, Any]],
 @router.post(
     "/heartbeat",
     responses={200: {"model": HeartbeatResponse}},
-    openapi_extra=body_schema(HeartbeatRequest.model_json_schema()),
+    openapi_extra=body_schema(HeartbeatRequest),
 )
 async def heartbeat(request: Request) -> Response:
     """Renew leases. The answer names lost and cancelled leases, and orphaned sandboxes."""
@@ -150,7 +148,7 @@ async def heartbeat(request: Request) -> Response:
 @router.post(
     "/complete",
     responses={200: {"model": OutcomeResponse}},
-    openapi_extra=body_schema(CompleteRequest.model_json_schema()),
+    openapi_extra=body_schema(CompleteRequest),
 )
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
@@ -166,7 +164,7 @@ async def complete(request: Request) -> Response:
 @router.post(
     "/fail",
     responses={200: {"model": OutcomeResponse}},
-    openapi_extra=body_schema(FailRequest.model_json_schema()),
+    openapi_extra=body_schema(FailRequest),
 )
 async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
@@ -181,7 +179,7 @@ async def fail(request: Request) -> Response:
 @router.post(
     "/route",
     responses={200: {"model": RouteResponse}},
-    openapi_extra=body_schema(RouteRequest.model_json_schema()),
+    openapi_extra=body_schema(RouteRequest),
 )
 async def route(request: Request) -> Response:
     """Return another backend for a rollout whose backend failed, or, if none has room, a time to retry."""

@@ -39,7 +39,7 @@ def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
     return pools.listed(conn, namespace, name)[0]
 
 
-@router.post("", openapi_extra=body_schema(BackendPool.model_json_schema(by_alias=True)))
+@router.post("", openapi_extra=body_schema(BackendPool))
 async def create(request: Request) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
     plane = plane_of(request)
@@ -50,7 +50,7 @@ async def create(request: Request) -> Response:
     return answer(await plane.database.read(read), 201 if made else 200)
 
 
-@router.put("/{name}", openapi_extra=body_schema(BackendPool.model_json_schema(by_alias=True)))
+@router.put("/{name}", openapi_extra=body_schema(BackendPool))
 async def register(request: Request, name: str) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
@@ -77,7 +77,7 @@ async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") ->
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
-@router.patch("/{name}", openapi_extra=body_schema(PoolPatch.model_json_schema()))
+@router.patch("/{name}", openapi_extra=body_schema(PoolPatch))
 async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
     plane = plane_of(request)
@@ -105,7 +105,7 @@ async def delete_pool(
     return answer({"name": name, "namespace": namespace, "deleted": deleted})
 
 
-@router.put("/{name}/backends", openapi_extra=body_schema(Backends.model_json_schema(by_alias=True)))
+@router.put("/{name}/backends", openapi_extra=body_schema(Backends))
 async def put_backends(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report of all of the pool's backends."""
     plane = plane_of(request)
@@ -116,7 +116,7 @@ async def put_backends(request: Request, name: str, namespace: Namespace = "defa
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
-@router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus.model_json_schema(by_alias=True)))
+@router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus))
 async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: conditions, observedGeneration and replicas."""
     plane = plane_of(request)

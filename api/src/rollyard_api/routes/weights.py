@@ -102,7 +102,7 @@ def _choice(modes: Collection[PauseMode]) -> str:
     "/{name}/weights",
     status_code=202,
     responses={200: {"model": WeightUpdate}, 202: {"model": WeightUpdate}},
-    openapi_extra=body_schema(WeightUpdateRequest.model_json_schema(by_alias=True)),
+    openapi_extra=body_schema(WeightUpdateRequest),
 )
 async def update_weights(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Bring every backend to new weights: 202 if the update begins, 200 if it was requested before.

@@ -28,7 +28,7 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"])
 @router.post(
     "/died",
     responses={200: {"model": WorkerDeath}},
-    openapi_extra=body_schema(WorkerDied.model_json_schema()),
+    openapi_extra=body_schema(WorkerDied),
 )
 async def died(request: Request) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
@@ -48,7 +48,7 @@ async def died(request: Request) -> Response:
 @router.post(
     "/offers",
     responses={200: {"model": AssignmentOffered}},
-    openapi_extra=body_schema(AssignmentOffer.model_json_schema()),
+    openapi_extra=body_schema(AssignmentOffer),
 )
 async def offer(request: Request) -> Response:
     """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
@@ -60,7 +60,7 @@ async def offer(request: Request) -> Response:
 @router.post(
     "/assignment",
     responses={200: {"model": Assignment}, 204: {"description": "No job was offered in time."}},
-    openapi_extra=body_schema(AssignmentRequest.model_json_schema()),
+    openapi_extra=body_schema(AssignmentRequest),
 )
 async def assignment(request: Request) -> Response:
     """Hand a ready worker the job that it was offered, once, with the token of that job's workers.

@@ -23,6 +23,7 @@ from rollyard_inference.errors import BackendError, BackendRefused, NoSuchCall
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.weights.connect import weight_control
 from rollyard_inference.weights.control import WeightControl
+from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import ApiError
 from rollyard_api.storage.database import Database
@@ -34,6 +35,12 @@ from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
 from rollyard_api.weights.verification import Forward
 
 log = logging.getLogger("rollyard.api")
+
+
+def _look(conn: Connection) -> tuple[list[BackendTarget], set[int]]:
+    """Return every backend, and the pools without backends in which an update is running."""
+    return backend_targets.read(conn), backend_targets.pools_without_backends(conn)
+
 
 LOAD_ATTEMPTS: Final = 3
 """The number of loads that a server may answer with an error before it is given up."""
@@ -70,7 +77,7 @@ class Coordinator:
     async def round(self) -> None:
         """Start the steps that are due, and leave those that are already running alone."""
         self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
-        targets = await self.database.read(backend_targets.read)
+        targets, alone = await self.database.read(_look)
         known = {target.key for target in targets}
         self._tries = {key: tries for key, tries in self._tries.items() if key in known}
         self._looked = {key: at for key, at in self._looked.items() if key in known}
@@ -84,7 +91,7 @@ class Coordinator:
         }
         if mine:
             await self.database.write(partial(backend_weights.renew, name=self.name, ids=mine), durable=False)
-        for pool_id in sorted(running | await self.database.read(backend_targets.pools_without_backends)):
+        for pool_id in sorted(running | alone):
             await self.database.write(partial(update_records.settle, pool_id=pool_id))
         now = time.monotonic()
         for target in targets:

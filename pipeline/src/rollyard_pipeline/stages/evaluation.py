@@ -10,6 +10,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 from rollyard_crds.trajectory import MAX_REWARD, RewardReason
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.client.results import variables_of
 from rollyard_sandbox.errors import LaunchError, SandboxSabotaged
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -85,7 +86,8 @@ async def _begin(client: ExecClient, context: StageContext) -> None:
     place = await client.begin_eval()
     if place.sabotage:
         raise SandboxSabotaged("; ".join(place.sabotage))
-    variables = {**context.env, **await _variables(client)}
+    shown = await _variables(client) if place.environment is None else place.environment
+    variables = {**context.env, **shown}
     environment = evaluation_environment(variables, place, workdir=context.workdir, author=context.env)
     # This is for commands that a handler starts by itself. No call removes a variable, so it is set to "".
     changed = {name: value for name, value in environment.items() if variables.get(name) != value}
@@ -94,7 +96,9 @@ async def _begin(client: ExecClient, context: StageContext) -> None:
 
 
 async def _variables(client: ExecClient) -> dict[str, str]:
-    """Return the sandbox's environment, or an empty one if the sandbox has no `env` program.
+    """Return the sandbox's environment from a server that does not send it with the place.
+
+    It is empty if the sandbox has no `env` program.
 
     Raises:
         SandboxSabotaged: The program did not end with exit code 0.
@@ -107,8 +111,7 @@ async def _variables(client: ExecClient) -> dict[str, str]:
         raise
     if shown.exit_code != 0:
         raise SandboxSabotaged(f"`env` ended with {shown.exit_code}: {shown.text()[-200:]}")
-    pairs = (line.partition("=") for line in shown.text().split("\0"))
-    return {name: value for name, equals, value in pairs if name and equals}
+    return variables_of(shown.text())
 
 
 async def _was_at_work(client: ExecClient) -> bool:

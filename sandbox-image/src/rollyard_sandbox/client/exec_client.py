@@ -10,7 +10,14 @@ from typing import Any
 
 from rollyard_sandbox import proof
 from rollyard_sandbox.client import older_servers
-from rollyard_sandbox.client.results import DirEntry, EvalPlace, ExecResult, FileContent, ServerInfo
+from rollyard_sandbox.client.results import (
+    DirEntry,
+    EvalPlace,
+    ExecResult,
+    FileContent,
+    ServerInfo,
+    variables_of,
+)
 from rollyard_sandbox.client.running_command import RunningCommand
 from rollyard_sandbox.client.wire import Wire
 from rollyard_sandbox.client.work_folder import WorkFolder
@@ -287,10 +294,17 @@ class ExecClient:
             _check_proof(self._secret, "begin_eval", "", {})
             return await older_servers.begin_eval(self)
         challenge = proof.new_challenge()
-        fields, _ = await self._wire.request({"op": "begin_eval", "challenge": challenge})
+        fields, body = await self._wire.request({"op": "begin_eval", "challenge": challenge})
         _check_proof(self._secret, f"begin_eval {fields['folder']}", challenge, fields)
         sabotage = tuple(map(str, fields.get("sabotage", ())))
-        return EvalPlace(fields["folder"], fields["home"], fields["tmp"], fields["reward_file"], sabotage)
+        return EvalPlace(
+            fields["folder"],
+            fields["home"],
+            fields["tmp"],
+            fields["reward_file"],
+            sabotage,
+            variables_of(body.decode("utf-8", "replace")) if fields.get("environment") is True else None,
+        )
 
     async def renew(self, seconds: float) -> None:
         """Renew the lease: the server kills everything and exits unless it is renewed within `seconds`."""

@@ -47,6 +47,7 @@ class EvalPlace:
         reward_file: The path of an empty file.
         sabotage: The evidence that programs of the sandbox have filled or locked folders which could be
             written to when it started, one entry for each folder.
+        environment: The variables of the sandbox, or None if the server is too old to send them.
     """
 
     folder: str
@@ -54,6 +55,7 @@ class EvalPlace:
     tmp: str
     reward_file: str
     sabotage: tuple[str, ...] = ()
+    environment: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +115,9 @@ class ServerInfo:
     ipython: bool
     lease_seconds_left: float | None
     workdir: str
+
+
+def variables_of(text: str) -> dict[str, str]:
+    """Return the variables that `text` holds in the form of `env -0`: NAME=VALUE, separated by NULs."""
+    pairs = (line.partition("=") for line in text.split("\0"))
+    return {name: value for name, equals, value in pairs if name and equals}

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import NoReturn
 
-_NEWNS, _NEWUSER, _NEWPID = 0x20000, 0x10000000, 0x20000000
+_VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
+_STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _READY = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
@@ -135,23 +136,21 @@ class CommandNamespaces:
         call(self._libc, "setns", namespace, kind)
 
     def _new_users(self, uid: int) -> int:
-        """Return a new user namespace in which `uid` is the server's user and no other user exists."""
-        made_read, made_write = os.pipe()
-        done_read, done_write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                call(self._libc, "unshare", _NEWUSER)
-                os.write(made_write, _READY)
-                os.close(done_write)
-                os.read(done_read, 1)
-            finally:
-                os._exit(0)
-        os.close(made_write)
-        os.close(done_read)
+        """Return a new user namespace in which `uid` is the server's user and no other user exists.
+
+        The process in it shares the memory of this one and only waits, in the C library. Such a process is
+        made in a tenth of the time of a fork, which would copy the server's tables of pages.
+        """
+        stack = ctypes.create_string_buffer(_STACK_BYTES)
+        top = (ctypes.addressof(stack) + _STACK_BYTES) & ~15  # The stack grows down from an aligned address.
+        clone = self._libc.clone
+        clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        waits = ctypes.cast(self._libc.pause, ctypes.c_void_p)
+        child = clone(waits, top, _NEWUSER | _VM | signal.SIGCHLD, None)
+        if child < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"no user namespace inside of the sandbox's: {os.strerror(number)}")
         try:
-            if os.read(made_read, 1) != _READY:
-                raise OSError("the kernel refuses a user namespace inside of the sandbox's")
             maps = (
                 ("setgroups", "deny"),
                 ("uid_map", f"{uid} {os.geteuid()} 1"),
@@ -162,9 +161,8 @@ class CommandNamespaces:
                     file.write(text)
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            os.close(made_read)
-            os.close(done_write)
-            os.waitpid(child, 0)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)  # The stack must exist until then.
 
     def _open(self) -> None:
         ours, theirs = socket.socketpair()

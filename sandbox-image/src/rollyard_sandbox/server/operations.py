@@ -194,9 +194,10 @@ class Operations:
         place = self._places.make()
         fields = {
             "folder": place.folder, "home": place.home, "tmp": place.tmp, "reward_file": place.reward_file,
-            "sabotage": self._places.sabotage(),
+            "sabotage": self._places.sabotage(), "environment": True,
         }  # fmt: skip
-        connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header))
+        environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
+        connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)
 
     def _proof(self, purpose: str, header: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to the request's challenge, {} if there is no challenge or no secret to prove."""

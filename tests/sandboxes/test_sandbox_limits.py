@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rollyard_pipeline.sandboxes.errors import DiskFull
 from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.errors import SandboxError
 
@@ -25,6 +29,23 @@ async def test_memory_bomb(kit: Any, isolated: NodeProvider) -> None:
         # The exec server survives the death of its child, and the sandbox keeps working.
         assert await kit.sh(bombed, "echo still here") == (0, "still here")
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
+
+
+async def test_a_sweep_remembers_who_used_up_the_memory(
+    kit: Any, isolated: NodeProvider, run_dir: Path
+) -> None:
+    """A sandbox that dies before its Eval comes is removed within seconds, and its control groups with it."""
+    async with await kit.acquire(isolated, "r-1") as bombed, await kit.acquire(isolated, "r-2") as other:
+        await kit.sh(bombed, _EAT)
+        for one in (bombed, other):
+            record = SandboxFolder(run_dir).load(one.handle.id)
+            assert record is not None
+            assert record.root is not None
+            os.kill(record.root.pid, signal.SIGKILL)
+            await kit.until(lambda record=record: not record.alive())
+        assert {bombed.handle.id, other.handle.id} <= set(await isolated.sweep())
+        assert await isolated.oom_killed(bombed.handle) is ("memory" in enforced(find_places()))
+        assert not await isolated.oom_killed(other.handle)
 
 
 async def test_fork_bomb(kit: Any, isolated: NodeProvider) -> None:

@@ -205,10 +205,14 @@ class NodeProvider:
         return f"node {self._node} starts no sandboxes: {trouble}" if trouble else ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
-        """Return whether the sandbox's control groups report that the kernel killed a process inside."""
-        record = self._folder.load(handle if isinstance(handle, str) else handle.id)
+        """Return whether the kernel killed a process inside for lack of memory.
+
+        The sandbox's control groups report it, and after its removal by a sweep the run folder.
+        """
+        sandbox_id = handle if isinstance(handle, str) else handle.id
+        record = self._folder.load(sandbox_id)
         if record is None:
-            return False
+            return await in_thread(self._folder.died_of_memory, sandbox_id)
         return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
@@ -341,12 +345,19 @@ class NodeProvider:
                 return removed
             for sandbox_id in self._folder.ids():
                 record = self._folder.load(sandbox_id)
+                memory_death = False
                 if record is not None:
                     if record.provider != self.name:
                         continue
                     if record.alive() and (record.state == "claimed" or record.worker.ref().alive()):
                         continue
+                    groups = [Path(path) for path in record.cgroups]
+                    memory_death = record.state == "claimed" and cgroups.oom_kills(groups) > 0
                 self._remove(sandbox_id)
+                if memory_death:
+                    # Its Eval may still come, and must know that the policy has lost the sandbox. What was
+                    # removed has made room for this.
+                    self._folder.remember_memory_death(sandbox_id)
                 removed.append(sandbox_id)
             self._folder.remove_abandoned(time.time())
         if removed:

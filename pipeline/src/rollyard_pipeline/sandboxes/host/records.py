@@ -4,6 +4,8 @@
     <run dir>/sandboxes/<id>/exec.sock      the control socket of that sandbox
     <run dir>/sandboxes/<id>/secret         the secret that the server on that socket must prove to know;
                                             it is never visible inside
+    <run dir>/sandboxes/.oom-<id>           a claimed sandbox that died after the kernel had killed inside it
+                                            for lack of memory, and that a sweep has removed
 
 Every worker of the node reads all records. The worker that started a sandbox writes its record until the
 sandbox is claimed, and no process writes it after that.
@@ -36,6 +38,8 @@ _SECRET_NAME = "secret"
 SOCKET_PATH_MAX = 107
 ID_LENGTH = 12
 _MAX_KNOWN = 4096
+_REMEMBERED_SECONDS = 6 * 3600
+"""The time for which a death is remembered: longer than a rollout waits for its Eval."""
 _STATES = ("starting", "warm", "claimed")
 
 
@@ -209,12 +213,32 @@ class SandboxFolder:
             return []
 
     def remove_abandoned(self, now: float) -> None:
-        """Remove the folders of starts that died before their record was written, if older than a minute."""
+        """Remove the folders of starts that died before their record was written, and old memories of deaths.
+
+        The folders must be older than a minute, the memories than six hours.
+        """
         for name in os.listdir(self.path):
             if name.startswith(".new-"):
                 with contextlib.suppress(FileNotFoundError):
                     if now - (self.path / name).stat().st_mtime > 60:
                         shutil.rmtree(self.path / name, ignore_errors=True)
+
+        for path in self.path.glob(".oom-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if now - path.stat().st_mtime > _REMEMBERED_SECONDS:
+                    path.unlink()
+
+    def remember_memory_death(self, sandbox_id: str) -> None:
+        """Remember that a sandbox used up its memory, which its control groups report only until its removal.
+
+        Raises:
+            OSError: The file cannot be made, for example because no inode is left.
+        """
+        os.close(os.open(self._memory_death(sandbox_id), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def died_of_memory(self, sandbox_id: str) -> bool:
+        """Return whether a removed sandbox is remembered as one that used up its memory."""
+        return _is_id(sandbox_id) and self._memory_death(sandbox_id).exists()
 
     def remove(self, sandbox_id: str) -> None:
         """Remove the folder with everything in it. A missing folder is no error."""
@@ -269,6 +293,9 @@ class SandboxFolder:
             yield True
         finally:
             os.close(fd)
+
+    def _memory_death(self, sandbox_id: str) -> Path:
+        return self.path / f".oom-{sandbox_id}"
 
     def _hidden(self, sandbox_id: str) -> Path:
         return self.path / f".new-{sandbox_id}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ MODEL = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    return {"name": "bubblewrap", "run_dir": tmp_path / "run", "node": "n", "templates": True}
+def settings() -> Iterator[dict[str, Any]]:
+    # The path is short, because sockets live below it.
+    with tempfile.TemporaryDirectory(prefix="ry-") as folder:
+        yield {"name": "bubblewrap", "run_dir": Path(folder) / "run", "node": "n", "templates": True}
 
 
 @pytest.fixture

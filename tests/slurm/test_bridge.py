@@ -160,7 +160,7 @@ def test_a_worker_that_slurm_kills_and_starts_again_gives_its_leases_back(slurm:
         slurm.run_as_user(["scontrol", "requeue", str(number)])
         bridge.ended("requeued")
         attempts = [one for each in client.trajectories("requeued") for one in each.attempts]
-        # Slurm's kill takes sandboxes along in which rollouts only wait for Run; the next worker finds that out.
+        # Slurm's kill also ends sandboxes that wait for Run, which the next worker finds out.
         lost = [one for one in attempts if one.reason != "SandboxLost"]
         assert {(one.reason, one.worker, one.counted) for one in lost} == {("WorkerDied", worker, False)}
         assert len(lost) >= 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import ready_topic
+from rollyard_api.rollouts import assignments
 from rollyard_crds.security.job_token import job_of, job_token
 from rollyard_crds.security.ready_token import ready_token, ready_worker_of
 from rollyard_testing.adversary.restplane import Yard, control_plane
@@ -203,6 +205,19 @@ async def test_an_offer_is_kept_while_its_token_could_be_used_again(yard: Yard) 
     assert (await ask(ready(yard))).status_code == 409
     assert (await offer(yard)).status_code == 409, "not even the successor of its job"
     assert (await ask(ready(yard))).status_code == 409
+
+
+async def test_an_old_offer_of_a_deleted_job_is_removed(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    await offer(yard)
+    await yard.admin.delete("/v1/rolloutjobs/mine")
+    await yard.plane.flush()
+    await yard.plane.sweep()
+    is_offered = partial(assignments.is_offered, namespace="default", worker="w-1")
+    assert not await yard.plane.database.read(assignments.has_old), "a sweep has nothing to write yet"
+    assert await yard.plane.database.read(is_offered)
+    monkeypatch.setattr(assignments, "KEPT_SECONDS", -1.0)
+    await yard.plane.sweep()
+    assert not await yard.plane.database.read(is_offered)
 
 
 async def test_a_namespace_holds_a_bounded_number_of_waits(tmp_path: Path) -> None:

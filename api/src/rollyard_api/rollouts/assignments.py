@@ -8,6 +8,7 @@ that moment, and a job that has ended or was deleted thereby withdraws its offer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -123,15 +124,16 @@ def _key(namespace: str, worker: str) -> tuple[sa.ColumnElement[bool], sa.Column
     return assignments.c.namespace == namespace, assignments.c.worker == worker
 
 
-def _old() -> sa.ColumnElement[bool]:
-    return sa.not_(sa.exists().where(jobs.c.id == assignments.c.job_id))
+def _old(now: float) -> sa.ColumnElement[bool]:
+    gone = sa.not_(sa.exists().where(jobs.c.id == assignments.c.job_id))
+    return sa.and_(gone, assignments.c.offered_at < now - KEPT_SECONDS)
 
 
 def has_old(conn: Connection) -> bool:
-    """Return whether there are offers of jobs that have no row any more."""
-    return conn.execute(sa.select(assignments.c.worker).where(_old()).limit(1)).first() is not None
+    """Return whether `forget_old` would remove any offer."""
+    return conn.execute(sa.select(assignments.c.worker).where(_old(time.time())).limit(1)).first() is not None
 
 
 def forget_old(tx: Transaction) -> None:
     """Remove the offers that are older than KEPT_SECONDS and whose jobs have no row any more."""
-    tx.conn.execute(sa.delete(assignments).where(_old(), assignments.c.offered_at < tx.now - KEPT_SECONDS))
+    tx.conn.execute(sa.delete(assignments).where(_old(tx.now)))

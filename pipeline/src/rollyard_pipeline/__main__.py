@@ -6,12 +6,14 @@ import gc
 import sys
 
 # The imports make many objects and hardly any garbage. The searches for it take a sixth of the time that a
-# worker needs before its first request.
+# worker needs before its first request. A process that stands ready has switched them off for longer.
+_collecting = gc.isenabled()
 gc.disable()
 try:
     from rollyard_pipeline.program import main, stand_ready
 finally:
-    gc.enable()
+    if _collecting:
+        gc.enable()
 
 __all__ = ["main", "stand_ready"]
 

@@ -10,6 +10,7 @@ import click
 from rollyard import terminal
 from rollyard.commands.slurm_bridge.options import bridge_home, bridge_options
 from rollyard.commands.slurm_bridge.running import detach, dry_run, require_extras, run_here
+from rollyard.commands.up import LEASE_SECONDS, NO_BACKEND_SECONDS
 
 DOWN_SECONDS = 240.0
 HOME = click.option(
@@ -116,14 +117,14 @@ def command() -> None:
 )
 @click.option(
     "--lease-seconds",
-    type=click.FloatRange(1.0, 3600.0),
+    type=LEASE_SECONDS,
     default=30.0,
     show_default=True,
     help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
 @click.option(
     "--no-backend-seconds",
-    type=click.FloatRange(1.0, 365 * 86400.0),
+    type=NO_BACKEND_SECONDS,
     help="While no backend is ready, rollouts of a job without a deadline wait so long, and then fail "
     "[3600]. Not with --join.",
 )

@@ -218,14 +218,11 @@ class SandboxFolder:
         The folders must be older than a minute, the memories than six hours.
         """
         for name in os.listdir(self.path):
-            if name.startswith(".new-"):
-                with contextlib.suppress(FileNotFoundError):
-                    if now - (self.path / name).stat().st_mtime > 60:
-                        shutil.rmtree(self.path / name, ignore_errors=True)
-
-        for path in self.path.glob(".oom-*"):
+            path = self.path / name
             with contextlib.suppress(FileNotFoundError):
-                if now - path.stat().st_mtime > _REMEMBERED_SECONDS:
+                if name.startswith(".new-") and now - path.stat().st_mtime > 60:
+                    shutil.rmtree(path, ignore_errors=True)
+                elif name.startswith(".oom-") and now - path.stat().st_mtime > _REMEMBERED_SECONDS:
                     path.unlink()
 
     def remember_memory_death(self, sandbox_id: str) -> None:
@@ -234,7 +231,7 @@ class SandboxFolder:
         Raises:
             OSError: The file cannot be made, for example because no inode is left.
         """
-        os.close(os.open(self._memory_death(sandbox_id), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._memory_death(sandbox_id).touch(mode=0o600)
 
     def died_of_memory(self, sandbox_id: str) -> bool:
         """Return whether a removed sandbox is remembered as one that used up its memory."""

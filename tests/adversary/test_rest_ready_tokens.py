@@ -200,6 +200,7 @@ async def test_an_offer_is_kept_while_its_token_could_be_used_again(yard: Yard) 
     await offer(yard)
     assert (await ask(ready(yard))).status_code == 200
     await yard.admin.delete("/v1/rolloutjobs/mine")
+    await yard.plane.flush()
     await yard.plane.sweep()
     await yard.submit("mine")
     assert (await ask(ready(yard))).status_code == 409

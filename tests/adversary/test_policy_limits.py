@@ -180,6 +180,33 @@ except OSError as error:
         shows=("^refused: Too many open files$", "^still here$"),
     ),
     Attack(
+        name="pseudo_terminals",
+        goal="Take all pseudo-terminals of the node, without which no shell starts.",
+        steps=(
+            python("""
+import os, time
+made, refused = 0, ""
+read, write = os.pipe()
+while not refused and made < 4000:
+    if os.fork() == 0:
+        held = 0
+        try:
+            while held < 500:
+                os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+                held += 1
+            os.write(write, b"500 ")
+        except OSError as error:
+            os.write(write, f"{held} {error.strerror}".encode())
+        time.sleep(300)
+    count, refused = os.read(read, 100).decode().split(" ", 1)
+    made += int(count)
+print("took", made, "of them:", refused)
+"""),
+            "echo still here",
+        ),
+        shows=(r"^took \d{1,2} of them: No space left on device$", "^still here$"),
+    ),
+    Attack(
         name="output_flood",
         goal="Exhaust the worker's memory by 300 MB of output.",
         steps=("yes 0123456789abcdef0123456789abcdef | head -c 300000000; echo; echo end",),

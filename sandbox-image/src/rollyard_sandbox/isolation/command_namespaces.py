@@ -67,6 +67,7 @@ class CommandNamespaces:
         self._libc = libc
         self._options = options
         self._mount = Mount(libc)
+        self._mount.terminals()
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._users = None if options.uid is None else self._new_users(options.uid)
         with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:

@@ -2,7 +2,7 @@
 
 The template runs in a view of the file system that bubblewrap has made, and in which nothing can be written.
 A forked process gets further namespaces below those of the template: a user namespace that no other sandbox
-shares, and in it all the others. What can be written, /proc and the pseudo-terminals are mounted afresh.
+shares, and in it all the others. What can be written and /proc are mounted afresh.
 Everything that comes from the template stays locked, because the new mounts belong to the new user.
 """
 
@@ -96,7 +96,6 @@ def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]], started: Ca
             file.write(text)
     for folder, (size, mode) in sizes.items():
         mount.memory(folder, size, mode)
-    mount("devpts", "/dev/pts", "devpts", NOSUID | NOEXEC, "newinstance,ptmxmode=0666,mode=620")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         flags = struct.pack("16sH14x", b"lo", _UP | _RUNNING)
         fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, flags)

@@ -50,6 +50,10 @@ def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
 
 
+MAX_TERMINALS = 64
+"""The number of pseudo-terminals that a sandbox may have open at once. Each shell has one."""
+
+
 class Mount:
     """The system calls mount(2) and umount2(2)."""
 
@@ -93,6 +97,16 @@ class Mount:
     def memory(self, folder: str, size: int, mode: int) -> None:
         """Mount a new memory file system of `size` bytes over a folder."""
         self("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},mode={mode:o}")
+
+    def terminals(self) -> None:
+        """Mount new pseudo-terminals over /dev/pts, of which there are at most MAX_TERMINALS.
+
+        A container's own ones may be shared with the machine, and are limited for all sandboxes together only
+        (kernel.pty.max), so one sandbox could leave none to the others. Nothing happens without a /dev/pts.
+        """
+        if os.path.isdir("/dev/pts"):
+            options = f"newinstance,ptmxmode=0666,mode=620,max={MAX_TERMINALS}"
+            self("devpts", "/dev/pts", "devpts", NOSUID | NOEXEC, options)
 
     def detach(self, folder: str) -> None:
         """Remove the topmost mount of a folder."""

@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api.access import permissions
-from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.access import job_scope, permissions
+from rollyard_api.core.wakeups import queue_topic
 from rollyard_api.jobs import cancellation
 from rollyard_crds.claims import SandboxShape
-from rollyard_crds.security.job_token import job_of, job_token
+from rollyard_crds.security.job_token import JobIdentity, job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
+from sqlalchemy.engine import Connection
 
 SHAPE = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64).model_dump()
 
@@ -79,6 +80,64 @@ async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard
     assert len(await yard.lease(fresh, "mine", init=4)) == 1
 
 
+async def test_a_remembered_token_is_refused_as_soon_as_its_job_is_gone(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database notices every change of a job, even one that no function of ours makes."""
+    looks: list[str] = []
+    look_up = job_scope.look_up
+
+    def counted(conn: Connection, identity: JobIdentity) -> job_scope.BoundJob:
+        looks.append(identity.name)
+        return look_up(conn, identity)
+
+    monkeypatch.setattr(job_scope, "look_up", counted)
+    http = yard.client(yard.job_token("mine"))
+
+    async def status() -> int:
+        answer = await http.get("/v1/leases/job", params={"name": "mine"})
+        return answer.status_code
+
+    async def change(words: str) -> None:
+        await yard.plane.database.write(lambda tx: tx.conn.exec_driver_sql(words) and None)
+
+    assert [await status() for _ in range(5)] == [200] * 5
+    assert looks == ["mine"], "nothing has changed, so one look is enough"
+    await change("UPDATE jobs SET succeeded = succeeded")
+    assert await status() == 200
+    assert looks == ["mine"], "counts of rollouts have no part in it"
+    for words, expected in (
+        ("UPDATE jobs SET deleted_at = 1.0 WHERE name = 'mine'", 403),
+        ("UPDATE jobs SET deleted_at = NULL WHERE name = 'mine'", 200),
+        ("UPDATE jobs SET uid = 'of-another-life' WHERE name = 'mine'", 403),
+    ):
+        await change(words)
+        assert await status() == expected, words
+    assert looks == ["mine"] * 4
+
+
+async def test_a_look_that_a_deletion_overtakes_is_not_remembered(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is deleted between the look at the database and the answer to the request."""
+    database, http = yard.plane.database, yard.client(yard.job_token("mine"))
+    read, overtaken = database.read, asyncio.Event()
+
+    async def slow(query: Any) -> Any:
+        found = await read(query)
+        if not overtaken.is_set():
+            overtaken.set()
+            await database.write(lambda tx: cancellation.delete_job(tx, "default", "mine"))
+        return found
+
+    monkeypatch.setattr(database, "read", slow)
+    await http.get("/v1/leases/job", params={"name": "mine"})
+    assert overtaken.is_set()
+    again = await http.get("/v1/leases/job", params={"name": "mine"})
+    assert again.status_code == 403
+    assert again.json()["reason"] == "JobEnded"
+
+
 async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: Yard) -> None:
     """The poll began before the job was replaced, so what it finds later has another uid."""
     http = yard.client(yard.job_token("mine"))
@@ -86,7 +145,7 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
     ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine", "wait": 30}
     poll = asyncio.create_task(http.post("/v1/leases", json=ask))
     async with asyncio.timeout(30):
-        while not yard.plane.bus._waiting.get(QUEUE):  # noqa: ASYNC110 (nothing tells of a wait)
+        while not yard.plane.bus._waiting.get(queue_topic("init")):  # noqa: ASYNC110 (nothing tells of a wait)
             await asyncio.sleep(0.01)
     await yard.plane.database.write(lambda tx: cancellation.delete_job(tx, "default", "mine"))
     await yard.submit("mine")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -98,7 +97,7 @@ class Gate:
         state = scope.setdefault("state", {})
         state["caller"], state["bound"] = caller, None
         if caller.job is not None:
-            job = await plane.database.read(partial(job_scope.look_up, identity=caller.job))
+            job = await plane.bound_jobs.of(caller.job)
             if not permissions.still(rule, job.stand):
                 raise job_scope.refused(job)
             state["bound"] = job

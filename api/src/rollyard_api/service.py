@@ -14,6 +14,7 @@ from rollyard_inference.transports.with_httpx import HttpxTransport
 from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import Tokens
+from rollyard_api.access.job_scope import BoundJobs
 from rollyard_api.access.quotas import Idle, Quota, Turns
 from rollyard_api.access.token_file import TokenFile
 from rollyard_api.backends import circuits, health
@@ -95,6 +96,7 @@ class ControlPlane:
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.installed = entrypoints.installed()
+        self.bound_jobs = BoundJobs(database)
         self.unclaimed = lease_expiry.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import sqlalchemy as sa
@@ -13,10 +13,13 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.access.permissions import Stand
 from rollyard_api.core.problems import Forbidden
+from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import jobs, rollouts
 
 LOOKED_UP = 500
 """The largest number of names in one query, because SQLite limits the variables of a query."""
+REMEMBERED = 4096
+"""The largest number of jobs that are remembered for their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,31 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
     if row is None or identity.uid not in (None, row.uid, row.object_uid):
         return BoundJob(identity, "gone", None, None)
     return BoundJob(identity, "live" if row.finished_at is None else "finished", row.id, row.uid)
+
+
+class BoundJobs:
+    """The jobs of the tokens in use.
+
+    A job that was looked up is remembered until a commit changes a job, if the database can notice that (see
+    `Database.job_changes`). A look that begins before such a commit counts for one request only.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._known: dict[JobIdentity, tuple[int, BoundJob]] = {}
+
+    async def of(self, identity: JobIdentity) -> BoundJob:
+        """Return the job of a token with its present state; see `look_up`."""
+        changes = self._database.job_changes
+        known = self._known.get(identity)
+        if known is not None and known[0] == changes:
+            return known[1]
+        job = await self._database.read(partial(look_up, identity=identity))
+        if changes is not None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[identity] = (changes, job)
+        return job
 
 
 def refused(bound: BoundJob) -> Forbidden:

@@ -7,15 +7,23 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
+from rollyard_crds.rolloutjob import STAGES, StageName
+
 T = TypeVar("T")
 
 QUEUE = "queue"
-"""The topic that is woken when something can be leased that could not be leased before."""
+"""The topic that is woken when something can be leased that could not be leased before. It stands for the
+queues of all stages: its waits are woken with those of any stage, and waking it wakes them all."""
 CLAIMS = "claims"
 """The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
 UNFINISHED = "unfinished"
 """The topic that is woken when a job that drivers handle was created, has ended, or has changed in another
 way than by its rollouts."""
+
+
+def queue_topic(stage: StageName) -> str:
+    """Return the topic that is woken when something of this stage can be leased that could not be before."""
+    return f"{QUEUE}:{stage}"
 
 
 def job_topic(job_id: int) -> str:
@@ -33,6 +41,9 @@ def ready_topic(namespace: str, worker: str) -> str:
     return f"ready:{namespace}/{worker}"
 
 
+_OF_STAGES = frozenset(queue_topic(stage) for stage in STAGES)
+
+
 class Bus:
     """The waits of this process by topic.
 
@@ -43,12 +54,11 @@ class Bus:
         self._recheck = recheck
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._closing = False
-        self._queue_changes = 0
+        self._queue_changes = dict.fromkeys(_OF_STAGES, 0)
 
-    @property
-    def queue_changes(self) -> int:
-        """The number of times that waits on QUEUE were woken to look again."""
-        return self._queue_changes
+    def queue_changes(self, stages: Iterable[StageName]) -> int:
+        """Return the number of times that waits for the queues of these stages were woken to look again."""
+        return sum(self._queue_changes[queue_topic(stage)] for stage in stages)
 
     @property
     def closing(self) -> bool:
@@ -57,8 +67,15 @@ class Bus:
 
     def wake(self, topics: Iterable[str]) -> None:
         """Wake every wait on these topics, which then looks again."""
-        for topic in topics:
-            self._queue_changes += topic == QUEUE
+        woken = set(topics)
+        if QUEUE in woken:
+            woken |= _OF_STAGES
+        changed = woken & _OF_STAGES
+        if changed:
+            woken.add(QUEUE)
+        for topic in changed:
+            self._queue_changes[topic] += 1
+        for topic in woken:
             for future in self._waiting.pop(topic, ()):
                 if not future.done():
                     future.set_result(None)

@@ -113,7 +113,9 @@ def end(tx: Transaction, endings: Sequence[Ending]) -> None:
         by_job[ending.job_id].append(ending)
     for job_id in sorted(by_job):
         _end_of_job(tx, job_id, by_job[job_id])
-    tx.wake(QUEUE)
+    if any(ending.state != RolloutState.SUCCEEDED for ending in endings):
+        # Such a rollout may have had a place at a backend. One that was evaluated had none any more.
+        tx.wake(QUEUE)
 
 
 def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:

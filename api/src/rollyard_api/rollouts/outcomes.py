@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import StageName
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rollyard_api.backends import assignment, circuits
 from rollyard_api.core.codec import dumps, loads, pack
 from rollyard_api.core.states import RolloutState
-from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.core.wakeups import queue_topic
 from rollyard_api.rollouts import outages, timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
@@ -125,7 +126,6 @@ class _Batch:
     def write(self) -> None:
         if self.changes:
             self.tx.conn.execute(_ADVANCE, self.changes)
-            self.tx.wake(QUEUE)
         keep(self.tx, self.kept)
         requeue(self.tx, self.returns)
         circuits.completed(self.tx, self.answering)
@@ -193,7 +193,7 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
                 timings=timings,
             )
         )
-        next_stage = "run"
+        next_stage: StageName = "run"
     else:
         kept["trajectory"] = item["packed"]
         node = "" if row.sandbox is None else loads(row.sandbox)["node"]
@@ -209,8 +209,10 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
             if not assignment.moved(row.settled, row.token):
                 tx.measure(row.backend, _tokens(item), float(times.get("model_seconds", 0.0)), active)
         next_stage = "eval"
+        tx.wake(queue_topic("run"))  # The backend has room for another one.
     if len(kept) > 1:
         batch.kept.append(kept)
+    tx.wake(queue_topic(next_stage))
     tx.emit(row.job_id, rollout=row.id, stage=next_stage, status="queued", reward=None, reason="")
 
 

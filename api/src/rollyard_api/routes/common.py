@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request
 from pydantic import BaseModel
+from sqlalchemy.engine import Connection
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
@@ -62,14 +62,24 @@ async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: 
     Raises:
         Forbidden: One of them belongs to another job.
     """
+    if bound_of(request) is not None and (rollouts or sandboxes):
+        found = await plane_of(request).database.read(others_among(request, rollouts, sandboxes))
+        if found is not None:
+            raise found
+
+
+def others_among(
+    request: Request, rollouts: Collection[str], sandboxes: Collection[str] = ()
+) -> Callable[[Connection], Forbidden | None]:
+    """Return a query for the refusal of `refuse_others`, to be asked in the transaction of the change."""
     job = bound_of(request)
-    if job is not None and (rollouts or sandboxes):
-        plane = plane_of(request)
-        query = partial(
-            job_scope.reaches_others, identity=job.identity, rollouts_of=rollouts, sandboxes=sandboxes
-        )
-        if await plane.database.read(query):
-            raise _of_other(job)
+
+    def query(conn: Connection) -> Forbidden | None:
+        if job is not None and job_scope.reaches_others(conn, job.identity, rollouts, sandboxes):
+            return _of_other(job)
+        return None
+
+    return query
 
 
 def refuse_other_claim(request: Request, claim: ClaimRow) -> None:

@@ -21,14 +21,15 @@ from rollyard_crds.lease import (
     RouteRequest,
     RouteResponse,
 )
+from rollyard_crds.rolloutjob import StageName
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import assignment
 from rollyard_api.core.codec import encode
-from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.validation import validated
-from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.jobs import job_views, jobs
 from rollyard_api.rollouts import lease_expiry, leasing, node_loss, outcomes, staleness, wire
 from rollyard_api.rollouts.leasing import Ask
@@ -39,6 +40,7 @@ from rollyard_api.routes.common import (
     body_of,
     body_schema,
     bound_of,
+    others_among,
     plane_of,
     refuse_other_job,
     refuse_others,
@@ -74,10 +76,11 @@ async def lease(request: Request) -> Response:
     job = bound_of(request)
     job_id = None if job is None else job.id
     ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace, job_id)
+    stages = sorted(stage for stage, places in ask.capacity.items() if places > 0)
     with plane.worker_polls.held(ask.namespace or "") if asked.wait > 0 else nullcontext():
         leases, draining = await plane.bus.until(
-            QUEUE,
-            partial(_granted, plane, ask),
+            queue_topic(stages[0]) if len(stages) == 1 else QUEUE,
+            partial(_granted, plane, ask, stages),
             lambda got: bool(got[0]) or got[1],
             asked.wait,
             request.is_disconnected,
@@ -85,30 +88,25 @@ async def lease(request: Request) -> Response:
     return _reply(request, {"leases": leases, "draining": draining})
 
 
-async def _granted(plane: ControlPlane, ask: Ask) -> tuple[list[dict[str, Any]], bool]:
+async def _granted(
+    plane: ControlPlane, ask: Ask, stages: list[StageName]
+) -> tuple[list[dict[str, Any]], bool]:
     """Return the leases that can be granted now, and whether the requested job has ended."""
     now = asyncio.get_running_loop().time
-    stages = tuple(sorted(stage for stage, places in ask.capacity.items() if places > 0))
-    same = (ask.namespace, ask.job, ask.job_id, ask.node, stages)
+    same = (ask.namespace, ask.job, ask.job_id, ask.node, *stages)
     async with plane.grants.held(ask.namespace or ""):
-        changes, begun = plane.bus.queue_changes, now()
+        changes, begun = plane.bus.queue_changes(stages), now()
         if plane.idle.is_known(same, changes, begun):
             return [], False
-        op = partial(
-            leasing.grant,
-            ask=ask,
-            lease_seconds=plane.settings.lease_seconds,
-            max_bytes=plane.settings.page_bytes,
-        )
-        leases = await plane.database.write(op, durable=False)
-        if leases:
-            return leases, False
-        over = ask.job is not None and await plane.database.read(
-            partial(_over, namespace=ask.namespace, name=ask.job, job_id=ask.job_id)
-        )
-        if not over:
+        leases, over = await plane.database.write(partial(_grant, plane, ask), durable=False)
+        if not leases and not over:
             plane.idle.note(same, changes, begun)
-        return [], over
+        return leases, over
+
+
+def _grant(plane: ControlPlane, ask: Ask, tx: Transaction) -> tuple[list[dict[str, Any]], bool]:
+    leases = leasing.grant(tx, ask, plane.settings.lease_seconds, plane.settings.page_bytes)
+    return leases, not leases and ask.job is not None and _over(tx.conn, ask.namespace, ask.job, ask.job_id)
 
 
 @router.post(
@@ -155,9 +153,16 @@ async def complete(request: Request) -> Response:
     plane = plane_of(request)
     results = wire.check_results(await unchecked_body_of(request))
     made = [item["sandbox"]["id"] for item in results if item.get("sandbox")]
-    await refuse_others(request, [item["rollout"] for item in results], made)
+    of_others = others_among(request, [item["rollout"] for item in results], made)
     await plane.refuse_when_full()
-    told = await plane.database.write(partial(staleness.complete, results=results))
+
+    def op(tx: Transaction) -> list[dict[str, str]] | Forbidden:
+        # A refusal is returned, because an exception would make the writer run all ops beside this one again.
+        return of_others(tx.conn) or staleness.complete(tx, results)
+
+    told = await plane.database.write(op)
+    if isinstance(told, Forbidden):
+        raise told
     return _reply(request, {"outcomes": told})
 
 

@@ -45,6 +45,17 @@ class ConfigMapSource(Model):
 _ONE_SOURCE = "give exactly one of 'url', 'inline', 'configMapRef' and 'stream: true'"
 
 
+_NO_CHOICE_IN_A_STREAM = "a stream takes tasks as they are pushed: it has no format, limit, shuffle or epochs"
+_INLINE_IS_OURS = "inline tasks are in the format 'rollyard'"
+
+
+class Shuffle(Model):
+    """The order of the tasks, which depends on their ids, the seed and the epoch."""
+
+    seed: Annotated[int, Field(ge=0, le=(1 << 53) - 1)] = 0
+    """Another seed gives another order."""
+
+
 class TaskSource(Model):
     """The source of the tasks: exactly one of a file, an inline list, a ConfigMap, or a stream."""
 
@@ -56,11 +67,17 @@ class TaskSource(Model):
                 _ONE_SOURCE,
             ),
             ("!has(self.inline) || size(self.inline) > 0", "'inline' must hold at least one task"),
+            (
+                "!self.stream || !(has(self.format) || has(self.limit) || has(self.shuffle)"
+                " || has(self.epochs) || has(self.deduplicate))",
+                _NO_CHOICE_IN_A_STREAM,
+            ),
+            ("!has(self.inline) || !has(self.format) || self.format == 'rollyard'", _INLINE_IS_OURS),
         )
     )
 
     url: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """A file with one JSON object a line, which may be compressed (`.gz`, `.bz2`, `.xz`):
+    """A file with one JSON object a line, which may be compressed (`.gz`, `.bz2`, `.xz`), or a Parquet file:
     `blob:sha256:HEX`, an upload of this namespace (`rollyard submit` makes one of a local file), or a
     `file://`, `http(s)://` or bucket URL that the control plane's installer allows."""
     inline: Annotated[list[Task], Field(max_length=MAX_INLINE_TASKS)] | None = None
@@ -69,6 +86,16 @@ class TaskSource(Model):
     """Kubernetes only: the tasks stand in a ConfigMap, read once when the job is first seen."""
     stream: bool = False
     """Tasks are pushed over REST until the job is closed."""
+    format: EntryPointName | None = None
+    """How rows become tasks: an entry point of `rollyard.task_formats`; default: `rollyard`, a task each."""
+    deduplicate: bool | None = None
+    """Whether tasks that repeat an earlier one, but for its id and metadata, are left out; default: no."""
+    shuffle: Shuffle | None = None
+    """Default: the order of the file."""
+    limit: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """The most tasks that are taken, after `deduplicate` and `shuffle`; default: all."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """How often each task is rolled out, under another id each time (`ID:epoch2`); default: once."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSource:
@@ -77,6 +104,11 @@ class TaskSource(Model):
             raise ValueError(_ONE_SOURCE)
         if self.inline is not None and not self.inline:
             raise ValueError("'inline' must hold at least one task")
+        options = (self.format, self.deduplicate, self.shuffle, self.limit, self.epochs)
+        if self.stream and any(option is not None for option in options):
+            raise ValueError(_NO_CHOICE_IN_A_STREAM)
+        if self.inline is not None and self.format not in (None, "rollyard"):
+            raise ValueError(_INLINE_IS_OURS)
         return self
 
 

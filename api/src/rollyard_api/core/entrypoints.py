@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task_formats import registry
 
 GROUPS = {
     "handler": "rollyard.handlers",
     "agent": "rollyard.agents",
     "tool": "rollyard.tools",
     "tool parser": "rollyard.tool_parsers",
+    "task format": registry.GROUP,
 }
 
 Installed = Mapping[str, frozenset[str]]
 
 
 def installed() -> Installed:
-    """Return the names of all installed entry points, by kind (`handler`, `agent`, `tool`, `tool parser`)."""
+    """Return the names of all installed entry points, by kind, such as `handler` or `tool parser`."""
     return {
         kind: frozenset(point.name for point in metadata.entry_points(group=group))
         for kind, group in GROUPS.items()
@@ -27,7 +29,10 @@ def installed() -> Installed:
 
 def problems(spec: RolloutJobSpec, available: Installed) -> list[str]:
     """Return a line for each name in the spec that no installed distribution provides."""
+    # The default format is part of this package, also where the metadata is that of an older version.
+    formats = [] if spec.tasks.format in (None, registry.DEFAULT) else [spec.tasks.format]
     asked = [
+        *(("spec.tasks.format", "task format", name) for name in formats),
         ("spec.handler", "handler", spec.handler),
         ("spec.agent.type", "agent", spec.agent.type),
         ("spec.agent.toolParser", "tool parser", spec.agent.tool_parser),

@@ -11,13 +11,20 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
+from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.task_formats.parquet_rows import MAGIC
+
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
+from rollyard_api.jobs import parquet_source
+from rollyard_api.jobs.parquet_source import first_bytes
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import Collector, TaskRow
 
 PARSERS: Final = 2
 """The number of threads that decompress and check. They never wait for anything."""
+CONVERTERS: Final = 2
+"""The number of processes that convert Parquet files at once. Other files wait within their time limit."""
 RETRY_SECONDS: Final = "1"
 
 
@@ -100,10 +107,16 @@ class TaskReader:
         self._external = _Slots(limits.external, limits.per_namespace)
         self._uploaded = _Slots(limits.uploads, limits.per_namespace)
         self._waiting = ThreadPoolExecutor(limits.external, thread_name_prefix="source")
+        self._converting = asyncio.Semaphore(CONVERTERS)
         self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")
 
-    async def read(self, url: str, namespace: str) -> list[TaskRow]:
-        """Return every task of a JSON-lines file behind a URL. The file may be compressed.
+    async def read(self, url: str, namespace: str, options: TaskSource | None = None) -> list[TaskRow]:
+        """Return the tasks of a file behind a URL: JSON lines, which may be compressed, or Parquet.
+
+        Args:
+            url: The URL as the job names it.
+            namespace: The namespace of the job.
+            options: The part of the job's spec with the format and the options.
 
         Raises:
             TasksNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
@@ -115,35 +128,60 @@ class TaskReader:
         if digest is not None:
             free = self._uploaded.take(namespace)
             try:
-                return await self._collect(url, self._uploads(namespace, digest), quote=True)
+                return await self._collect(url, self._uploads(namespace, digest), options, quote=True)
             finally:
                 free()
         source = self._allowed.source(url, namespace)
         blocking = Blocking(self._waiting, self._external.take(namespace))
         try:
-            return await self._collect(url, pieces(source, self._allowed, namespace, blocking), quote=False)
+            data = pieces(source, self._allowed, namespace, blocking)
+            return await self._collect(url, data, options, quote=False)
         finally:
             blocking.finish()
 
-    async def _collect(self, url: str, data: AsyncGenerator[bytes, None], *, quote: bool) -> list[TaskRow]:
+    async def _collect(
+        self, url: str, data: AsyncGenerator[bytes, None], options: TaskSource | None, *, quote: bool
+    ) -> list[TaskRow]:
         seconds, loop = self._limits.seconds, asyncio.get_running_loop()
         collector = Collector(
-            url, quote=quote, max_bytes=self._limits.file_bytes, deadline=time.monotonic() + seconds
+            url,
+            quote=quote,
+            max_bytes=self._limits.file_bytes,
+            deadline=time.monotonic() + seconds,
+            source=options,
         )
         try:
             async with asyncio.timeout(seconds), aclosing(data):
-                async for piece in data:
-                    collector.feed(piece)
-                    while not await loop.run_in_executor(self._parsers, collector.step):
-                        pass
-                collector.finish()
-                while not await loop.run_in_executor(self._parsers, collector.step):
-                    pass
-                return collector.rows()
+                start = await first_bytes(data)
+                if start.startswith(MAGIC):
+                    collector.count_rows()
+                    rows = parquet_source.lines(start, data, self._limits.file_bytes, self._parsers)
+                    async with self._converting, aclosing(rows):
+                        await self._feed(collector, rows)
+                else:
+                    await self._step(collector, start)
+                    await self._feed(collector, data)
+                return await loop.run_in_executor(self._parsers, collector.rows)
         except TimeoutError as error:
             raise _unreadable(url, f"it was not read within {seconds:g} seconds") from error
         except SourceUnreadable as error:
             raise _unreadable(url, str(error)) from error
+
+    async def _feed(self, collector: Collector, data: AsyncGenerator[bytes, None]) -> None:
+        if collector.full:
+            return
+        async for piece in data:
+            await self._step(collector, piece)
+            if collector.full:
+                return
+        collector.finish()
+        await self._step(collector)
+
+    async def _step(self, collector: Collector, piece: bytes | None = None) -> None:
+        if piece is not None:
+            collector.feed(piece)
+        while not await asyncio.get_running_loop().run_in_executor(self._parsers, collector.step):
+            pass
 
     def close(self) -> None:
         """Stop the threads without waiting for sources that hang."""

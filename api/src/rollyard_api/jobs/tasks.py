@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import orjson
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.task_list import (
     MAX_LINE_BYTES,
     MAX_PROBLEMS,
+    MAX_TASKS,
     TaskLines,
     TaskListError,
     parse_lines,
+    select,
 )
+from rollyard_crds.reading.task_selection import TaskSelection
+from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import Task
 
-from rollyard_api.core.codec import pack
+from rollyard_api.core.codec import pack, unpack
 from rollyard_api.core.decompression import Damaged, Lines, LineTooLong, TooLong
 from rollyard_api.core.problems import Invalid
 from rollyard_api.jobs.task_sources import FIELD, shown
 
 MAX_LINES: Final = 1_000_000
-"""The largest number of lines in one file, including blank lines."""
+"""The largest number of tasks and blank lines in one file. Repeated tasks that are left out do not count."""
 STEP_SECONDS: Final = 0.1
 
 
@@ -41,6 +46,31 @@ def row(task: Task) -> TaskRow:
     return TaskRow(task.id, pack(task.model_dump_json(exclude_none=True, exclude_defaults=True).encode()))
 
 
+def _renamed(task: TaskRow, name: str) -> TaskRow:
+    """Return the same task under another id."""
+    document = orjson.loads(unpack(task.packed))
+    return TaskRow(name, pack(orjson.dumps({**document, "id": name})))
+
+
+def selected(tasks: Sequence[Task], source: TaskSource) -> list[TaskRow]:
+    """Return the rows of inline tasks that the options of the job select, in their order.
+
+    Raises:
+        Invalid: An id cannot be used in several epochs, or the epochs make too many tasks.
+    """
+    selection: TaskSelection[Task] = TaskSelection(source)
+    try:
+        for place, task in enumerate(tasks):
+            problem = selection.problem(task.id)
+            if problem is not None:
+                raise TaskListError([f"spec.tasks.inline[{place}].{problem}"])
+            if not selection.repeated(task.model_dump(mode="json")):
+                selection.add(task.id, task)
+        return [row(task) for task in select(selection)]
+    except TaskListError as error:
+        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+
+
 class Collector:
     """A collector of the tasks of a JSON-lines file, which comes in pieces and may be `.gz`, `.bz2` or `.xz`.
 
@@ -49,15 +79,24 @@ class Collector:
         quote: Whether messages may quote the content of the file.
         max_bytes: The largest size of the file after decompression, in bytes.
         deadline: The time on the clock `time.monotonic` at which decompression stops.
+        source: The part of the job's spec with the format and the options.
+
+    Raises:
+        Invalid: The format is not installed.
     """
 
-    def __init__(self, url: str, *, quote: bool, max_bytes: int, deadline: float) -> None:
+    def __init__(
+        self, url: str, *, quote: bool, max_bytes: int, deadline: float, source: TaskSource | None = None
+    ) -> None:
         self._url = shown(url)
         self._max_bytes = max_bytes
         self._deadline = deadline
         self._lines = Lines(max_bytes, MAX_LINE_BYTES)
-        self._checked = TaskLines(quote=quote)
-        self._rows: list[TaskRow] = []
+        self._selection: TaskSelection[TaskRow] = TaskSelection(source)
+        try:
+            self._checked = TaskLines(quote=quote, source=source, selection=self._selection)
+        except TaskListError as error:
+            raise self._refused(error) from error
         self._waiting: Iterator[bytes] = iter(())
         self._count = 0
 
@@ -82,10 +121,13 @@ class Collector:
         turn = time.monotonic() + STEP_SECONDS
         try:
             for line in self._waiting:
-                self._count += 1
                 task = self._checked.add(line.decode())
                 if task is not None:
-                    self._rows.append(row(task))
+                    self._selection.add(task.id, row(task))
+                self._count += task is not None or not line.strip()
+                if self._selection.full:
+                    self._waiting = iter(())
+                    return True
                 if self._count > MAX_LINES:
                     raise TaskListError([f"holds more than {MAX_LINES} lines"])
                 now = time.monotonic()
@@ -108,17 +150,34 @@ class Collector:
 
         return True
 
+    def count_rows(self) -> None:
+        """Name rows instead of lines in messages: the lines were converted from a file that has none."""
+        self._checked.unit = "row"
+
+    @property
+    def full(self) -> bool:
+        """Whether the rest of the file need not be read."""
+        return self._selection.full
+
     def rows(self) -> list[TaskRow]:
-        """Return all tasks once everything has been checked.
+        """Return the tasks in their order once everything has been checked.
 
         Raises:
             Invalid: A line was refused, or there is no task. The whole list is refused in this case.
+            TimeoutError: The deadline has passed.
         """
         try:
             self._checked.end()
+            if len(self._selection) > MAX_TASKS:
+                raise TaskListError([f"its epochs make more than {MAX_TASKS} tasks"])
         except TaskListError as error:
             raise self._refused(error) from error
-        return self._rows
+        found = []
+        for epoch, name, kept in self._selection.chosen():
+            found.append(kept if epoch == 1 else _renamed(kept, name))
+            if time.monotonic() > self._deadline:
+                raise TimeoutError
+        return found
 
     def _refused(self, error: TaskListError) -> Invalid:
         problems = [f"{FIELD}: {self._url}: {problem}" for problem in error.problems]

@@ -113,7 +113,7 @@ def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) ->
 async def _tasks(plane: ControlPlane, job: RolloutJob) -> list[TaskRow]:
     source = job.spec.tasks
     if source.url is not None:
-        return await plane.task_reader.read(source.url, job.metadata.namespace)
+        return await plane.task_reader.read(source.url, job.metadata.namespace, source)
     if source.inline is not None:
         seen: dict[str, int] = {}
         for place, task in enumerate(source.inline):
@@ -121,7 +121,7 @@ async def _tasks(plane: ControlPlane, job: RolloutJob) -> list[TaskRow]:
                 text = f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]"
                 raise Invalid(text, reason="InvalidTasks", errors=[text])
             seen[task.id] = place
-        return [tasks.row(task) for task in source.inline]
+        return tasks.selected(source.inline, source)
     if source.config_map_ref is not None:
         text = (
             "spec.tasks.configMapRef: only a driver on Kubernetes reads ConfigMaps: apply the job there with "

@@ -15,17 +15,18 @@ import click
     multiple=True,
     required=True,
     type=click.Path(path_type=Path),
-    help="Manifest (YAML or JSON; several documents allowed) or task list (.jsonl, .jsonl.gz).",
+    help="Manifest (YAML or JSON; several documents allowed) or task list (.jsonl, .jsonl.gz, .parquet).",
 )
 @click.option("--handler", help="For a bare task list: check the tasks as this handler would.")
-def command(files: tuple[Path, ...], handler: str | None) -> None:
+@click.option("--format", "task_format", help="For a bare task list: its format, such as verl.")
+def command(files: tuple[Path, ...], handler: str | None, task_format: str | None) -> None:
     """Check manifests and the tasks that they name. Every fault is named; exit status 1 if there is one."""
     from rollyard.errors import InvalidInput
     from rollyard.jobs.manifests import check_file
 
     faults: list[str] = []
     for file in files:
-        report = check_file(file, handler)
+        report = check_file(file, handler, task_format)
         faults += [f"{file}: {problem}" for problem in report.problems]
         for line in report.good:
             click.echo(f"{file}: {line}")

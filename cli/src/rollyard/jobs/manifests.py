@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
+from pydantic import ValidationError
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
+from rollyard_crds.reading.manifest import describe
+from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.task_formats.parquet_rows import MAGIC, ParquetProblem, json_lines
+from rollyard_crds.task_formats.registry import DEFAULT
 
 from rollyard.errors import InvalidInput, LookupFailed
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_PROBLEMS = 20
+SHOWN_TASKS = 2
+"""The number of mapped tasks that `rollyard validate` shows."""
+SHOWN_CHARACTERS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +71,26 @@ def local_path(url: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def read_tasks(path: Path) -> list[Task]:
-    """Return the tasks of a file with JSON lines, which may be compressed (`.gz`).
+def read_tasks(path: Path, source: TaskSource | None = None) -> list[Task]:
+    """Return the tasks of a file with JSON lines, which may be compressed (`.gz`), or of a Parquet file.
+
+    Args:
+        path: The file.
+        source: The part of a job's spec with the format and the options.
 
     Raises:
         LookupFailed: There is no such file.
         TaskListError: A line is malformed. The message names its number and field.
     """
     try:
+        with path.open("rb") as binary:
+            if binary.read(len(MAGIC)) == MAGIC:
+                binary.seek(0)
+                return parse_lines(json_lines(binary), source, unit="row")
         with text_file(path) as file:
-            return parse_lines(file)
+            return parse_lines(file, source)
+    except ParquetProblem as error:
+        raise TaskListError([str(error)]) from error
     except OSError as error:
         raise LookupFailed(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -97,15 +115,21 @@ def entry_point_problems(job: RolloutJob) -> list[str]:
         ("spec.handler", "handlers", job.spec.handler),
         ("spec.agent.type", "agents", job.spec.agent.type),
         ("spec.agent.toolParser", "tool_parsers", job.spec.agent.tool_parser),
+        *(("spec.tasks.format", "task_formats", name) for name in _formats_of(job)),
         *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(job.spec.agent.tools)),
     ]
     problems = []
     for field, group, name in wanted:
         installed = names_of(group)
         if name not in installed:
-            kind = group.rstrip("s").replace("_", "-")
+            kind = group.removesuffix("s").replace("_", "-")
             problems.append(f"{field}: no {kind} {name!r} is installed; installed: {', '.join(installed)}")
     return problems
+
+
+def _formats_of(job: RolloutJob) -> list[str]:
+    name = job.spec.tasks.format
+    return [] if name is None or name == DEFAULT else [name]
 
 
 def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
@@ -137,7 +161,7 @@ def check_job(job: RolloutJob) -> CheckReport:
         tasks = source.inline
     elif path is not None:
         try:
-            tasks = read_tasks(path)
+            tasks = read_tasks(path, source)
         except TaskListError as error:
             return CheckReport(problems=(*problems, *(f"{path}: {problem}" for problem in error.problems)))
         except LookupFailed as error:
@@ -150,24 +174,43 @@ def check_job(job: RolloutJob) -> CheckReport:
         counted = f"tasks in the ConfigMap {source.config_map_ref.name!r}"
     else:
         counted = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
-    return CheckReport(good=(f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)",))
+    mapped = shown_tasks(tasks) if source.format not in (None, DEFAULT) else ()
+    valid = f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)"
+    return CheckReport(good=(valid, *mapped))
 
 
-def check_file(path: Path, handler: str | None = None) -> CheckReport:
+def shown_tasks(tasks: list[Task]) -> tuple[str, ...]:
+    """Return a line for each of the first tasks that a format has made of rows: its JSON, shortened."""
+    lines = []
+    for task in tasks[:SHOWN_TASKS]:
+        text = task.model_dump_json(exclude_none=True, exclude_defaults=True)
+        lines.append(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
+    return tuple(lines)
+
+
+def check_file(path: Path, handler: str | None = None, task_format: str | None = None) -> CheckReport:
     """Check a manifest file or a task list, depending on the file's name.
+
+    Args:
+        path: The file.
+        handler: The name of the handler that checks the tasks of a task list.
+        task_format: The format of a task list; the default is `rollyard`.
 
     Raises:
         LookupFailed: There is no such file.
     """
-    if path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson")):
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson", ".parquet")):
         try:
-            tasks = read_tasks(path)
+            tasks = read_tasks(path, TaskSource(url=path.name, format=task_format))
+        except ValidationError as error:
+            return CheckReport(problems=tuple(describe(error)))
         except TaskListError as error:
             return CheckReport(problems=tuple(error.problems))
         problems = handler_problems(handler, tasks) if handler else []
         if problems:
             return CheckReport(problems=tuple(problems))
-        return CheckReport(good=(f"{len(tasks)} tasks are valid",))
+        mapped = shown_tasks(tasks) if task_format not in (None, DEFAULT) else ()
+        return CheckReport(good=(f"{len(tasks)} tasks are valid", *mapped))
     try:
         manifests = read_manifests(path)
     except InvalidInput as error:

@@ -50,6 +50,10 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
         raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
 
 
+_AS_READ: dict[str, None] = dict.fromkeys(("url", "format", "deduplicate", "shuffle", "limit", "epochs"))
+"""The fields that are left out where the selected tasks themselves are sent, in their order."""
+
+
 def _with(job: RolloutJob, **source: object) -> RolloutJob:
     tasks = job.spec.tasks.model_copy(update=source)
     return job.model_copy(update={"spec": job.spec.model_copy(update={"tasks": tasks})})
@@ -76,7 +80,7 @@ def _to_older(client: Client, job: RolloutJob, path: Path) -> tuple[RolloutJob, 
     except (Conflict, Invalid) as error:
         if not _file_unseen(error):
             raise
-        tasks = read_tasks(path)
+        tasks = read_tasks(path, job.spec.tasks)
         if len(tasks) > MAX_INLINE_TASKS:
             raise InvalidInput(
                 f"spec.tasks.url: the control plane does not see {path}, and its {len(tasks)} tasks are more "
@@ -84,6 +88,6 @@ def _to_older(client: Client, job: RolloutJob, path: Path) -> tuple[RolloutJob, 
                 "plane reads it (a volume, https://, s3://), or push the tasks to a job with 'stream: true'"
             ) from error
         try:
-            return client.submit(_with(job, url=None, inline=tasks)), path
+            return client.submit(_with(job, **_AS_READ, inline=tasks)), path
         except Conflict:
             raise error from None

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from pydantic import ValidationError
 
 from rollyard_crds.reading.manifest import describe
+from rollyard_crds.reading.task_selection import TaskSelection
+from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import Task
+from rollyard_crds.task_formats.ids import task_id
+from rollyard_crds.task_formats.interface import Row, RowRefused
+from rollyard_crds.task_formats.registry import DEFAULT, FormatUnknown, task_format
 
 MAX_LINE_BYTES = 8 << 20
 MAX_PROBLEMS = 20
+MAX_TASKS = 1_000_000
+"""The largest number of tasks of one list, with their epochs."""
 
 
 class TaskListError(ValueError):
@@ -30,10 +38,30 @@ class TaskLines:
     Args:
         quote: whether faults may show what a line holds. Where they may not, they name the line, the
             fields that every task has, and nothing else.
+        source: the part of the job's spec with the format and the options; the tasks are of the format
+            `rollyard` without it.
+        selection: drops repeated tasks, and knows which ids may be used.
+
+    Raises:
+        TaskListError: the format is not installed.
     """
 
-    def __init__(self, *, quote: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        quote: bool = True,
+        source: TaskSource | None = None,
+        selection: TaskSelection[Any] | None = None,
+    ) -> None:
         self._quote = quote
+        self.unit = "line"
+        """What the numbers in messages count."""
+        self._selection = selection
+        name = source.format if source is not None else None
+        try:
+            self._format = None if name in (None, DEFAULT) else task_format(name)
+        except FormatUnknown as error:
+            raise TaskListError([f"format: {error}"]) from error
         self._seen: dict[str, int] = {}
         self._problems: list[str] = []
         self._number = 0
@@ -48,14 +76,14 @@ class TaskLines:
         if not line.strip():
             return None
         problems, task = self._read(line)
-        self._problems += [f"line {self._number}: {problem}" for problem in problems]
+        self._problems += [f"{self.unit} {self._number}: {problem}" for problem in problems]
         if len(self._problems) >= MAX_PROBLEMS:
             raise TaskListError(self._problems[:MAX_PROBLEMS])
         return task
 
     def refuse(self, problem: str) -> TaskListError:
         """Return the error to raise where no line after the next can be read. Earlier faults come first."""
-        self._problems.append(f"line {self._number + 1}: {problem}")
+        self._problems.append(f"{self.unit} {self._number + 1}: {problem}")
         return TaskListError(self._problems[:MAX_PROBLEMS])
 
     def end(self) -> None:
@@ -79,25 +107,65 @@ class TaskLines:
         if not isinstance(document, dict):
             what = f", not {type(document).__name__}" if self._quote else ""
             return [f"must be a JSON object{what}"], None
+        if self._format is not None:
+            try:
+                document = self._format.task(Row(document, self._number))
+            except RowRefused as error:
+                return [str(error)], None
+            except Exception as error:
+                # Formats of other packages may fail in their own ways. A row must not fail the whole request.
+                return [f"the format cannot read it ({type(error).__name__})"], None
+            document.setdefault("id", task_id(self._number))
+        if self._selection is not None and self._selection.repeated(document):
+            return [], None
         try:
             task = Task.model_validate(document)
         except ValidationError as error:
             return describe(error, model=Task, quote=self._quote), None
         if task.id in self._seen:
-            return [
-                f"id: {repr(task.id) if self._quote else 'it'} stands already on line {self._seen[task.id]}"
-            ], None
+            shown = repr(task.id) if self._quote else "it"
+            return [f"id: {shown} stands already on {self.unit} {self._seen[task.id]}"], None
+        problem = None if self._selection is None else self._selection.problem(task.id)
+        if problem is not None:
+            return [problem], None
         self._seen[task.id] = self._number
         return [], task
 
 
-def parse_lines(lines: Iterable[str]) -> list[Task]:
-    """Return all tasks of a JSON-lines text. Blank lines are skipped.
+def parse_lines(lines: Iterable[str], source: TaskSource | None = None, *, unit: str = "line") -> list[Task]:
+    """Return the tasks of a JSON-lines text, in the order of their rollouts. Blank lines are skipped.
+
+    Args:
+        lines: the text's lines.
+        source: the part of a job's spec with the format and the options. Lines after the last task that a
+            limit leaves are not read.
+        unit: what the numbers in messages count.
 
     Raises:
         TaskListError: a line is malformed (up to 20 faults are listed), or there is no task.
     """
-    reader = TaskLines()
-    tasks = [task for line in lines if (task := reader.add(line)) is not None]
+    selection: TaskSelection[Task] = TaskSelection(source)
+    reader = TaskLines(source=source, selection=selection)
+    reader.unit = unit
+    for line in lines:
+        task = reader.add(line)
+        if task is not None:
+            selection.add(task.id, task)
+        if selection.full:
+            break
     reader.end()
-    return tasks
+    return select(selection)
+
+
+def select(selection: TaskSelection[Task]) -> list[Task]:
+    """Return the selected tasks, each under its id in its epoch.
+
+    Raises:
+        TaskListError: they are more than a job may have.
+    """
+    if len(selection) > MAX_TASKS:
+        raise TaskListError([f"its epochs make more than {MAX_TASKS} tasks"])
+    return [
+        task if epoch == 1 else task.model_copy(update={"id": name})
+        for epoch, name, task in selection.chosen()
+    ]

@@ -196,7 +196,7 @@ class JobLoop(ObjectLoop):
             where = f"spec.tasks.configMapRef.key: ConfigMap {source.name!r} has no key {source.key!r}"
             raise Refused("ConfigMapKeyNotFound", f"{where}; its keys: {keys}")
         try:
-            return await asyncio.to_thread(parse_lines, str(lines).splitlines())
+            return await asyncio.to_thread(parse_lines, str(lines).splitlines(), job.spec.tasks)
         except TaskListError as error:
             raise Refused(error.reason, f"ConfigMap {source.name!r}, {source.key}: {error}") from error
 

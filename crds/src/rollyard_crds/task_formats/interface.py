@@ -1,0 +1,109 @@
+"""The base class of task formats, and the row that they read: fields of the expected type, or an error."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final
+
+_KINDS: Final = {str: "a text", dict: "an object", list: "a list", int: "a whole number"}
+MAX_NESTED_BYTES: Final = 8 << 20
+"""The largest JSON text within a field, in bytes."""
+
+
+class RowRefused(ValueError):
+    """A row that is no task of its format. The message names a field and never shows the row's content."""
+
+    reason = "InvalidTasks"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+
+
+class Row:
+    """One row of a data set.
+
+    Args:
+        values: The columns by name.
+        number: The number of the row; the first is 1.
+        field: The path of this object within the row, for messages. It is empty for the row itself.
+    """
+
+    def __init__(self, values: Mapping[str, Any], number: int, field: str = "") -> None:
+        self.values = values
+        self.number = number
+        self._field = field
+
+    def name(self, key: str) -> str:
+        """Return the path of a field, as messages show it."""
+        return f"{self._field}.{key}" if self._field else key
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a text that is not empty, or the default where the field is absent.
+
+        Raises:
+            RowRefused: The field is absent and has no default, is empty, or is no text.
+        """
+        found = self._of(key, str, default)
+        if found == "" and default is None:
+            raise RowRefused(self.name(key), "must not be empty")
+        return str(found)
+
+    def items(self, key: str) -> list[Any]:
+        """Return a list, which may be written as a JSON text.
+
+        Raises:
+            RowRefused: The field is absent, or is no list.
+        """
+        value = self.values.get(key)
+        if isinstance(value, str):
+            value = self._json(key, value)
+        return list(self._of(key, list, None, value))
+
+    def row(self, key: str, *, optional: bool = False) -> Row:
+        """Return an object as a row of its own, which may be written as a JSON text.
+
+        Raises:
+            RowRefused: The field is no object, or is absent and not optional.
+        """
+        value = self.values.get(key)
+        if isinstance(value, str):
+            value = self._json(key, value)
+        if value is None and optional:
+            value = {}
+        return Row(self._of(key, dict, None, value), self.number, self.name(key))
+
+    def _json(self, key: str, text: str) -> Any:
+        if len(text) > MAX_NESTED_BYTES:
+            raise RowRefused(self.name(key), f"is longer than {MAX_NESTED_BYTES} bytes")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RowRefused(self.name(key), "is a text that is no JSON") from error
+
+    def _of(self, key: str, kind: type, default: Any, value: Any = None) -> Any:
+        value = self.values.get(key) if value is None else value
+        if value is None:
+            if default is None:
+                raise RowRefused(self.name(key), "is missing")
+            return default
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise RowRefused(self.name(key), f"must be {_KINDS[kind]}")
+        return value
+
+
+class TaskFormat(ABC):
+    """The base of task formats.
+
+    Implement `task` and name the class in the entry point group `rollyard.task_formats`. An instance is made
+    without arguments for each task list, and serves only that one.
+    """
+
+    @abstractmethod
+    def task(self, row: Row) -> dict[str, Any]:
+        """Return the fields of the task that a row describes. Without an `id`, the row's number is its id.
+
+        Raises:
+            RowRefused: The row is no task of this format.
+        """

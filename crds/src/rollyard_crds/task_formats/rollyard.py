@@ -1,0 +1,15 @@
+"""The format `rollyard`: a row is a task already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollyard_crds.task_formats.interface import Row, TaskFormat
+
+
+class RollyardFormat(TaskFormat):
+    """Returns rows as they are."""
+
+    def task(self, row: Row) -> dict[str, Any]:
+        """Return the row itself."""
+        return dict(row.values)

@@ -1,0 +1,109 @@
+"""Task files in other formats, as uploads: JSON lines and Parquet, through the control plane's reader."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import orjson
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+from rollyard_api.core.codec import unpack
+from rollyard_api.core.problems import Invalid
+from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
+from rollyard_api.jobs.task_sources import AllowList
+from rollyard_crds.rolloutjob import TaskSource
+
+BLOB = f"blob:sha256:{'0' * 64}"
+PIECE = 700
+
+
+def row(i: int, **change: Any) -> dict[str, Any]:
+    return {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": f"{i}?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"split": "train", "index": i},
+        **change,
+    }
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(each) + "\n" for each in rows).encode()
+
+
+def in_parquet(rows: list[dict[str, Any]]) -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist(rows), file, row_group_size=100)
+    return file.getvalue()
+
+
+async def read(data: bytes, limits: TaskFileLimits | None = None, **options: Any) -> list[dict[str, Any]]:
+    taken = 0
+
+    async def upload(_namespace: str, _sha256: str) -> AsyncGenerator[bytes, None]:
+        nonlocal taken
+        for taken in range(0, len(data), PIECE):
+            yield data[taken : taken + PIECE]
+
+    reader = TaskReader(AllowList.of([]), limits or TaskFileLimits(), upload)
+    try:
+        source = TaskSource.model_validate({"url": BLOB, "format": "verl", **options})
+        rows = await reader.read(BLOB, "default", source)
+    finally:
+        reader.close()
+    found = [orjson.loads(unpack(each.packed)) for each in rows]
+    assert [task["id"] for task in found] == [each.id for each in rows]
+    return found
+
+
+@pytest.mark.parametrize("form", [jsonl, in_parquet, lambda rows: gzip.compress(jsonl(rows))])
+async def test_every_form_gives_the_same_tasks(form: Any) -> None:
+    found = await read(form([row(i) for i in range(250)]))
+    assert [task["answer"] for task in found] == [str(i) for i in range(250)]
+    assert found[3]["id"] == "gsm8k/train/3"
+
+
+@pytest.mark.parametrize(("form", "unit"), [(jsonl, "line"), (in_parquet, "row")])
+async def test_a_refused_row(form: Any, unit: str) -> None:
+    rows = [row(0), row(1), row(2, reward_model={"style": "rule", "ground_truth": None})]
+    with pytest.raises(Invalid, match=rf"{unit} 3: reward_model\.ground_truth: is missing"):
+        await read(form(rows))
+
+
+@pytest.mark.parametrize("form", [jsonl, in_parquet])
+async def test_options_select_tasks_and_repeat_them(form: Any) -> None:
+    data = form([row(i % 40, extra_info={"split": "train", "index": i % 40}) for i in range(400)])
+    found = await read(data, deduplicate=True, shuffle={"seed": 3}, limit=8, epochs=2)
+    assert len(found) == len({task["id"] for task in found}) == 16
+    assert sorted(task["answer"] for task in found[:8]) == sorted(task["answer"] for task in found[8:])
+    assert found[8]["id"].endswith(":epoch2")
+
+
+async def test_rows_after_the_limit_are_not_read() -> None:
+    assert len(await read(jsonl([row(0), row(1)]) + b"{broken", limit=2)) == 2
+
+
+async def test_a_parquet_file_longer_than_allowed() -> None:
+    data = in_parquet([row(i) for i in range(250)])
+    with pytest.raises(Invalid, match="it is longer than 2000 bytes"):
+        await read(data, TaskFileLimits(file_bytes=2000))
+
+
+async def test_a_parquet_file_that_is_not_read_in_time() -> None:
+    with pytest.raises(Invalid, match=r"not read within 0\.01 seconds"):
+        await read(in_parquet([row(0)]), TaskFileLimits(seconds=0.01))
+
+
+async def test_a_damaged_parquet_file() -> None:
+    with pytest.raises(Invalid, match="the Parquet file is damaged"):
+        await read(in_parquet([row(0)])[:-6])
+
+
+async def test_a_format_that_is_not_installed() -> None:
+    with pytest.raises(Invalid, match="no task format 'arc' is installed"):
+        await read(jsonl([row(0)]), format="arc")

@@ -1,0 +1,120 @@
+"""Rows of other data sets become tasks, and what is no row is refused by number and field."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollyard_crds import Task, TaskListError, parse_lines
+from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.task_formats import TaskFormat, registry
+from rollyard_crds.task_formats.ids import task_id
+from rollyard_crds.task_formats.parquet_rows import ParquetProblem, json_lines
+
+VERL: dict[str, Any] = {
+    "data_source": "math dapo/17k",
+    "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "1 + 1?"}],
+    "ability": "MATH",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+def mapped(rows: list[dict[str, Any]], name: str, **options: Any) -> list[Task]:
+    source = TaskSource.model_validate({"url": "x", "format": name, **options})
+    return parse_lines([json.dumps(row) for row in rows], source)
+
+
+def test_a_verl_row() -> None:
+    (task,) = mapped([VERL], "verl")
+    assert task.id == "math_20_dapo_2f_17k/train/7"
+    assert [(m.role, m.content) for m in task.chat()] == [("system", ""), ("user", "1 + 1?")]
+    assert task.answer == "2"
+    assert task.metadata["data_source"] == "math dapo/17k"
+    assert task.metadata["extra_info"] == {"split": "train", "index": 7}
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [(72, "72"), (0.5, "0.5"), ('["\\\\frac12"]', "\\frac12"), ("[0, 1)", "[0, 1)"), ("[1, 2]", "[1, 2]")],
+)
+def test_ground_truths_of_verl(truth: Any, answer: str) -> None:
+    (task,) = mapped([{**VERL, "reward_model": json.dumps({"ground_truth": truth})}], "verl")
+    assert task.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"prompt": "1 + 1?"}, "prompt: is a text that is no JSON"),
+        ({"prompt": ["x"]}, r"prompt\[0\]: must be an object with role and content"),
+        ({"prompt": [{"role": "judge", "content": "x"}]}, r"messages\[0\].role: "),
+        ({"prompt": []}, "prompt: must not be empty"),
+        ({"reward_model": {}}, "reward_model.ground_truth: is missing"),
+        ({"reward_model": {"ground_truth": '["1", "2"]'}}, "reward_model.ground_truth: must be one answer"),
+        ({"data_source": None}, "data_source: is missing"),
+        ({"data_source": 3}, "data_source: must be a text"),
+        ({"extra_info": [1]}, "extra_info: must be an object"),
+    ],
+)
+def test_a_refused_row_is_named_by_number_and_field(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TaskListError, match=f"^line 2: {problem}"):
+        mapped([VERL, {**VERL, **change}], "verl")
+
+
+def test_a_row_without_an_id_has_its_number() -> None:
+    rows = [{**VERL, "extra_info": None, "prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(3)]
+    assert [task.id for task in mapped(rows, "verl")] == ["1", "2", "3"]
+
+
+parts = st.lists(st.text(max_size=40), min_size=1, max_size=4)
+
+
+@given(parts, parts)
+def test_ids_are_valid_and_differ(one: list[str], other: list[str]) -> None:
+    assert Task(id=task_id(*one), prompt="?").id == task_id(*one)
+    assert (task_id(*one) == task_id(*other)) == (one == other)
+
+
+def test_long_ids_differ() -> None:
+    assert len({task_id("x" * 300 + end) for end in ("", "y", "/")}) == 3
+
+
+def test_a_format_that_is_not_installed() -> None:
+    with pytest.raises(TaskListError, match=r"format: no task format 'arc' is installed; installed: .*verl"):
+        mapped([VERL], "arc")
+
+
+def test_a_format_that_fails_refuses_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(TaskFormat):
+        def task(self, row: Any) -> dict[str, Any]:
+            raise KeyError(row.values["data_source"])
+
+    monkeypatch.setattr("rollyard_crds.reading.task_list.task_format", lambda _name: Broken())
+    with pytest.raises(TaskListError, match=r"^line 1: the format cannot read it \(KeyError\)$"):
+        mapped([VERL], "verl")
+
+
+def test_the_default_format_needs_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    assert len(parse_lines(['{"id": "a", "prompt": "?"}'], TaskSource(url="x"))) == 1
+
+
+def test_parquet_gives_the_same_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    rows = [{**VERL, "extra_info": {"split": "train", "index": i}} for i in range(200)]
+    parquet.write_table(arrow.Table.from_pylist(rows), file)
+    source = TaskSource(url="x", format="verl")
+    found = parse_lines(json_lines(io.BytesIO(file.getvalue())), source, unit="row")
+    assert found == mapped(rows, "verl")
+    with pytest.raises(ParquetProblem, match="damaged"):
+        list(json_lines(io.BytesIO(file.getvalue()[:-9])))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ParquetProblem, match=r"pip install 'rollyard\[parquet\]'"):
+        list(json_lines(io.BytesIO(file.getvalue())))

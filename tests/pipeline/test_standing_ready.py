@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_pipeline.command_line import assigned_options, parse
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneRefused, OptionError
+from rollyard_pipeline.program import NODE_UNUSABLE
 from rollyard_pipeline.worker.standing_ready import assignment_of
 from rollyard_pipeline.worker.stop_signals import StopSignals
 
@@ -120,3 +122,16 @@ def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: 
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.real
+def test_on_a_node_without_sandboxes_it_ends_before_a_job_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    env = {**os.environ, "PATH": str(tmp_path)}
+    # The path of a socket is short, and the test's own folder may not be.
+    with tempfile.TemporaryDirectory(prefix="ry-") as short:
+        given = ["--token-file", str(tmp_path / "token"), "--run-dir", short]
+        command = [sys.executable, "-m", "rollyard_pipeline", *READY, *given, "--sandbox", "bubblewrap"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == NODE_UNUSABLE, done.stderr
+    assert "BubblewrapMissing" in done.stderr

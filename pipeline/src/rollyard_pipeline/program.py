@@ -106,8 +106,13 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
     with StopSignals() as signals:
         token = read_token(options.token_file)
         if options.ready is not None:
-            assignment = await signals.wait(_assignment(options, token, ready))
+            try:
+                assignment = await signals.wait(_assignment(options, token, ready))
+            except BaseException:
+                await ready.aclose()
+                raise
             if assignment is None:
+                await ready.aclose()
                 return 0
             options, token = assigned_options(options, assignment), assignment.token
             stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
@@ -132,14 +137,20 @@ async def _assignment(options: argparse.Namespace, token: str, ready: Readiness)
     """Stand ready, and return the assignment once there is one.
 
     Raises:
+        PipelineError: This node cannot start sandboxes.
         ControlPlaneRefused: The token is not that of this ready worker, or it is spent.
     """
     # Workers that have their job from the start do without this import.
     from rollyard_pipeline.worker import standing_ready
 
     await asyncio.to_thread(standing_ready.import_all)
-    with contextlib.suppress(Exception):  # The worker tries again, and reports the error.
-        await asyncio.to_thread(ready.extensions.load_own)
+    if options.sandbox == PROVIDER:
+        with contextlib.suppress(Exception):  # The worker tries again, and reports the error.
+            await asyncio.to_thread(ready.extensions.load_own)
+    else:
+        trouble = await ready.prepare(_provider_settings(options))
+        if isinstance(trouble, PipelineError) and trouble.of_node:
+            raise trouble  # No job is to find out that this node is of no use.
     async with RestControlPlane(options.url, token) as control:
         driver = options.sandbox if options.sandbox == PROVIDER else ""
         return await standing_ready.assignment_of(control, options.namespace, options.ready, driver)

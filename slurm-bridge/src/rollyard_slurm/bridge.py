@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 from rollyard_client.unixsocket import LONGEST_PATH
 from rollyard_crds.security.job_token import job_token
+from rollyard_crds.security.ready_token import ready_token
 from rollyard_drivers.host.child import sweep
 from rollyard_drivers.host.control_plane import (
     ControlPlaneProcess,
@@ -54,6 +55,7 @@ from rollyard_slurm.options import (
 from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.scheduling.poll_interval import PollInterval
 from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE
 from rollyard_slurm.submissions.workloads import SlurmWorkloads
 
 TURN_SECONDS = 0.5
@@ -188,8 +190,11 @@ class Bridge:
                 known_next["rest"] = options.profile.rest.model_dump(exclude_none=True)
             write_json(self._home.root / "bridge.json", known_next)
             site = self._site(instance, url)
-            token_of, wake = self._token_of(plane), self._wake.set
-            workloads = SlurmWorkloads(site, self._calls, http, token_of, wake, self._say)
+            token_of, wake = token_maker(plane.token), self._wake.set
+            workloads = SlurmWorkloads(
+                *(site, self._calls, http, token_of, wake, self._say),
+                namespaces=options.namespaces or (DEFAULT_NAMESPACE,),
+            )
             token = plane.token("driver" if options.join else "admin")
             store = self._make_store(plane.url, token, trusted)
             for pool in options.pools:
@@ -210,7 +215,7 @@ class Bridge:
             )
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
-                turning = group.create_task(self._loop(driver, workloads), name="reconcile")
+                turning = group.create_task(self._loop(driver, workloads, store), name="reconcile")
                 watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
                 watching.cancel()
@@ -290,11 +295,7 @@ class Bridge:
                 raise StartFailed(f"{folder} cannot be made: {error.strerror}") from error
         return site
 
-    def _token_of(self, plane: HostedControlPlane) -> Callable[[Owner], str]:
-        """Returns a function that makes the token of the workers of one RolloutJob."""
-        return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
-
-    async def _loop(self, driver: Driver, workloads: SlurmWorkloads) -> None:
+    async def _loop(self, driver: Driver, workloads: SlurmWorkloads, store: Store) -> None:
         """Polls Slurm, makes passes of the driver and removes old logs, until it is cancelled."""
         interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
         trouble = ""
@@ -309,6 +310,7 @@ class Bridge:
                     interval.polled(clock(), workloads.changed, not workloads.jobs, bool(workloads.trouble))
                 if workloads.ready:
                     await driver.run_pass(now)
+                    await workloads.keep_ready(now, store.offer)
                     await workloads.act(now)
                 if clock() - pruned > logs.EVERY_SECONDS:
                     pruned = clock()
@@ -332,6 +334,21 @@ class Bridge:
             if left:
                 numbers = ", ".join(str(one) for one in left)
                 self._say(f"Slurm has not ended these jobs yet: {numbers}; `scancel` was sent")
+
+
+def token_maker(token: Callable[[str], str]) -> Callable[[Owner], str]:
+    """Returns a function that makes the token of the workers of one RolloutJob, or of a ready worker.
+
+    Args:
+        token: A function that returns the token of a role.
+    """
+
+    def token_of(owner: Owner) -> str:
+        if owner.kind == "ReadyWorker":
+            return ready_token(token("worker"), owner.namespace, owner.name)
+        return job_token(token("worker"), owner.namespace, owner.name, owner.uid)
+
+    return token_of
 
 
 async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[int]:

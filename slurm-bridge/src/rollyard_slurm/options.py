@@ -92,7 +92,9 @@ def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
     They contain a hash of the settings of the site. Slurm jobs that run with another hash are replaced.
     """
     parts: tuple[object, ...] = (site.url, site.sandbox, site.sandbox_options, site.python)
-    parts += (site.profile.model_dump_json(), *([] if site.ca_file is None else [str(site.ca_file)]))
+    # The number of ready workers changes nothing in a script.
+    parts += (site.profile.model_dump_json(exclude={"workers": {"ready"}}),)
+    parts += () if site.ca_file is None else (str(site.ca_file),)
     return Profile(
         node_workers=True,
         max_active_jobs=max_jobs,

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from rollyard_client.unixsocket import socket_url
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_drivers.reconcile.job import job_workloads
+from rollyard_drivers.reconcile.plan import Workload
 from rollyard_drivers.reconcile.pool import pool_workloads
 
 from rollyard_slurm.calls.command_line import environment
@@ -19,6 +20,7 @@ from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, re
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import BatchScript, batch_script
 from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE, ready_workload
 
 
 def sample_job() -> RolloutJob:
@@ -36,7 +38,7 @@ def _url(options: BridgeOptions) -> str:
 
 
 def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[BatchScript]:
-    """Returns the batch script of each worker and backend of some jobs and pools.
+    """Returns the batch script of each worker and backend of some jobs and pools, and of ready workers.
 
     Sample values stand for what is not known yet, such as a port.
     """
@@ -55,11 +57,15 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
         workloads = (
             job_workloads(thing, profile) if isinstance(thing, RolloutJob) else pool_workloads(thing, profile)
         )
-        made += [
-            batch_script(one, site, SlurmJobIdentity.of(one, site.instance, "000000000000", 0))
-            for one in workloads
-        ]
+        made += [_batch(one, site) for one in workloads]
+    if options.profile.workers.ready:
+        namespaces = options.namespaces or (DEFAULT_NAMESPACE,)
+        made += [_batch(ready_workload(one, "ready-0000000000000000", site), site) for one in namespaces]
     return made
+
+
+def _batch(workload: Workload, site: Site) -> BatchScript:
+    return batch_script(workload, site, SlurmJobIdentity.of(workload, site.instance, "000000000000", 0))
 
 
 async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:

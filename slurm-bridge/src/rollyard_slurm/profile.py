@@ -129,6 +129,11 @@ class WorkersProfile(JobProfile):
     The default is a worker's places for Run and Eval and twice its places for Init. With this number, the
     next sandboxes are ready early.
     """
+    ready: Annotated[int, Field(ge=0, le=100)] = 0
+    """The number of workers that stand ready as Slurm jobs of their own until a new RolloutJob takes them.
+
+    They stand in each namespace that the bridge names, or else in the namespace `default`.
+    """
 
 
 class BackendsProfile(JobProfile):

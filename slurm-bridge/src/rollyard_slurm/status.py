@@ -31,16 +31,32 @@ async def overview(home: Home) -> list[str]:
         listed = await calls.queue()
     except SlurmError as error:
         return [*lines, f"jobs     not known: {error}"]
+    given = _given(home)
     rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
     for job in listed:
         who = SlurmJobIdentity.parse(job.comment)
         if who is None or who.instance != known["instance"]:
             continue
         left = "-" if job.left is None else f"{job.left / 60:.0f} min"
-        rows.append((str(job.id), job.state, left, job.nodes or job.reason, who.owner, who.workload))
+        owner, workload = given.get(who.launch, (who.owner, who.workload))
+        rows.append((str(job.id), job.state, left, job.nodes or job.reason, owner, workload))
     if len(rows) == 1:
         return [*lines, "jobs     none"]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return lines + [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def _given(home: Home) -> dict[str, tuple[str, str]]:
+    """Returns the owners and workloads of the jobs that stood ready, keyed by their launches.
+
+    The comments of these jobs still say that they belong to no RolloutJob.
+    """
+    given = {}
+    for path in (home.root / "submissions").glob("*.json"):
+        record = read_json(path) or {}
+        if record.get("ready"):
+            kind, namespace, name, _ = record["workload"]["owner"]
+            given[path.stem] = (f"{kind.lower()}/{namespace}/{name}", record["workload"]["name"])
+    return given

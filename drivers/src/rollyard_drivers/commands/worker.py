@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from rollyard_drivers.reconcile.plan import Workload
+from rollyard_drivers.reconcile.plan import Owner, Workload
 
 WORKER_MODULE = ("-m", "rollyard_pipeline")
 """The arguments that select the module for Python to run."""
@@ -21,6 +21,18 @@ def worker_arguments(workload: Workload, url: str, token_file: str | PurePath) -
         token_file: The path of the file with the token of the worker's job, as the worker sees it.
     """
     return ("--url", url, "--token-file", str(token_file), *work_arguments(workload))
+
+
+def ready_arguments(owner: Owner, url: str, token_file: str | PurePath) -> tuple[str, ...]:
+    """Return the arguments of a worker that stands ready until a job of its namespace is assigned to it.
+
+    Args:
+        owner: The ready worker, which names itself and its namespace.
+        url: The base URL of the control plane, as the worker reaches it.
+        token_file: The path of the file with the token of the ready worker, as the worker sees it.
+    """
+    given = ("--url", url, "--token-file", str(token_file), "--namespace", owner.namespace)
+    return (*given, "--ready", owner.name)
 
 
 def work_arguments(workload: Workload) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
 
 from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.loop.deaths import Deaths
@@ -63,6 +63,12 @@ class Store(Protocol):
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
         """Report the death of a worker, so that its leases return at once."""
+
+    async def offer(self, offered: AssignmentOffer) -> str:
+        """Offer a job to a worker that stands ready, and return why the worker cannot have it, or nothing.
+
+        A job that is over is no reason, because its workers are stopped anyway.
+        """
 
     async def create_pool(self, pool: BackendPool) -> None:
         """Create a pool."""

@@ -18,9 +18,10 @@ from rollyard_crds import (
     RolloutJob,
     RolloutJobStatus,
 )
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
 
 from rollyard_drivers.loop.driver import StoreTrouble
+from rollyard_drivers.reconcile.ready_workers import JOB_OVER
 
 T = TypeVar("T")
 
@@ -78,6 +79,20 @@ class RestStore:
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
         """Report the death of a worker, so that its leases return at once."""
         return await self._ask(self._client.worker_died(report))
+
+    async def offer(self, offered: AssignmentOffer) -> str:
+        """Offer a job to a worker that stands ready, and return why the worker cannot have it, or nothing.
+
+        A job that is over is no reason, because its workers are stopped anyway.
+        """
+        try:
+            await self._client.offer(offered)
+        except RollyardError as error:
+            said = f"{error.reason}: {error}"
+            if error.status is None or error.status >= 500 or error.status == 429:
+                raise StoreTrouble(said) from error
+            return "" if error.reason in JOB_OVER else said
+        return ""
 
     async def create_pool(self, pool: BackendPool) -> None:
         """Create a pool."""

@@ -27,7 +27,8 @@ StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
 class Owner:
     """The object that a workload belongs to."""
 
-    kind: Literal["RolloutJob", "BackendPool"]
+    kind: Literal["RolloutJob", "BackendPool", "ReadyWorker"]
+    """The kind of the object. A `ReadyWorker` stands for a worker that is ready and has no job yet."""
     namespace: str
     name: str
     uid: str

@@ -19,6 +19,7 @@ from rollyard_client import RollyardError
 from rollyard_crds import RolloutJob
 from rollyard_crds.backoff import Backoff
 from rollyard_drivers.reconcile.plan import Launch
+from rollyard_drivers.reconcile.ready_workers import JOB_OVER, ReadyWorker, choose, plan_ready
 
 from rollyard_operator.controllers.control_plane_view import ControlPlaneClient
 from rollyard_operator.controllers.worker_token import WorkerToken
@@ -29,12 +30,9 @@ from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
 from rollyard_operator.pods.parts import digest
 from rollyard_operator.pods.ready_workers import (
-    ReadyWorker,
     assigned,
-    choose,
     observed_ready,
     offer_of,
-    plan_ready,
     ready_pod,
     ready_secret,
     takes_ready,
@@ -52,8 +50,6 @@ TRIES: Final = 4
 """The number of ready pods that are tried for one worker, if other operators take them at the same time."""
 REFUSED_SECONDS: Final = 60.0
 """The time in which no ready pod is taken after the control plane has refused an offer, in seconds."""
-JOB_OVER: Final = ("JobEnded", "JobNotFound")
-"""The reasons of refusals that concern the job. Its pods end with it, as the pods of any job do."""
 REMEMBERED: Final = 4096
 _PAUSES: Final = Backoff(first=2.0, longest=120.0)
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Stage workers that stand ready before there is a job: their pods, and how many are made. This is pure.
+"""Stage workers that stand ready before there is a job: their pods. This is pure.
 
 A ready pod has imported everything, and holds a token that can only ask for an assignment. When it is
 assigned, its labels, its owner and its annotations become those of a pod of the job; its spec cannot change.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any
 
 from rollyard_crds import RolloutJob
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.workers import AssignmentOffer
 from rollyard_drivers.commands.worker import work_arguments
 from rollyard_drivers.reconcile.plan import Launch, Workload
+from rollyard_drivers.reconcile.ready_workers import ReadyState, ReadyWorker
 
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.labels import Object
@@ -30,34 +30,6 @@ from rollyard_operator.pods.workloads import (
     worker_spec,
 )
 from rollyard_operator.settings import OperatorSettings
-
-START_SECONDS: Final = 300.0
-"""A ready pod that does not run after this many seconds is replaced."""
-ReadyState = Literal["starting", "running", "ended", "leaving"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyWorker:
-    """A pod that stands ready, as it is observed."""
-
-    namespace: str
-    name: str
-    uid: str
-    shape: str
-    """A digest of all that the pod was made from."""
-    state: ReadyState
-    created_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyPlan:
-    """The ready pods to make and to delete now."""
-
-    create: Mapping[str, int]
-    """The number of pods to make, by namespace."""
-    delete: tuple[ReadyWorker, ...]
-    broken: frozenset[str]
-    """The namespaces in which a ready pod ended or did not start although nobody had assigned it."""
 
 
 def observed_ready(pod: Mapping[str, Any]) -> ReadyWorker:
@@ -74,69 +46,6 @@ def observed_ready(pod: Mapping[str, Any]) -> ReadyWorker:
         state=states[seen.state],
         created_at=created_at(pod),
     )
-
-
-def plan_ready(
-    observed: Iterable[ReadyWorker],
-    namespaces: Collection[str],
-    count: int,
-    shape: str,
-    now: datetime,
-    resting: Collection[str] = (),
-) -> ReadyPlan:
-    """Return the steps to `count` ready pods of the present shape in each namespace, and none elsewhere.
-
-    Args:
-        observed: The pods that stand ready, without those that were assigned.
-        namespaces: The namespaces in which ready pods stand.
-        count: The number of ready pods in each of them.
-        shape: The digest of all that a ready pod is made from now.
-        resting: The namespaces in which none is made now, because making them failed a moment ago.
-    """
-    delete: list[ReadyWorker] = []
-    kept: dict[str, list[ReadyWorker]] = {namespace: [] for namespace in namespaces}
-    broken: set[str] = set()
-    for worker in sorted(observed, key=_preference):
-        if worker.state == "leaving":
-            continue
-        late = worker.state == "starting" and (now - worker.created_at).total_seconds() > START_SECONDS
-        current = worker.namespace in kept and worker.shape == shape
-        if current and (late or worker.state == "ended"):
-            broken.add(worker.namespace)
-        good = current and not late and worker.state != "ended"
-        if good and len(kept[worker.namespace]) < count:
-            kept[worker.namespace].append(worker)
-        else:
-            delete.append(worker)
-    missing = {
-        namespace: count - len(there)
-        for namespace, there in kept.items()
-        if len(there) < count and namespace not in broken and namespace not in resting
-    }
-    return ReadyPlan(missing, tuple(delete), frozenset(broken))
-
-
-def choose(
-    observed: Iterable[ReadyWorker], namespace: str, shape: str, without: Collection[str] = ()
-) -> ReadyWorker | None:
-    """Return the ready pod that is assigned next, or None if there is none that runs.
-
-    Args:
-        without: The uids of pods that another operator has taken in the meantime.
-    """
-    fit = [
-        worker
-        for worker in observed
-        if worker.namespace == namespace
-        and worker.state == "running"
-        and worker.shape == shape
-        and worker.uid not in without
-    ]
-    return min(fit, key=_preference, default=None)
-
-
-def _preference(worker: ReadyWorker) -> tuple[bool, datetime, str]:
-    return worker.state != "running", worker.created_at, worker.name
 
 
 def takes_ready(launch: Launch, job: RolloutJob) -> bool:

@@ -26,12 +26,15 @@ class Readiness:
         self._provider: SandboxProvider | None = None
         self._settings: dict[str, Any] = {}
 
-    async def prepare(self, settings: Mapping[str, Any], tokenizer: str | None = None) -> None:
+    async def prepare(self, settings: Mapping[str, Any], tokenizer: str | None = None) -> Exception | None:
         """Prepare what can be prepared here. What fails is left to the worker, which reports its error.
 
         Args:
             settings: The arguments of `open_provider`.
             tokenizer: The tokenizer that jobs of this machine are likely to use, if one is known.
+
+        Returns:
+            The error for which sandboxes cannot be started, or None.
         """
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.extensions.load_own)
@@ -43,12 +46,15 @@ class Readiness:
             provider = open_provider(**settings)
             if isinstance(provider, NodeProvider):
                 await provider.stand_ready()
-        except Exception as error:
-            log.debug("the sandboxes are not prepared: %s", error)
+        except BaseException as error:
             if provider is not None:
                 await provider.aclose()
-        else:
-            self._provider, self._settings = provider, dict(settings)
+            if not isinstance(error, Exception):
+                raise
+            log.debug("the sandboxes are not prepared: %s", error)
+            return error
+        self._provider, self._settings = provider, dict(settings)
+        return None
 
     async def provider(self, settings: Mapping[str, Any]) -> SandboxProvider:
         """Return the prepared provider if it was opened with these settings, and else a new one.

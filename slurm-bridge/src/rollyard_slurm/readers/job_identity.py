@@ -28,7 +28,10 @@ class SlurmJobIdentity:
     kind: str
     """The kind of the workload, `stage-worker` or `backend`."""
     owner: str
-    """The owner of the workload, as `rolloutjob/NAMESPACE/NAME` or `backendpool/NAMESPACE/NAME`."""
+    """The owner of the workload, as `rolloutjob/NAMESPACE/NAME` or `backendpool/NAMESPACE/NAME`.
+
+    For a worker that stood ready when its job was submitted, it is `readyworker/NAMESPACE/NAME`.
+    """
     uid: str
     workload: str
     hash: str

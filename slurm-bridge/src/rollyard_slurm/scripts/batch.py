@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollyard_client.environment import CA_FILE
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
-from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
+from rollyard_drivers.commands.worker import WORKER_MODULE, ready_arguments, worker_arguments
 from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
@@ -64,13 +64,15 @@ def _options(
 ) -> list[tuple[str, str | None]]:
     """Returns the long names of sbatch's options, without dashes, and their values."""
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
+    # The token of a ready worker serves once. If Slurm started its job again, the worker would be refused.
+    ready = workload.owner.kind == "ReadyWorker"
     options: list[tuple[str, str | None]] = [
         ("job-name", TITLE + workload.name),
         ("comment", identity.comment),
         ("output", str(site.logs).replace("%", "%%") + f"/{workload.name}-%j.log"),
         ("open-mode", "append"),
         ("signal", f"B:USR1@{seconds}"),
-        ("requeue" if wanted.requeue is not False else "no-requeue", None),
+        ("requeue" if wanted.requeue is not False and not ready else "no-requeue", None),
         ("nodes", "1"),
         ("ntasks", "1"),
         ("chdir", str(site.home)),
@@ -149,6 +151,8 @@ def _what(workload: Workload) -> str:
     """Returns a readable description of a workload, for the comment in its script."""
     if workload.kind == "backend":
         return f"inference backend {workload.index} ({workload.engine})"
+    if workload.owner.kind == "ReadyWorker":
+        return "stage worker"
     return f"stage worker {workload.index}"
 
 
@@ -175,8 +179,13 @@ def _begin(env: Mapping[str, str]) -> list[Line]:
 def _worker(workload: Workload, site: Site) -> list[Line]:
     """Returns the lines that prepare the run folder and the command of a stage worker."""
     python = site.profile.of(workload.kind).python or site.python
+    token_file = site.token_file(workload)
+    if workload.owner.kind == "ReadyWorker":
+        work = ready_arguments(workload.owner, site.url, token_file)
+    else:
+        work = worker_arguments(workload, site.url, token_file)
     arguments: list[Part] = [
-        *(python, *WORKER_MODULE, *worker_arguments(workload, site.url, site.token_file(workload))),
+        *(python, *WORKER_MODULE, *work),
         *("--sandbox", site.sandbox, *site.sandbox_options),
         *(("--max-sandboxes", str(most)) if (most := site.profile.workers.max_sandboxes) else ()),
         *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
@@ -211,7 +220,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
         Assign(
             "name", (workload.name, Code('"-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}"'))
         ),
-        Assign("trouble", (str(site.trouble_file(workload, "")), Code('"$SLURM_JOB_ID"'))),
+        Assign("trouble", (str(site.trouble_file(workload.name, "")), Code('"$SLURM_JOB_ID"'))),
         Array(
             "program",
             (

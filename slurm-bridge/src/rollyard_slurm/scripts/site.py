@@ -44,7 +44,10 @@ class Site:
 
     @property
     def tokens(self) -> Path:
-        """The folder with one file for each RolloutJob, which holds the token of its workers."""
+        """The folder with one file for each RolloutJob, which holds the token of its workers.
+
+        Each ready worker has a file of its own, too.
+        """
         return self.home / "tokens"
 
     @property
@@ -53,21 +56,31 @@ class Site:
         return self.home / "troubles"
 
     def token_file(self, workload: Workload) -> Path:
-        """Returns the path of the file with the token of the workers of one RolloutJob."""
+        """Returns the path of the file with the token of a RolloutJob's workers, or of a ready worker."""
         owner = workload.owner
+        if owner.kind == "ReadyWorker":
+            return self.ready_token_file(owner.namespace, owner.name)
         return self.tokens / f"{owner.namespace}.{owner.name}.{owner.uid[:8] or 'none'}"
+
+    def ready_token_file(self, namespace: str, name: str) -> Path:
+        """Returns the path of the file with the token of one worker that stands ready."""
+        return self.tokens / f"{namespace}.{name}.ready"
 
     def endpoint_file(self, launch: str) -> Path:
         """Returns the path of the file in which the backend of one submission announces its URL."""
         return self.endpoints / f"{launch}.json"
 
-    def trouble_file(self, workload: Workload, job: int | str) -> Path:
+    def trouble_file(self, name: str, job: int | str) -> Path:
         """Returns the path of the file that says why a worker cannot start sandboxes.
 
         The file exists only while this is so.
-        """
-        return self.troubles / f"{workload.name}-{job}"
 
-    def log(self, workload: Workload, job: int) -> Path:
-        """Returns the path of the file with the output of a job."""
-        return self.logs / f"{workload.name}-{job}.log"
+        Args:
+            name: The name of the workload that the job was submitted as.
+            job: The number of the Slurm job.
+        """
+        return self.troubles / f"{name}-{job}"
+
+    def log(self, name: str, job: int) -> Path:
+        """Returns the path of the file with the output of a job, whose name is that of `trouble_file`."""
+        return self.logs / f"{name}-{job}.log"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 
 import httpx
-from rollyard_drivers.reconcile.plan import Owner
+from rollyard_drivers.reconcile.plan import Owner, Workload
 
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.backend_health import BackendHealthChecks
@@ -49,6 +50,27 @@ class HomeSubmissions:
         """
         self._records.save(one)
 
+    def give(self, one: Submission, workload: Workload, now: datetime) -> None:
+        """Makes a worker that stands ready the worker of a RolloutJob.
+
+        From now on its record says so. No other RolloutJob takes it, whatever becomes of the bridge.
+
+        Raises:
+            OSError: The home cannot be written. The worker still stands ready.
+        """
+        before = one.workload, one.submitted_at, one.started_at
+        one.ready, one.workload = one.workload.name, workload
+        one.submitted_at = one.started_at = now
+        try:
+            self._records.save(one)
+        except OSError:
+            one.ready = ""
+            one.workload, one.submitted_at, one.started_at = before
+            raise
+        # The submissions of a workload are in the order in which they became its submissions.
+        self._all.remove(one)
+        self._all.append(one)
+
     def remove_record(self, one: Submission) -> None:
         """Removes the record of a submission for which Slurm made no job."""
         self._records.forget(one)
@@ -57,17 +79,19 @@ class HomeSubmissions:
         """Removes a submission and its files."""
         self.health_checks.end(one)
         if one.job is not None:
-            self._site.trouble_file(one.workload, one.job).unlink(missing_ok=True)
+            self._site.trouble_file(one.submitted_as, one.job).unlink(missing_ok=True)
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)
         if all(other.workload.owner != one.workload.owner for other in self._all):
             self._site.token_file(one.workload).unlink(missing_ok=True)
+        if one.ready:
+            self._site.ready_token_file(one.workload.owner.namespace, one.ready).unlink(missing_ok=True)
 
     @property
     def owners(self) -> set[Owner]:
         """The jobs and pools that have at least one submission."""
-        return {one.workload.owner for one in self._all}
+        return {one.workload.owner for one in self._all if not one.standing}
 
     def groups(self) -> dict[str, SubmissionGroup]:
         """Returns the groups of submissions, keyed by the names of their workloads."""

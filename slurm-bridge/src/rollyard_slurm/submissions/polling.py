@@ -143,7 +143,7 @@ class QueuePoller:
             end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
             message = end.message
             if not message and end.code:
-                message = telling_line(self._site.log(one.workload, one.job))
+                message = telling_line(self._site.log(one.submitted_as, one.job))
             if end.code == NODE_UNUSABLE and one.seen is not None:
                 self._avoided.add(one.seen.nodes, now)
             self._end(one, time_limits.JobEnding(end.code, message, end.expected, proven), now)
@@ -187,7 +187,7 @@ class QueuePoller:
         """Reads the files in which running workers report trouble with their nodes."""
         for one in self._submissions:
             if one.workload.kind == "stage-worker" and one.job is not None:
-                file = self._site.trouble_file(one.workload, one.job)
+                file = self._site.trouble_file(one.submitted_as, one.job)
                 try:
                     one.trouble = file.read_text()[:500] if one.running else ""
                 except FileNotFoundError:

@@ -72,6 +72,7 @@ class _Record(_Stored):
     retired: bool
     restart_count: int | None = None
     nodes: str = ""
+    ready: str = ""
     url: str
     """The URL of a backend that serves. It is empty for all other submissions."""
     ending: _StoredEnding | None

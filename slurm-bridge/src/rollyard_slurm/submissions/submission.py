@@ -71,6 +71,13 @@ class Submission:
     """The nodes on which the job was seen to run since its last start."""
     trouble: str = ""
     """The reason why a running worker takes no Init work, as the worker reported it."""
+    ready: str = ""
+    """The name under which the worker stood ready before it was given to its RolloutJob.
+
+    It is empty for jobs that were submitted for their RolloutJob.
+    """
+    offered: bool = False
+    """Whether the control plane has answered the offer of the RolloutJob to the worker that stood ready."""
 
     @property
     def living(self) -> bool:
@@ -80,10 +87,22 @@ class Submission:
     @property
     def worker(self) -> str:
         """The name of the job's stage worker. It is empty for backends, and if the name is not known."""
-        if self.workload.kind == "backend" or self.job is None or self.restart_count is None:
+        if self.workload.kind == "backend" or self.standing or self.job is None:
+            return ""
+        if self.restart_count is None:
             return ""
         again = f"-r{self.restart_count}" if self.restart_count else ""
         return f"{self.workload.name}-{self.job}{again}"
+
+    @property
+    def standing(self) -> bool:
+        """Whether this is a worker that stands ready and has no RolloutJob yet."""
+        return self.workload.owner.kind == "ReadyWorker"
+
+    @property
+    def submitted_as(self) -> str:
+        """The name of the workload that the job was submitted as, which is part of the names of its files."""
+        return self.ready or self.workload.name
 
     @property
     def stopping(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from rollyard_drivers.host.private_files import write_private
-from rollyard_drivers.reconcile.plan import Launch, Owner, Stop
+from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
 from rollyard_drivers.reconcile.replacements import Replacements
 
 from rollyard_slurm.calls.protocol import SlurmCalls
@@ -40,7 +40,9 @@ class Submitter:
 
     Args:
         avoided: The nodes that new jobs avoid.
-        worker_token: A function that returns the token of the workers of a RolloutJob.
+        worker_token: A function that returns the token of the workers of a RolloutJob, or of a ready worker.
+        take: A function that makes a worker that stands ready the worker of a launch, and returns whether
+            there was one.
         say: A function that is called with each line for the user of the bridge.
     """
 
@@ -52,6 +54,7 @@ class Submitter:
         availability: SlurmAvailability,
         avoided: AvoidedNodes,
         worker_token: Callable[[Owner], str],
+        take: Callable[[Launch, datetime], bool],
         say: Callable[[str], None],
     ) -> None:
         self._site = site
@@ -60,6 +63,7 @@ class Submitter:
         self._availability = availability
         self._avoided = avoided
         self._worker_token = worker_token
+        self._take = take
         self._say = say
         self._replaced = Replacements()
         self._successor_after: dict[str, datetime] = {}
@@ -91,7 +95,9 @@ class Submitter:
         for old in earlier:
             if not old.living:
                 self._submissions.forget(old)
-        await self._submit(self._replaced.counted(launch), now)
+        counted = self._replaced.counted(launch)
+        if not self._take(counted, now):
+            await self._submit(counted, now)
         self._replaced.launched(name)
 
     async def retry(self, now: datetime) -> None:
@@ -111,18 +117,28 @@ class Submitter:
     def _wants_successor(self, name: str, group: SubmissionGroup, now: datetime) -> bool:
         """Returns whether a workload needs a successor now."""
         front = group.front
-        if not front.running or front.stopping or group.successors or front.seen is None:
+        if not front.running or front.stopping or front.standing or group.successors or front.seen is None:
             return False
         after = self._successor_after.get(name)
         if after is not None and now < after:
             return False
         return time_limits.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
 
-    async def _submit(self, launch: Launch, now: datetime) -> None:
-        """Adds a new submission of a workload, and submits it."""
+    async def submit_ready(self, workload: Workload, now: datetime) -> Submission | None:
+        """Submits a worker that stands ready, and returns the submission, which may have been refused.
+
+        The result is None if enough jobs were submitted in this pass.
+        """
+        if self._submitted >= SUBMITTED_AT_ONCE:
+            return None
+        return await self._submit(Launch(workload), now)
+
+    async def _submit(self, launch: Launch, now: datetime) -> Submission:
+        """Adds a new submission of a workload, submits it, and returns it."""
         one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._submissions.add(one)
         await self._try(one, now)
+        return one
 
     async def _try(self, one: Submission, now: datetime) -> None:
         """Submits one workload, if Slurm answers and no limit of the site was met in this pass.

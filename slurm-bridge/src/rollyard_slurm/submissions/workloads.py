@@ -5,12 +5,13 @@ This is the part of the bridge that carries out plans, and reports what is obser
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+from rollyard_crds.workers import AssignmentOffer
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm.calls.protocol import SlurmCalls
@@ -20,6 +21,7 @@ from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.availability import SlurmAvailability
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.polling import QueuePoller
+from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE, ReadyWorkers
 from rollyard_slurm.submissions.stopping import Stopper
 from rollyard_slurm.submissions.submission import Submission
 from rollyard_slurm.submissions.submitting import Submitter
@@ -31,9 +33,10 @@ class SlurmWorkloads:
 
     Args:
         calls: The calls to Slurm.
-        worker_token: A function that returns the token of the workers of a RolloutJob.
+        worker_token: A function that returns the token of the workers of a RolloutJob, or of a ready worker.
         wake: A function that is called when the next pass should start early, because something changed.
         say: A function that is called with a line for the user of the bridge, once for each change.
+        namespaces: The namespaces in which workers stand ready.
     """
 
     def __init__(
@@ -44,15 +47,24 @@ class SlurmWorkloads:
         worker_token: Callable[[Owner], str],
         wake: Callable[[], None],
         say: Callable[[str], None],
+        namespaces: Collection[str] = (DEFAULT_NAMESPACE,),
     ) -> None:
         self._site = site
         avoided = AvoidedNodes()
         self._submissions = HomeSubmissions(site, http, wake)
         self._availability = SlurmAvailability(say)
-        self._submitter = Submitter(
-            site, calls, self._submissions, self._availability, avoided, worker_token, say
-        )
         self._stopper = Stopper(calls, self._submissions)
+        self._ready_workers = ReadyWorkers(site, self._submissions, self._stopper, namespaces, say)
+        self._submitter = Submitter(
+            site,
+            calls,
+            self._submissions,
+            self._availability,
+            avoided,
+            worker_token,
+            self._ready_workers.take,
+            say,
+        )
         self._worker_ends = WorkerEnds(calls, self._submissions)
         self._poller = QueuePoller(
             site,
@@ -165,9 +177,21 @@ class SlurmWorkloads:
         await self._submitter.retry(now)
         await self._submitter.submit_successors(now)
 
+    async def keep_ready(self, now: datetime, offer: Callable[[AssignmentOffer], Awaitable[str]]) -> None:
+        """Offers RolloutJobs to the ready workers that they have taken, and keeps further workers ready.
+
+        Args:
+            now: The present time.
+            offer: Sends an offer to the control plane, and returns why the worker cannot have the RolloutJob,
+                or an empty string. It raises StoreTrouble if the control plane does not answer.
+        """
+        await self._ready_workers.offer(now, offer)
+        if not self._availability.trouble and self._availability.answered_once:
+            await self._ready_workers.keep(now, self._submitter)
+
     def logs(self) -> set[Path]:
         """Returns the log files of the jobs that have not ended."""
-        return {self._site.log(one.workload, one.job) for one in self.jobs if one.job is not None}
+        return {self._site.log(one.submitted_as, one.job) for one in self.jobs if one.job is not None}
 
     # These methods are called when the bridge ends.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 from rollyard_crds import RolloutJob
 from rollyard_drivers.loop.driver import Driver
+from rollyard_drivers.reconcile.plan import Owner
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scripts.site import Site
@@ -37,18 +39,28 @@ class Bench:
 
     def __init__(self, home: Path, http: httpx.AsyncClient, *jobs: RolloutJob, **profile: Any) -> None:
         self.slurm, self.store = FakeSlurm(), FakeStore(list(jobs))
-        self.site = Site(home, "abcd1234", "http://h:1", SiteProfile.model_validate(profile), python="py")
+        self._home = home
+        self.profile(**profile)
         for folder in (self.site.logs, self.site.endpoints, self.site.tokens):
             folder.mkdir(parents=True)
         self.now = datetime.now(UTC)
         self.said: list[str] = []
+        self.token_of: Callable[[Owner], str] = lambda owner: "secret"
         self._http = http
         self.begin()
 
-    def begin(self) -> None:
+    def profile(self, **profile: Any) -> None:
+        """Set the profile of the next bridge."""
+        self.site = Site(
+            self._home, "abcd1234", "http://h:1", SiteProfile.model_validate(profile), python="py"
+        )
+
+    def begin(self, namespaces: tuple[str, ...] = ("default",)) -> None:
         """Start a bridge on the home, as after a kill."""
-        token, wake, say = lambda owner: "secret", lambda: None, self.said.append
-        self.fleet = SlurmWorkloads(self.site, self.slurm, self._http, token, wake, say)
+        wake, say = lambda: None, self.said.append
+        self.fleet = SlurmWorkloads(
+            self.site, self.slurm, self._http, self.token_of, wake, say, namespaces=namespaces
+        )
         self.driver = Driver(self.store, self.fleet, reconcile_profile(self.site))
 
     async def turns(self, count: int = 3, seconds: float = 1.0) -> None:
@@ -58,6 +70,7 @@ class Bench:
             await self.fleet.poll(self.now)
             if self.fleet.ready:
                 await self.driver.run_pass(self.now)
+                await self.fleet.keep_ready(self.now, self.store.offer)
                 await self.fleet.act(self.now)
 
     def said_of(self, kind: str = "Running", part: str = "message") -> str:

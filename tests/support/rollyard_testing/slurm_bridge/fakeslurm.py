@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
+from rollyard_drivers.loop.driver import StoreTrouble
 from rollyard_slurm.errors import SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
@@ -125,6 +126,12 @@ class FakeStore:
     backends: dict[str, list[BackendStatus]] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
     """The names of the workers whose deaths were reported."""
+    offers: list[AssignmentOffer] = field(default_factory=list)
+    """The offers to ready workers, in the order in which they came."""
+    refusal: str = ""
+    """The reason for which an offer is refused."""
+    away: bool = False
+    """Whether offers are not answered."""
 
     async def jobs(self) -> Sequence[RolloutJob]:
         return [job.model_copy() for job in self.listed]
@@ -151,6 +158,12 @@ class FakeStore:
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
         self.deaths.append(report.worker)
         return WorkerDeath(returned=0, completed=False)
+
+    async def offer(self, offered: AssignmentOffer) -> str:
+        if self.away:
+            raise StoreTrouble("the control plane does not answer")
+        self.offers.append(offered)
+        return self.refusal
 
     async def create_pool(self, pool: BackendPool) -> None:
         self.pool_list.append(pool)

@@ -1,4 +1,4 @@
-"""Properties of the planning of ready workers: it is bounded and convergent, and gives no pod away twice."""
+"""Properties of the planning of ready workers: it is bounded, converges, and gives no worker away twice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_operator.pods.ready_workers import START_SECONDS, ReadyPlan, ReadyWorker, choose, plan_ready
+from rollyard_drivers.reconcile.ready_workers import (
+    START_SECONDS,
+    ReadyPlan,
+    ReadyWorker,
+    choose,
+    plan_ready,
+)
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PLACES = ("a", "b")
@@ -21,6 +27,7 @@ ready_workers = st.builds(
     shape=st.sampled_from(SHAPES),
     state=st.sampled_from(["starting", "running", "ended", "leaving"]),
     created_at=st.integers(0, 2 * int(START_SECONDS)).map(lambda age: START - timedelta(seconds=age)),
+    pending=st.booleans(),
 )
 worlds = st.lists(ready_workers, max_size=12).map(
     lambda found: [replace(one, name=f"r-{at}", uid=f"u-{at}") for at, one in enumerate(found)]
@@ -64,10 +71,10 @@ def test_it_converges_to_the_number_and_stays_there(
 
 @given(world=worlds, count=counts)
 @settings(max_examples=200, deadline=None)
-def test_a_good_pod_is_deleted_only_when_there_are_enough(world: list[ReadyWorker], count: int) -> None:
+def test_a_good_worker_is_deleted_only_when_there_are_enough(world: list[ReadyWorker], count: int) -> None:
     plan = plan_ready(world, PLACES, count, "new", START)
     for worker in plan.delete:
-        late = (START - worker.created_at).total_seconds() > START_SECONDS
+        late = (START - worker.created_at).total_seconds() > START_SECONDS and not worker.pending
         good = worker.namespace in PLACES and worker.shape == "new"
         good = good and (worker.state == "running" or (worker.state == "starting" and not late))
         kept = [one for one in carried_out(world, plan) if one.namespace == worker.namespace]
@@ -80,7 +87,7 @@ def test_a_good_pod_is_deleted_only_when_there_are_enough(world: list[ReadyWorke
     world=worlds, wishes=st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(SHAPES)), max_size=12)
 )
 @settings(max_examples=200, deadline=None)
-def test_no_pod_is_chosen_twice(world: list[ReadyWorker], wishes: list[tuple[str, str]]) -> None:
+def test_no_worker_is_chosen_twice(world: list[ReadyWorker], wishes: list[tuple[str, str]]) -> None:
     taken: list[str] = []
     for namespace, shape in wishes:
         chosen = choose(world, namespace, shape, taken)

@@ -48,6 +48,23 @@ async def stored(served: Any, eventually: Any) -> None:
     await eventually(look)
 
 
+async def test_a_backlog_is_stored_without_pauses(
+    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that came faster than one part takes in a second do not pile up."""
+    monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr("rollyard_api.trajectories.archive.PART_RECORDS", 2)
+    monkeypatch.setattr("rollyard_api.service.BACKLOG", 3)
+    async with serving(settings) as served:
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(9), samplesPerTask=1))
+        await finish(worker_of(served.worker))
+        assert await served.plane.archive.unstored() == 9
+        await served.plane.flush()
+        assert await served.plane.archive.unstored() == 1, "less than a backlog waits for the next round"
+        await served.plane.flush()
+        assert await served.plane.archive.unstored() == 0
+
+
 @pytest.mark.parametrize("where", ["database", "store"])
 async def test_pages_end_early_and_the_cursor_goes_on(
     settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any, tmp_path: Any,

@@ -49,8 +49,11 @@ LOOKS = 4
 """The number of simultaneous looks at the database for long polls of one namespace."""
 GRANTS = 16
 """The number of lease requests of one namespace that wait for the database's writer at the same time."""
-FLUSH_SECONDS = 0.25
-"""The time between two looks at the results that wait for the trajectory store, in seconds."""
+FLUSH_SECONDS = 1.0
+"""The time between two looks at the results that wait for the trajectory store, in seconds. Each part costs
+about as much as ten results, and results that wait are delivered from the database."""
+BACKLOG = 64
+"""The number of results that wait after a round of storing and make the next round follow at once."""
 FLUSH_RETRY_SECONDS = 2.0
 
 
@@ -226,8 +229,9 @@ class ControlPlane:
         await self.uploads.remove_unneeded()
 
     async def flush(self) -> None:
-        """Run one round of storing trajectories. A refusal is remembered until a round succeeds."""
-        await self.archive.flush()
+        """Store the trajectories that wait. A refusal is remembered until a round succeeds."""
+        while await self.archive.flush() and await self.archive.unstored() >= BACKLOG:
+            pass
 
     async def check_health(self, *, ready: bool) -> None:
         """Run one round of health checks of the external backends that are ready, or of all others."""

@@ -70,7 +70,12 @@ def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[Rol
     return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
 
 
-def _verify(context: Context) -> ssl.SSLContext | bool:
+def verify(context: Context) -> ssl.SSLContext | bool:
+    """Return what checks the server's certificate: a context, or True for the usual authorities.
+
+    Raises:
+        ContextError: The file that the environment names for this cannot be used.
+    """
     if context.tls is not None:
         return context.tls
     if not context.url.startswith("https:"):
@@ -102,14 +107,14 @@ class SyncTransport:
         self.url = context.url
         self._retry = retry
         self._timeout = timeout
-        socket, verify = socket_of(context.url), _verify(context)
+        socket, verified = socket_of(context.url), verify(context)
         self.client = httpx.Client(
             base_url=base_of(context.url),
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
-            verify=verify,
-            transport=None if socket is None else httpx.HTTPTransport(verify=verify, uds=socket),
+            verify=verified,
+            transport=None if socket is None else httpx.HTTPTransport(verify=verified, uds=socket),
         )
 
     def send(self, call: Call[T]) -> T:
@@ -154,18 +159,18 @@ class AsyncTransport:
         self.url = context.url
         self._retry = retry
         self._timeout = timeout
-        socket, verify = socket_of(context.url), _verify(context)
+        socket, verified = socket_of(context.url), verify(context)
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self.client = httpx.AsyncClient(
             base_url=base_of(context.url),
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
-            verify=verify,
+            verify=verified,
             limits=limits,
             transport=None
             if socket is None
-            else httpx.AsyncHTTPTransport(verify=verify, uds=socket, limits=limits),
+            else httpx.AsyncHTTPTransport(verify=verified, uds=socket, limits=limits),
         )
 
     async def send(self, call: Call[T]) -> T:
@@ -174,8 +179,7 @@ class AsyncTransport:
         while True:
             again = True
             try:
-                answer = await self.client.send(request(self.client, call, self._timeout))
-                return call.parse(check(answer))
+                return call.parse(check(await self.answer(call)))
             except httpx.TransportError as error:
                 failed, again = _failed(call, self.url, error)
                 failed.__cause__ = error
@@ -186,6 +190,14 @@ class AsyncTransport:
                 raise failed
             await asyncio.sleep(pause)
             attempt += 1
+
+    async def answer(self, call: Call[Any]) -> httpx.Response:
+        """Send a call once and return the whole answer, whatever its status.
+
+        Raises:
+            httpx.TransportError: The connection failed.
+        """
+        return await self.client.send(request(self.client, call, self._timeout))
 
     @asynccontextmanager
     async def stream(

@@ -64,8 +64,9 @@ class Connected:
         timeout: float = 30.0,
         retry: Retry | None = None,
         tls: ssl.SSLContext | None = None,
+        transport: type[AsyncTransport] = AsyncTransport,
     ) -> None:
-        self._transport = AsyncTransport(
+        self._transport = transport(
             Context(url.rstrip("/"), token, tls), retry=retry or Retry(), timeout=timeout
         )
 

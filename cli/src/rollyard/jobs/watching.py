@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rollyard_client import Client
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.5
 UNREACHABLE_SECONDS = 30.0
 
 

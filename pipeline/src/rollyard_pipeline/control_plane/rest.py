@@ -24,6 +24,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.workers import Assignment, AssignmentRequest
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.transport import WorkerTransport
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, NotThere
 
 T = TypeVar("T")
@@ -39,7 +40,9 @@ class RestControlPlane:
     """
 
     def __init__(self, url: str, token: str) -> None:
-        self._client = WorkerClient(url, token, timeout=_TIMEOUT, retry=Retry(attempts=1))
+        self._client = WorkerClient(
+            url, token, timeout=_TIMEOUT, retry=Retry(attempts=1), transport=WorkerTransport
+        )
 
     async def __aenter__(self) -> RestControlPlane:
         await self._client.__aenter__()

@@ -228,7 +228,8 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
         },
     )
     for router in _ROUTERS:
-        app.include_router(router)
+        # Including a router would analyse all its routes again, for each application.
+        app.router.routes.extend(router.routes)
     rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
     app.add_middleware(
         Gate,

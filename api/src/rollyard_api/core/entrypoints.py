@@ -21,9 +21,10 @@ Installed = Mapping[str, frozenset[str]]
 
 def installed() -> Installed:
     """Return the names of all installed entry points, by kind, such as `handler` or `tool parser`."""
+    # Each call reads the metadata of every installed distribution.
+    points = metadata.entry_points()
     return {
-        kind: frozenset(point.name for point in metadata.entry_points(group=group))
-        for kind, group in GROUPS.items()
+        kind: frozenset(point.name for point in points.select(group=group)) for kind, group in GROUPS.items()
     }
 
 

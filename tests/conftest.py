@@ -6,11 +6,13 @@ import importlib.util
 import os
 import re
 import shutil
+import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +28,25 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 Missing = Callable[[str], NoReturn]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> Iterator[None]:
+    """Let HTTP clients of the tests share the default TLS context.
+
+    Thousands of them are made, most for plain HTTP, and each would read all authorities again, for 25 ms.
+    """
+    shared = httpx.create_ssl_context(trust_env=False)
+
+    def context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        named = trust_env and {"SSL_CERT_FILE", "SSL_CERT_DIR"} & set(os.environ)
+        if verify is True and cert is None and not named:
+            return shared
+        return httpx.create_ssl_context(verify, cert, trust_env)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", context)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 import pytest
@@ -24,95 +19,18 @@ from rollyard_api.app import build
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.api.databases import (
+    fresh_postgres,
+    migrated_database,
+    migrated_postgres,
+    migrated_sqlite,
+    postgres,
+)
 from rollyard_testing.inference.misbehaving import MisbehavingServer
 
-POSTGRES_BIN = max(
-    Path("/usr/lib/postgresql").glob("[0-9]*/bin"),
-    key=lambda folder: int(folder.parent.name),
-    default=Path("/usr/lib/postgresql/bin"),
-)
-"""The folder of Debian's newest installed version."""
+__all__ = ["fresh_postgres", "migrated_postgres", "migrated_sqlite", "postgres"]
+
 START_SECONDS = 90.0
-
-
-def _as_postgres() -> dict[str, Any]:
-    # initdb and postgres refuse to run as root.
-    return {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
-
-
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory, missing: Callable[[str], NoReturn]) -> Iterator[str]:
-    """Yield the URL prefix of a private PostgreSQL cluster, to which a database's name is appended."""
-    if not (POSTGRES_BIN / "initdb").exists():
-        missing(f"PostgreSQL is not installed ({POSTGRES_BIN})")
-    # A Unix socket's path is bounded (107 bytes), and pytest's temporary folders are long.
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
-    base = Path(tempfile.mkdtemp(prefix="ry-pg-", dir=memory if roomy else "/tmp"))
-    base.chmod(0o777)
-    data = base / "data"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    initdb = [str(POSTGRES_BIN / "initdb"), "-D", str(data), "-U", "rollyard", "-A", "trust", "--no-sync"]
-    subprocess.run(initdb, check=True, capture_output=True, cwd=base, **_as_postgres())
-    options = [
-        "-c",
-        "fsync=off",
-        "-c",
-        f"unix_socket_directories={base}",
-        "-c",
-        "listen_addresses=",
-        "-c",
-        f"port={port}",
-    ]
-    command = [str(POSTGRES_BIN / "postgres"), "-D", str(data), *options]
-    with (base / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=base, **_as_postgres())
-    try:
-        _until_ready(base, port, process)
-        yield f"postgresql+psycopg://rollyard@/{{name}}?host={base}&port={port}"
-    finally:
-        # It is stopped at once, without a last checkpoint, because the cluster is thrown away.
-        process.send_signal(signal.SIGQUIT)
-        process.wait(40)
-        shutil.rmtree(base)
-
-
-def _until_ready(base: Path, port: int, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_SECONDS
-    command = [str(POSTGRES_BIN / "pg_isready"), "-q", "-h", str(base), "-p", str(port)]
-    while subprocess.run(command).returncode != 0:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"PostgreSQL did not start: {(base / 'log').read_text()[-2000:]}")
-        time.sleep(0.05)
-
-
-class Databases:
-    """A source of a fresh database for each test, of either kind."""
-
-    def __init__(self, request: pytest.FixtureRequest) -> None:
-        self._request = request
-        self._made = 0
-
-    def url(self, kind: str, folder: Path) -> str:
-        if kind == "sqlite":
-            return f"sqlite:///{folder / 'rollyard.db'}"
-        import sqlalchemy as sa
-
-        prefix: str = self._request.getfixturevalue("postgres")
-        name = f"t{os.urandom(6).hex()}"
-        engine = sa.create_engine(prefix.format(name="postgres"), isolation_level="AUTOCOMMIT")
-        with engine.connect() as conn:
-            conn.execute(sa.text(f"CREATE DATABASE {name}"))
-        engine.dispose()
-        return prefix.format(name=name)
-
-
-@pytest.fixture
-def fresh_postgres(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the URL of a fresh PostgreSQL database."""
-    return Databases(request).url("postgresql", tmp_path)
 
 
 @dataclass(slots=True)
@@ -152,11 +70,11 @@ Serve = Callable[..., Any]
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
-    """Return settings with a fresh database of each kind. The tests call the sweeper themselves.
+    """Return settings with a new database of each kind. The tests call the sweeper themselves.
 
     `make check` uses the embedded database only.
     """
-    db = Databases(request).url(request.param, tmp_path)
+    db = migrated_database(request, request.param, tmp_path)
     return Settings(
         state_dir=tmp_path,
         db=db,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import alembic.command
@@ -18,8 +19,17 @@ from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import metadata
 
 
-async def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
-    database = Database(settings.database_url)
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of an empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'rollyard.db'}"
+    found: str = request.getfixturevalue("fresh_postgres")
+    return found
+
+
+async def test_upgraded_schema_is_the_metadata(empty: str) -> None:
+    database = Database(empty)
     try:
         migrate.upgrade(database.writer)
         migrate.upgrade(database.writer)
@@ -32,9 +42,9 @@ async def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
 
 
 async def test_a_database_with_the_last_migration_is_not_migrated_again(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
+    empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = Database(settings.database_url)
+    database = Database(empty)
     upgrades: list[str] = []
     upgrade = alembic.command.upgrade
 

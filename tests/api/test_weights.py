@@ -18,6 +18,7 @@ import rollyard_engine
 from rollyard_api.settings import Settings
 from rollyard_api.weights.limits import UpdateLimits
 from rollyard_inference.weights.vllm import VllmWeights
+from rollyard_testing.api.databases import migrated_database
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]
@@ -123,10 +124,9 @@ def engines(running: list[Engine]) -> list[Engine]:
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Return settings on SQLite, or on what a test's parameter names, with short waits."""
-    postgres = getattr(request, "param", "sqlite") == "postgresql"
     return Settings(
         state_dir=tmp_path,
-        db=request.getfixturevalue("fresh_postgres") if postgres else "",
+        db=migrated_database(request, getattr(request, "param", "sqlite"), tmp_path),
         sweep_seconds=3600.0,
         circuit_seconds=3600.0,
         stats_seconds=3600.0,

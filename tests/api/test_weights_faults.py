@@ -14,6 +14,7 @@ import httpx
 import pytest
 from rollyard_api.settings import Settings
 from rollyard_api.weights.limits import UpdateLimits
+from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step
 
 
@@ -94,10 +95,9 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
 
     The tests call the sweeper themselves.
     """
-    postgres = getattr(request, "param", "sqlite") == "postgresql"
     return Settings(
         state_dir=tmp_path,
-        db=request.getfixturevalue("fresh_postgres") if postgres else "",
+        db=migrated_database(request, getattr(request, "param", "sqlite"), tmp_path),
         sweep_seconds=3600.0,
         circuit_seconds=3600.0,
         stats_seconds=3600.0,

@@ -47,9 +47,9 @@ WANTED = {"stage-worker": len(STAGES), "backend": 1}
 
 
 @pytest.fixture(scope="module")
-def release(cluster: Cluster) -> Iterator[Release]:
+def release(cluster: Cluster, images: str) -> Iterator[Release]:
     """Yield one installation for all tests of this file."""
-    with a_release(cluster, TASKS) as made:
+    with a_release(cluster, images, TASKS) as made:
         yield made
 
 

@@ -103,7 +103,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return the object's status."""
-        return dict(json.loads(self.release.kubectl("get", "rj", self.name, "-o", "json"))["status"])
+        return dict(self.release.cluster.get("rj", self.name, self.release.jobs)["status"])
 
     def wait_finished(self) -> dict[str, Any]:
         """Return the object's status once it says that the job succeeded."""

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from base64 import b64decode
@@ -31,10 +29,7 @@ TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
 API_USER = 10001
 LEASE_SECONDS = 5
 """The lease is short, so another worker soon gets what a killed stage worker held."""
-IMAGES_SECONDS = 900
 INSTALL_SECONDS = 120
-IMAGE_VALUES = {"sandbox-default": "sandboxDefault"}
-"""The images whose value in the chart has another name."""
 
 
 @dataclass(frozen=True)
@@ -111,52 +106,23 @@ class Release:
         return "\n".join(told)
 
 
-def image_values(cluster: Cluster) -> list[str]:
-    """Return values that name this checkout's images, which are on the node afterwards.
-
-    ROLLYARD_IMAGES and ROLLYARD_TAG name others, which are there already.
-    """
-    prefix, tag = os.environ.get("ROLLYARD_IMAGES", ""), os.environ.get("ROLLYARD_TAG", "")
-    if prefix and tag:
-        return [f"images.prefix={prefix}", f"images.tag={tag}"]
-    build = [str(ROOT / "scripts" / "images")]
-    env = {**cluster.env, "PYTHON": sys.executable}
-    names = _output(build, env)
-    refs = [line.split()[0] for line in names.splitlines() if line.strip()]
-    by_name = {ref.rpartition(":")[0].rpartition("/rollyard-")[2]: ref for ref in refs}
-    socket = cluster.kubeconfig.parent / "containerd" / "containerd.sock"
-    there = _output(["ctr", "-a", str(socket), "-n", "k8s.io", "images", "ls", "-q"], cluster.env).split()
-    missing = [name for name, ref in by_name.items() if ref not in there]
-    if missing:
-        lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
-        env["IMAGE_LOAD"] = f"{shlex.quote(str(lab))} load"
-        _output([*build, "--only", ",".join(missing), "--load"], env)
-    return [f"images.{IMAGE_VALUES.get(name, name)}={ref}" for name, ref in by_name.items()]
-
-
-def _output(command: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=IMAGES_SECONDS, check=False
-    )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-3000:]}"
-    return done.stdout
-
-
 @contextlib.contextmanager
-def a_release(cluster: Cluster, tasks: int) -> Iterator[Release]:
+def a_release(cluster: Cluster, images: str, tasks: int) -> Iterator[Release]:
     """Yield an installation with one ready backend of the embedded engine and the quickstart's first tasks.
+
+    `images` is the tag of this checkout's images, which are on the node.
 
     Its database is in a folder of this machine, so it outlives its pod. Everything but the contents of the
     namespaces, which go with the session, is removed at the end.
     """
-    images = image_values(cluster)
     name, jobs = cluster.namespace(), cluster.namespace(restricted=True)
     lines = [line for line in TASKS.read_text().splitlines() if line.strip()][:tasks]
     with tempfile.TemporaryDirectory(prefix="rollyard-state-") as folder:
         os.chown(folder, API_USER, API_USER)
         cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(_volume(name, folder)))
         values = [
-            *images,
+            f"images.tag={images}",
+            "images.pullPolicy=Never",
             f"namespaces={{{jobs}}}",
             "crds.enabled=false",
             "api.persistence.type=existingClaim",

@@ -176,11 +176,7 @@ class Installation:
 
     def get(self, kind: str, name: str, namespace: str = "") -> dict[str, Any] | None:
         """Return an object, or None where there is none."""
-        text = self.cluster.kubectl(
-            "get", kind, name, "-n", namespace or self.jobs, "--ignore-not-found", "-o", "json"
-        )
-        found: dict[str, Any] | None = json.loads(text) if text.strip() else None
-        return found
+        return self.cluster.find(kind, name, namespace or self.jobs)
 
     def patch(self, kind: str, name: str, spec: dict[str, Any], namespace: str = "") -> str:
         """Merge into a spec, and return why it was refused; empty if it was not."""

@@ -19,6 +19,8 @@ from rollyard_crds import RolloutJob
 
 ROLLYARD = [sys.executable, "-m", "rollyard"]
 READY_SECONDS = 90.0
+LOOK_SECONDS = 0.25
+"""The pause between two looks, most of which start a process."""
 PATIENCE = 4.0
 """How many times as long anything may take on a machine that does other work, too."""
 
@@ -36,7 +38,7 @@ def until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "it")
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:.0f} s"
-        time.sleep(0.1)
+        time.sleep(LOOK_SECONDS)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -64,7 +65,7 @@ class Connected:
         timeout: float = 30.0,
         retry: Retry | None = None,
         tls: ssl.SSLContext | None = None,
-        transport: type[AsyncTransport] = AsyncTransport,
+        transport: Callable[..., AsyncTransport] = AsyncTransport,
     ) -> None:
         self._transport = transport(
             Context(url.rstrip("/"), token, tls), retry=retry or Retry(), timeout=timeout

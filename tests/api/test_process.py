@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -160,6 +161,72 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
         files = (folder / "trajectories").rglob("*.ndjson")
         stored = [line for file in files for line in file.read_bytes().splitlines()]
     assert sorted(stored) == sorted(answer.content.splitlines()), "the store holds each record exactly once"
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seed", range(2))
+async def test_kill_9_loses_and_doubles_nothing_of_dynamic_sampling(
+    seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """The counters agree with the groups at every restart, and steps that were answered are open."""
+    rng = random.Random(seed)
+    spec = {"tasks": {"stream": True}, "samplesPerTask": 2}
+    sampling = {"targetGroups": 10, "maxInFlightGroups": 4}
+    rewards: dict[str, float] = {}
+    steps: list[str] = []
+    for life in range(4):
+        with start_api(tmp_path) as process:
+            async with _http(process) as http:
+                if life == 0:
+                    await http.post("/v1/rolloutjobs", json=make_manifest(**spec, dynamicSampling=sampling))
+                    tasks = [{"id": f"t{i}", "prompt": "p"} for i in range(200)]
+                    await http.post("/v1/rolloutjobs/job/tasks", json={"tasks": tasks})
+                await _check_counters(http, rewards, steps)
+                if life == 3:
+                    await _recover(worker_of(http), rewards)
+                    await http.post("/v1/rolloutjobs/job/close")
+                    await _recover(worker_of(http), rewards)
+                    await _check_counters(http, rewards, steps)
+                    continue
+                work = asyncio.create_task(_work(worker_of(http), rewards))
+                opening = asyncio.create_task(_open_steps(http, life, steps))
+                await asyncio.sleep(rng.uniform(0.1, 0.6))
+                process.kill()
+                for task in (work, opening):
+                    with pytest.raises(httpx.TransportError):
+                        await task
+
+
+async def _open_steps(http: httpx.AsyncClient, life: int, steps: list[str]) -> None:
+    for number in itertools.count():
+        step = f"{life}-{number}"
+        answer = await http.post("/v1/rolloutjobs/job/targets", json={"id": step, "groups": 2})
+        assert answer.status_code == 201
+        steps.append(step)
+        await asyncio.sleep(0.02)
+
+
+async def _check_counters(http: httpx.AsyncClient, rewards: dict[str, float], steps: list[str]) -> None:
+    for step in steps:
+        again = await http.post("/v1/rolloutjobs/job/targets", json={"id": step, "groups": 2})
+        assert again.status_code == 200, "a step that was answered is open"
+    status = (await http.get("/v1/rolloutjobs/job")).json()["status"]
+    told, counts = status["dynamicSampling"], status["counts"]
+    assert told["targetGroups"] >= 2 * len(steps)
+    query = {"limit": 256, "dropped": True}
+    answer = await http.get("/v1/rolloutjobs/job/groups", params=query)
+    groups = [json.loads(line) for line in answer.content.splitlines()]
+    assert len({group["group_id"] for group in groups}) == len(groups)
+    informative = [group for group in groups if group["informative"]]
+    assert told["informativeGroups"] == len(informative)
+    ended = sum(told[f"{kind}Groups"] for kind in ("informative", "uninformative", "dropped", "surplus"))
+    assert ended == len(groups)
+    assert counts["total"] == 2 * (ended + told["inFlightGroups"])
+    assert ended + told["inFlightGroups"] + told["waitingGroups"] == 200
+    records = {t["id"]: t["reward"] for group in informative for t in group["trajectories"]}
+    for rollout, reward in records.items():
+        assert rewards.get(rollout, reward) == reward
 
 
 async def test_events(

@@ -135,3 +135,49 @@ async def test_two_replicas_and_one_claim(
         await asyncio.gather(one.plane.sweep(), two.plane.sweep())
         left = (await two.driver.get("/v1/claims")).json()["claims"]
         assert {claim["state"] for claim in left} == {"Released"}
+
+
+async def test_two_replicas_agree_on_dynamic_sampling(
+    both: Any, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """Four workers report to two replicas; the job ends once, and every group is started and counted once."""
+    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(60)]}
+    sampling = {"targetGroups": 12, "maxInFlightGroups": 6}
+    manifest = make_manifest(tasks=tasks, samplesPerTask=3, dynamicSampling=sampling)
+    async with serving(both[0]) as one, serving(both[1]) as two:
+        await one.admin.post("/v1/rolloutjobs", json=manifest)
+        workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
+        async with asyncio.TaskGroup() as group:
+            for worker in workers:
+                group.create_task(_sample(worker))
+        await one.plane.sweep()
+        job = (await two.admin.get("/v1/rolloutjobs/job")).json()
+        assert job["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "TargetMet"
+        told, counts = job["status"]["dynamicSampling"], job["status"]["counts"]
+        assert "completionTime" in job["status"]
+        assert told["informativeGroups"] >= 12
+        assert told["inFlightGroups"] == told["droppedGroups"] == 0
+        ended = sum(told[f"{kind}Groups"] for kind in ("informative", "uninformative", "surplus"))
+        assert ended + told["waitingGroups"] == 60
+        assert counts["total"] == 3 * ended == counts["succeeded"] + counts["cancelled"]
+        assert counts["cancelled"] == told["surplusRollouts"]
+        query = {"informative": True, "limit": 100}
+        lines = (await two.admin.get("/v1/rolloutjobs/job/groups", params=query)).content.splitlines()
+        found = [orjson.loads(line) for line in lines]
+        assert len({group["group_id"] for group in found}) == len(found) == told["informativeGroups"]
+        assert {len(group["trajectories"]) for group in found} == {3}
+
+
+async def _sample(worker: Any) -> None:
+    """Work until nothing is left; two of five tasks have a signal."""
+    idle = 0
+    while idle < 10:
+        leases = await worker.lease(init=3, run=3, eval=3, wait=0.1)
+        idle = 0 if leases else idle + 1
+        results = []
+        for lease in leases:
+            signal = int(lease["group_id"][1:]) % 5 < 2
+            reward = {"reward": float(signal and lease["sample_index"])} if lease["stage"] == "eval" else {}
+            results.append(worker.result(lease, **reward))
+        if results:
+            assert set(await worker.complete(*results)) <= {"accepted", "cancelled"}

@@ -16,7 +16,7 @@ from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.main import main
 from rollyard.render import progress
 from rollyard.render.describe import describe_job, describe_pool
-from rollyard.render.progress import ProgressLines, progress_line, stage_progress
+from rollyard.render.progress import ProgressLines, progress_line, reward_text, stage_progress
 from rollyard.render.tables import backends_table, plain_table, pools_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
 from rollyard.trajectories.reading import find, most_telling, read_file
@@ -140,6 +140,29 @@ def test_a_job_is_described_with_the_attempts_of_its_rollouts() -> None:
     assert "  105 × BackendUnavailable in run, not counted\n  2 × ImageBroken in init\n" in text
     assert "  1 × Broken: two\\nlines\n" in text
     assert "did not end well" not in printed(lambda out: describe_job(out, job, Counter(), Counter()))
+
+
+def test_a_job_is_described_with_its_target_and_what_was_thrown_away() -> None:
+    sampling = {"targetGroups": 32, "informativeGroups": 30, "inFlightGroups": 8, "waitingGroups": 5}
+    wasted = {"uninformativeGroups": 20, "surplusRollouts": 3, "discardedTokens": 4096}
+    job = RolloutJob.model_validate(
+        {
+            "metadata": {"name": "job"},
+            "spec": {
+                "tasks": {"stream": True},
+                "handler": "shell",
+                "agent": {"type": "oracle"},
+                "samplesPerTask": 2,
+                "dynamicSampling": {"targetGroups": 32},
+            },
+            "status": {"dynamicSampling": sampling | wasted},
+        }
+    )
+    text = printed(lambda out: describe_job(out, job, Counter(), Counter()))
+    assert "Target:       30 of 32 groups have a signal; 8 in flight, 5 waiting\n" in text
+    thrown_away = "20 groups without a signal, 3 surplus rollouts, 4096 sampled tokens"
+    assert f"Thrown away:  {thrown_away}\n" in text
+    assert reward_text(job) == "30 of 32 groups"
 
 
 @pytest.fixture

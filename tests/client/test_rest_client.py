@@ -176,6 +176,23 @@ async def test_streams_cancel_and_update(server: Server) -> None:
         assert (await client.cancel("stream")).status.counts.cancelled == 4
 
 
+async def test_steps_of_dynamic_sampling(server: Server) -> None:
+    spec = {"tasks": {"stream": True}, "samplesPerTask": 2, "dynamicSampling": {"targetGroups": 3}}
+    async with AsyncClient(server.url, server.tokens["admin"]) as client:
+        await client.submit(manifest("steps", **spec))
+        opened = await client.open_target("steps", "step-0", 2)
+        assert opened == {"id": "step-0", "groups": 2, "goal": 2, "met": False, "opened": True}
+        with pytest.raises(Conflict) as differs:
+            await client.open_target("steps", "step-0", 3)
+        assert differs.value.reason == "TargetDiffers"
+    with Client(server.url, server.tokens["admin"]) as client:
+        assert client.open_target("steps", "step-0", 2)["opened"] is False
+        assert client.open_target("steps", "step-1")["goal"] == 5
+        found = client.job("steps").status.dynamic_sampling
+        assert found is not None
+        assert found.target_groups == 5
+
+
 async def test_pools(server: Server) -> None:
     document = {
         "apiVersion": "rollyard.dev/v1alpha1",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
+from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
@@ -160,6 +161,37 @@ def test_cancelled() -> None:
     assert plan.cancel == "Cancelled"
     assert plan.status.phase == "Cancelled"
     assert condition(plan, "Failed").reason == "Cancelled"
+
+
+@pytest.mark.parametrize(
+    ("reason", "counts", "verdict"),
+    [
+        ("TargetMet", {"succeeded": 18, "failed": 2, "cancelled": 20}, ("Succeeded", "TargetMet")),
+        # Four of twenty failed; the rollouts that were cancelled for the target do not make them fewer.
+        ("TargetMet", {"succeeded": 16, "failed": 4, "cancelled": 20}, ("Failed", "TooManyFailures")),
+        ("TargetNotMet", {"succeeded": 40}, ("Failed", "TargetNotMet")),
+    ],
+)
+def test_the_end_of_dynamic_sampling(reason: str, counts: dict[str, Any], verdict: tuple[str, str]) -> None:
+    sampling = {"targetGroups": 4, "informativeGroups": 4, "surplusRollouts": counts.get("cancelled", 0)}
+    job = job_of({"total": 40, **counts}, samplesPerTask=2, dynamicSampling={"targetGroups": 4})
+    job.status.dynamic_sampling = DynamicSamplingStatus.model_validate(sampling)
+    observed = ObservedJob(pool=PoolState(1), closed=True)
+    # Until the control plane has concluded the job, further groups may start.
+    assert condition(reconcile_job(job, observed, NOW, LOCAL), "Finished").status == "False"
+    plan = reconcile_job(job, replace(observed, cancelled=reason), NOW, LOCAL)
+    assert (plan.status.phase, condition(plan, "Finished").reason) == verdict
+    assert plan.cancel == ""
+    assert "4 were wanted" in plan.status.message or verdict[1] == "TooManyFailures"
+    assert plan.status.dynamic_sampling == job.status.dynamic_sampling
+
+
+def test_a_met_target_ends_the_job_once_the_surplus_has_ended() -> None:
+    counts = {"total": 6, "succeeded": 4, "run": {"active": 2}}
+    job = job_of(counts, samplesPerTask=2, dynamicSampling={"targetGroups": 1})
+    observed = ObservedJob(workloads=running(job), pool=PoolState(1), closed=True, cancelled="TargetMet")
+    plan = reconcile_job(job, observed, NOW, LOCAL)
+    assert (plan.stop, plan.cancel, plan.status.phase) == ((), "", "Run")
 
 
 def test_deadline_counts_from_admission() -> None:

@@ -188,6 +188,29 @@ class AsyncClient:
         """Push tasks to a stream and return the counts of `accepted` and `repeated` tasks."""
         return await self._transport.send(jobs.push_tasks(name, namespace or self.namespace, tasks))
 
+    async def open_target(
+        self, name: str, step: str, groups: int | None = None, *, namespace: str | None = None
+    ) -> dict[str, Any]:
+        """Open a step of a stream with dynamic sampling, and return its `goal` and whether it is `met`.
+
+        Opening the same step twice has no further effect.
+
+        Args:
+            name: The job.
+            step: The id of the step, which the trainer chooses.
+            groups: How many groups with a signal the step wants. None stands for the job's `targetGroups`.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Returns:
+            `id`, `groups`, `goal` (the step is met when the job has this many groups with a signal), `met`
+            and `opened` (whether this call opened it).
+
+        Raises:
+            Conflict: The job is no open stream with dynamic sampling, or the step was opened with another
+                number of groups.
+        """
+        return await self._transport.send(jobs.open_target(name, namespace or self.namespace, step, groups))
+
     async def close(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Close a stream, which means that no more tasks will come, and return its job."""
         return await self._transport.send(jobs.close(name, namespace or self.namespace))

@@ -20,6 +20,9 @@ from rollyard_crds.base import (
     ShortText,
     cel,
 )
+from rollyard_crds.fields.counts import RolloutCounts as RolloutCounts
+from rollyard_crds.fields.counts import StageCounts as StageCounts
+from rollyard_crds.fields.dynamic_sampling import JOB_RULES, DynamicSampling, DynamicSamplingStatus
 from rollyard_crds.fields.eval_carry import EvalCarry
 from rollyard_crds.fields.pod_template import Placement, PodTemplate
 from rollyard_crds.fields.quantity import Quantity
@@ -306,6 +309,7 @@ class RolloutJobSpec(Model):
                 "has(self.placement) == has(oldSelf.placement)",
                 "'placement' is immutable: delete the job and create it again",
             ),
+            *JOB_RULES,
         )
     )
 
@@ -317,6 +321,8 @@ class RolloutJobSpec(Model):
     """Rollouts of each task; together they are its group."""
     min_group_size: Annotated[int, Field(ge=1, le=1024, json_schema_extra=IMMUTABLE)] = 2
     """A group with failed members is delivered if at least this many others remain."""
+    dynamic_sampling: Annotated[DynamicSampling, Field(json_schema_extra=IMMUTABLE)] | None = None
+    """The job runs until enough groups have a signal; default: every task is rolled out."""
     agent: AgentSpec = Field(default_factory=AgentSpec, json_schema_extra=IMMUTABLE)
     """Who talks to the model."""
     sampling: SamplingSpec = Field(default_factory=SamplingSpec, json_schema_extra=IMMUTABLE)
@@ -348,41 +354,15 @@ class RolloutJobSpec(Model):
     """The job and its trajectories are deleted this long after it ended; default: kept."""
 
     @model_validator(mode="after")
-    def _model_where_needed(self) -> RolloutJobSpec:
+    def _consistent(self) -> RolloutJobSpec:
         if self.backend_ref is None and self.agent.type != "oracle":
             raise ValueError(f"'backendRef' is required by the agent '{self.agent.type}'")
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.check(self.samples_per_task)
         return self
 
 
 Phase = Literal["Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled"]
-
-
-class StageCounts(Model):
-    """Rollouts of one stage: waiting in its queue, and leased by a worker."""
-
-    queued: Annotated[int, Field(ge=0)] = 0
-    """Waiting."""
-    active: Annotated[int, Field(ge=0)] = 0
-    """Leased by a worker."""
-
-
-class RolloutCounts(Model):
-    """Counts of a job's rollouts; `total` is the sum of all the others."""
-
-    total: Annotated[int, Field(ge=0)] = 0
-    """All rollouts so far."""
-    init: StageCounts = Field(default_factory=StageCounts)
-    """In Init."""
-    run: StageCounts = Field(default_factory=StageCounts)
-    """In Run."""
-    eval: StageCounts = Field(default_factory=StageCounts)
-    """In Eval."""
-    succeeded: Annotated[int, Field(ge=0)] = 0
-    """Ended with a reward, whatever the reward."""
-    failed: Annotated[int, Field(ge=0)] = 0
-    """Ended for infrastructure reasons; their reward is null."""
-    cancelled: Annotated[int, Field(ge=0)] = 0
-    """Ended because somebody asked, or the deadline passed."""
 
 
 class RolloutJobStatus(Model):
@@ -404,6 +384,8 @@ class RolloutJobStatus(Model):
     """When the last rollout ended."""
     reward_mean: float | None = None
     """Mean reward of the rollouts that have one."""
+    dynamic_sampling: DynamicSamplingStatus | None = None
+    """How far dynamic sampling is, in a job that uses it."""
     message: ShortText = ""
     """What it waits for, or why it ended so."""
 

@@ -16,10 +16,17 @@ from rollyard_api.jobs import blobs
 from rollyard_api.jobs.job_views import DELETED
 from rollyard_api.jobs.jobs import find_locked
 from rollyard_api.rollouts import outages
-from rollyard_api.rollouts.ending import Ending, end, finish
+from rollyard_api.rollouts.ending import cancelled, end, finish
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
-from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+from rollyard_api.storage.schema import (
+    dynamic_sampling,
+    groups,
+    jobs,
+    payloads,
+    rollouts,
+    sampling_targets,
+)
 
 DEADLINE = "DeadlineExceeded"
 """The reason of a job that was cancelled at its deadline."""
@@ -29,20 +36,7 @@ transactions."""
 
 
 def _cancel_rows(tx: Transaction, rows: Sequence[UnfinishedRollout], reason: str) -> None:
-    end(tx, [_cancelled(row, reason) for row in rows])
-
-
-def _cancelled(row: UnfinishedRollout, reason: str) -> Ending:
-    return Ending(
-        rollout=row.id,
-        job_id=row.job_id,
-        group_no=row.group_no,
-        state=RolloutState.CANCELLED,
-        stage=row.state.stage or "",
-        reason=reason,
-        timings=row.timings,
-        settled=row.settled,
-    )
+    end(tx, [cancelled(row, reason) for row in rows])
 
 
 def _unfinished(job_id: int) -> sa.Select[Any]:
@@ -84,7 +78,7 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
     endings = [
         outages.ending(tx, row, "the pool had no ready backend until the job's deadline")
         if late and row.state in outages.WAITING
-        else _cancelled(row, job.cancel_reason)
+        else cancelled(row, job.cancel_reason)
         for row in rows
     ]
     if endings:
@@ -192,7 +186,8 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
         tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
     if len(ids) == BATCH:
         return False
-    tx.conn.execute(sa.delete(groups).where(groups.c.job_id == job_id))
+    for table in (groups, dynamic_sampling, sampling_targets):
+        tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))
     gone = tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id).returning(jobs.c.blob_id))
     blob_id = gone.scalar_one_or_none()
     if blob_id is not None:

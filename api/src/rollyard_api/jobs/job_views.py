@@ -14,8 +14,9 @@ from rollyard_api.core.conditions import timestamp
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.jobs import find
-from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.rollouts.dynamic_sampling import rules_of
+from rollyard_api.storage.rows import JobRow, SamplingRow, columns
+from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
 _JOB_BYTES = 1024
@@ -23,7 +24,8 @@ _JOB_BYTES = 1024
 CLOSED = "rollyard.dev/closed"
 """The annotation of a job to which no task will be added: every batch job, and a closed stream."""
 CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""The annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
+"""The annotation of a job that takes no part in leasing any more: `Cancelled`, `DeadlineExceeded`, `Deleted`,
+`TargetMet` or `TargetNotMet`."""
 DELETED = "Deleted"
 """The cancel reason of a job that is to be removed."""
 DELETE_REQUESTED = "rollyard.dev/delete-requested"
@@ -38,6 +40,9 @@ _SIZES = sa.select(
         sum((sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES),
         sa.Integer,
     ).label("bytes"),
+)
+_SAMPLING = sa.select(*columns(SamplingRow, dynamic_sampling)).where(
+    dynamic_sampling.c.job_id == sa.bindparam("b_job")
 )
 _WAITING = (
     sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -61,6 +66,24 @@ def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
         "succeeded": job.succeeded,
         "failed": job.failed,
         "cancelled": job.cancelled,
+    }
+
+
+def _dynamic_sampling(conn: Connection, job: JobRow) -> dict[str, int] | None:
+    """Return the DynamicSamplingStatus of a job, or None if the job does not use it."""
+    if rules_of(loads(job.limits)) is None:
+        return None
+    row = SamplingRow(*conn.execute(_SAMPLING, {"b_job": job.id}).one())
+    return {
+        "targetGroups": row.target,
+        "informativeGroups": row.informative,
+        "uninformativeGroups": row.uninformative,
+        "droppedGroups": row.dropped,
+        "surplusGroups": row.surplus,
+        "inFlightGroups": row.started - job.groups_ended,
+        "waitingGroups": job.groups - row.started,
+        "surplusRollouts": row.surplus_rollouts,
+        "discardedTokens": row.discarded_tokens,
     }
 
 
@@ -90,6 +113,7 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
         **loads(job.status),
         "counts": counts(conn, job),
         "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
+        "dynamicSampling": _dynamic_sampling(conn, job),
         "startTime": timestamp(job.started_at),
         "completionTime": timestamp(job.finished_at),
     }

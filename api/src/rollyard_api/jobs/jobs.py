@@ -11,22 +11,34 @@ from typing import Any
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.claims import shape_of
+from rollyard_crds.fields.dynamic_sampling import DynamicSampling
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import merge_conditions
 from rollyard_api.core.problems import Conflict, NotFound, QueueFull
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
-from rollyard_api.rollouts.ending import finish
+from rollyard_api.rollouts import admission
+from rollyard_api.rollouts.dynamic_sampling import begin, rules_of
+from rollyard_api.rollouts.ending import advance, finish
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, read_one
-from rollyard_api.storage.schema import groups, jobs, rollouts
+from rollyard_api.storage.schema import dynamic_sampling, groups, jobs
 
+# The rollouts of the groups that have not started, in all jobs that may still start them.
+_UNSTARTED = (
+    sa.select(
+        sa.func.coalesce(
+            sa.func.sum((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples), 0
+        )
+    )
+    .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
+    .where(jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
+)
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
 
@@ -145,6 +157,10 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
         )
         .returning(jobs.c.id)
     ).scalar_one()
+    if spec.dynamic_sampling is not None:
+        # The steps of a stream are opened one by one (see `targets`).
+        target = 0 if spec.tasks.stream else spec.dynamic_sampling.target_groups
+        begin(tx, job_id, target, spec.samples_per_task)
     if new.tasks:
         row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
         _enqueue(tx, JobRow(*row), new.tasks, max_queued)
@@ -162,8 +178,19 @@ def limits_of(spec: RolloutJobSpec) -> bytes:
             "deadline": spec.active_deadline_seconds,
             "max_policy_lag": spec.max_policy_lag,
             "stale_rollouts": spec.stale_rollouts,
+            **({} if spec.dynamic_sampling is None else {"dynamic": _rules(spec, spec.dynamic_sampling)}),
         }
     )
+
+
+def _rules(spec: RolloutJobSpec, sampling: DynamicSampling) -> dict[str, Any]:
+    return {
+        "in_flight": sampling.in_flight(spec.samples_per_task),
+        "metric": sampling.metric,
+        "min_std": sampling.min_std,
+        "max_groups": sampling.max_groups,
+        "target": sampling.target_groups,
+    }
 
 
 def warm_of(spec: RolloutJobSpec) -> bytes | None:
@@ -179,13 +206,15 @@ def deadline_at(started: float | None, seconds: int | None) -> float | None:
 
 
 def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued: int) -> None:
-    samples = loads(job.limits)["samples"]
+    limits = loads(job.limits)
+    samples = limits["samples"]
     adding = samples * len(tasks)
     unfinished = tx.conn.execute(
         sa.select(sa.func.coalesce(sa.func.sum(jobs.c.total - jobs.c.ended), 0)).where(
             jobs.c.finished_at.is_(None)
         )
     ).scalar_one()
+    unfinished += tx.conn.execute(_UNSTARTED).scalar_one()
     if unfinished + adding > max_queued:
         raise QueueFull(
             f"{unfinished} rollouts are unfinished and at most {max_queued} may be; {adding} more do not fit",
@@ -199,42 +228,12 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued:
             for i, t in enumerate(tasks)
         ],
     )
-    prefix = f"{job.name}-{job.uid[:8]}"
-    base = {
-        "job_id": job.id,
-        "state": RolloutState.QUEUED_INIT,
-        "node": "",
-        "token": 0,
-        "since": tx.now,
-        "failures_init": 0,
-        "failures_run": 0,
-        "failures_eval": 0,
-        "expiries": 0,
-        "eval_expiries": 0,
-        "settled": "",
-        "timings": "{}",
-    }
-    tx.conn.execute(
-        sa.insert(rollouts),
-        [
-            base
-            | {
-                "id": f"{prefix}-{no}-{sample}",
-                "group_no": no,
-                "sample": sample,
-                "place": no * samples + sample,
-            }
-            for no in range(first, first + len(tasks))
-            for sample in range(samples)
-        ],
-    )
-    tx.conn.execute(
-        sa.update(jobs)
-        .where(jobs.c.id == job.id)
-        .values(total=jobs.c.total + adding, groups=jobs.c.groups + len(tasks))
-    )
-    tx.wake(QUEUE)
-    tx.wake(job_topic(job.id))
+    tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(groups=jobs.c.groups + len(tasks)))
+    if rules_of(limits) is not None:
+        advance(tx, job.id)
+    else:
+        numbers = range(first, first + len(tasks))
+        admission.admit(tx, job.id, admission.prefix_of(job.name, job.uid), numbers, samples)
 
 
 def push(
@@ -275,7 +274,9 @@ def close(tx: Transaction, namespace: str, name: str) -> None:
     job = find_locked(tx, namespace, name)
     if not job.closed:
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(closed=True))
-        if job.ended == job.total:
+        if rules_of(loads(job.limits)) is not None:
+            advance(tx, job.id)
+        elif job.ended == job.total:
             finish(tx, job.id)
     tx.wake(job_topic(job.id))
 

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import sqlalchemy as sa
+from rollyard_crds.fields.dynamic_sampling import TARGET_MET
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.rollouts import dynamic_sampling
+from rollyard_api.rollouts.dynamic_sampling import Tally
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import UnfinishedRollout
 from rollyard_api.storage.schema import groups, jobs, rollouts
 
 
@@ -98,6 +102,10 @@ _FINISH = (
     .values(finished_at=bindparam("b_now"))
 )
 
+_IS_OVER = sa.select(jobs.c.id).where(
+    jobs.c.id == bindparam("b_job"), jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total
+)
+
 METRIC_COMPLETIONS: Final = "completions"
 METRIC_REWARD: Final = "reward"
 
@@ -160,24 +168,30 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
         tx.emit(
             job_id, rollout=e.rollout, stage=e.stage, status=status, reward=e.reward, reason=e.reason or ""
         )
-    min_group = loads(row.limits)["min_group"]
+    limits = loads(row.limits)
+    rules = dynamic_sampling.rules_of(limits)
+    tally = Tally(surplus_rollouts=sum(e.reason == TARGET_MET for e in endings))
     for no in sorted(left):
         remaining = tx.conn.execute(_LEAVE, {"b_job": job_id, "b_no": no, "b_count": left[no]}).scalar_one()
         if remaining == 0:
-            _end_group(tx, job_id, no, min_group)
-    if row.closed and row.ended == row.total:
+            _end_group(tx, job_id, no, limits["min_group"], rules, tally)
+    if rules is not None:
+        dynamic_sampling.count(tx, job_id, tally)
+        advance(tx, job_id)
+    elif row.closed and row.ended == row.total:
         finish(tx, job_id)
     tx.wake(job_topic(job_id))
 
 
-def _end_group(tx: Transaction, job_id: int, no: int, min_group: int) -> None:
-    members: list[Any] = list(tx.conn.execute(_REWARDS, {"b_job": job_id, "b_no": no}))
-    rewards = [m.reward for m in members if m.state == RolloutState.SUCCEEDED]
-    delivered = len(rewards) >= min(min_group, len(members))
-    reason = None
-    if not delivered:
-        all_cancelled = all(m.state == RolloutState.CANCELLED for m in members)
-        reason = "Cancelled" if all_cancelled else "TooFewRewards"
+def _end_group(
+    tx: Transaction, job_id: int, no: int, min_group: int, rules: dict[str, Any] | None, tally: Tally
+) -> None:
+    if rules is None:
+        delivered, informative, reason = _whole_group(tx, job_id, no, min_group)
+    else:
+        result = dynamic_sampling.result_of(tx, job_id, no, min_group, rules)
+        tally.add(result)
+        delivered, informative, reason = result.delivered, result.informative, result.reason
     seq = tx.conn.execute(_NEXT_GROUP, {"b_job": job_id}).scalar_one()
     tx.conn.execute(
         _GROUP_END,
@@ -186,9 +200,45 @@ def _end_group(tx: Transaction, job_id: int, no: int, min_group: int) -> None:
             "b_no": no,
             "b_seq": seq,
             "b_delivered": delivered,
-            "b_informative": delivered and min(rewards) != max(rewards),
+            "b_informative": informative,
             "b_reason": reason,
         },
+    )
+
+
+def _whole_group(tx: Transaction, job_id: int, no: int, min_group: int) -> tuple[bool, bool, str | None]:
+    """Return whether a group is delivered, whether it is informative, and why it is not delivered."""
+    members: list[Any] = list(tx.conn.execute(_REWARDS, {"b_job": job_id, "b_no": no}))
+    rewards = [m.reward for m in members if m.state == RolloutState.SUCCEEDED]
+    if len(rewards) >= min(min_group, len(members)):
+        return True, min(rewards) != max(rewards), None
+    all_cancelled = all(m.state == RolloutState.CANCELLED for m in members)
+    return False, False, "Cancelled" if all_cancelled else "TooFewRewards"
+
+
+def advance(tx: Transaction, job_id: int) -> None:
+    """Take the next step of a job with dynamic sampling: start groups, or end what is not needed any more.
+
+    The transaction must have locked the row of the job. See `dynamic_sampling.advance`.
+    """
+    surplus = dynamic_sampling.advance(tx, job_id)
+    if surplus:
+        end(tx, [cancelled(row, TARGET_MET) for row in surplus])
+    elif tx.conn.execute(_IS_OVER, {"b_job": job_id}).first() is not None:
+        finish(tx, job_id)
+
+
+def cancelled(row: UnfinishedRollout, reason: str) -> Ending:
+    """Return the ending of an unfinished rollout that is cancelled."""
+    return Ending(
+        rollout=row.id,
+        job_id=row.job_id,
+        group_no=row.group_no,
+        state=RolloutState.CANCELLED,
+        stage=row.state.stage or "",
+        reason=reason,
+        timings=row.timings,
+        settled=row.settled,
     )
 
 

@@ -123,7 +123,11 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
         if stage == "run":
             routers = Routers(tx, active)
             routers.count_waiting(tx, pools)
-        shares = [Share(job_id, row.priority, loads[job_id]) for job_id, row in live.items()]
+        shares = [
+            Share(job_id, row.priority, loads[job_id])
+            for job_id, row in live.items()
+            if not (row.holding and stage == "init")
+        ]
         fetch = partial(_waiting, tx, RolloutState.queued(stage), ask.node)
         admit = partial(_admit, live, routers)
         taken = allocate(shares, places, fetch, admit)

@@ -39,6 +39,7 @@ _ADVANCE = (
         timings=bindparam("b_timings"),
         sandbox_id=bindparam("b_sandbox_id"),
         sandbox=bindparam("b_sandbox"),
+        sampled_tokens=bindparam("b_sampled_tokens"),
     )
 )
 
@@ -80,6 +81,7 @@ def _advanced(row: HeldRollout, now: float, state: RolloutState, **changes: Any)
         "b_timings": changes.get("timings", row.timings),
         "b_sandbox_id": changes.get("sandbox_id", row.sandbox_id),
         "b_sandbox": changes.get("sandbox", row.sandbox),
+        "b_sampled_tokens": changes.get("sampled_tokens", row.sampled_tokens),
     }
 
 
@@ -198,7 +200,15 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
         kept["trajectory"] = item["packed"]
         node = "" if row.sandbox is None else loads(row.sandbox)["node"]
         batch.changes.append(
-            _advanced(row, tx.now, RolloutState.QUEUED_EVAL, node=node, settled=settled, timings=timings)
+            _advanced(
+                row,
+                tx.now,
+                RolloutState.QUEUED_EVAL,
+                node=node,
+                settled=settled,
+                timings=timings,
+                sampled_tokens=item.get("sampled_tokens", 0),
+            )
         )
         breaks = item.get("template_breaks", 0)
         if breaks:

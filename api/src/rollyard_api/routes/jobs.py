@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
+from rollyard_crds.fields.dynamic_sampling import MAX_STEP_GROUPS
 from rollyard_crds.reading.manifest import ManifestError, parse
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from rollyard_api.core import entrypoints
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
 from rollyard_api.core.validation import validated
-from rollyard_api.jobs import cancellation, job_views, jobs, registration, tasks
+from rollyard_api.jobs import cancellation, job_views, jobs, registration, targets, tasks
 from rollyard_api.jobs.jobs import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
@@ -42,6 +43,17 @@ class Cancel(BaseModel):
 
     group: str | None = None
     rollout: str | None = None
+
+
+class Target(BaseModel):
+    """A step of a stream with dynamic sampling."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
+    """A name of the trainer's choice. The same name again is the same step."""
+    groups: Annotated[int, Field(ge=1, le=MAX_STEP_GROUPS)] | None = None
+    """The number of groups with a signal that the step wants; default: the job's `targetGroups`."""
 
 
 MAX_YAML_BYTES = 4 << 20
@@ -294,6 +306,21 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
         partial(jobs.push, namespace=namespace, name=name, tasks=rows, max_queued=plane.settings.max_queued)
     )
     return answer(told)
+
+
+@router.post("/{name}/targets", openapi_extra=body_schema(Target))
+async def open_target(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """Open a step of a stream with dynamic sampling: 201 opened, 200 it is open or met, 409 another number.
+
+    The answer is {id, groups, goal, met, opened}. The step is met when the job has `goal` groups with a
+    signal. Groups that had not ended when the step before was met count for this one.
+    """
+    plane = plane_of(request)
+    asked = validated(Target, await body_of(request))
+    told = await plane.database.write(
+        partial(targets.open_step, namespace=namespace, name=name, step=asked.id, groups=asked.groups)
+    )
+    return answer(told, 201 if told["opened"] else 200)
 
 
 @router.post("/{name}/close")

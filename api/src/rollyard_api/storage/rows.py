@@ -78,6 +78,7 @@ class JobRow:
     warm: bytes | None
     blob_id: int | None
     outage_began: float | None
+    holding: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class HeldRollout:
     eval_expiries: int
     outages: int
     attempts: bytes | None
+    sampled_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,22 @@ class EndedRollout:
     group_no: int
     task_id: str
     trajectory: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """A row of `dynamic_sampling`."""
+
+    job_id: int
+    samples: int
+    target: int
+    started: int
+    informative: int
+    uninformative: int
+    dropped: int
+    surplus: int
+    surplus_rollouts: int
+    discarded_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +368,7 @@ class LeasableJob:
     name: str
     priority: int
     pool: str | None
+    holding: bool
 
 
 @dataclass(frozen=True, slots=True)

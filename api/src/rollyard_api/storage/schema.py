@@ -83,6 +83,8 @@ jobs = sa.Table(
     sa.Column("blob_id", sa.Integer),
     # When the job's pool lost its last ready backend, or null while it has one.
     sa.Column("outage_began", sa.Double),
+    # Whether no rollout may begin, because the target of the stream's last step is met.
+    sa.Column("holding", sa.Boolean, nullable=False, server_default=sa.false()),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
     _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
@@ -152,6 +154,8 @@ rollouts = sa.Table(
     sa.Column("part", sa.Integer),
     sa.Column("part_offset", sa.BigInteger),
     sa.Column("part_length", sa.Integer),
+    # The tokens that the last complete Run sampled, or null before it.
+    sa.Column("sampled_tokens", sa.Integer),
     sa.Index("ix_rollouts_queue", "job_id", "state", "node", "place"),
     sa.Index("ix_rollouts_group", "job_id", "group_no"),
     _partial(
@@ -160,6 +164,36 @@ rollouts = sa.Table(
     _partial("ix_rollouts_end", "job_id", "end_seq", where="end_seq IS NOT NULL"),
     _partial("ix_rollouts_sandbox", "sandbox_id", where="sandbox_id IS NOT NULL"),
     _partial("ix_rollouts_pending", "job_id", "end_seq", where="pending IS NOT NULL"),
+)
+
+# A row for each job with dynamic sampling. Groups with a number below `started` have rollouts; others wait.
+dynamic_sampling = sa.Table(
+    "dynamic_sampling",
+    metadata,
+    sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), primary_key=True, autoincrement=False),
+    # The rollouts of each group.
+    sa.Column("samples", sa.Integer, nullable=False),
+    # The informative groups that are wanted in all steps together.
+    sa.Column("target", sa.BigInteger, nullable=False),
+    sa.Column("started", sa.Integer, nullable=False),
+    sa.Column("informative", sa.Integer, nullable=False),
+    sa.Column("uninformative", sa.Integer, nullable=False),
+    sa.Column("dropped", sa.Integer, nullable=False),
+    sa.Column("surplus", sa.Integer, nullable=False),
+    sa.Column("surplus_rollouts", sa.Integer, nullable=False),
+    sa.Column("discarded_tokens", sa.BigInteger, nullable=False),
+)
+
+# The steps that a trainer opened in a stream with dynamic sampling, each under an id of the trainer's choice.
+sampling_targets = sa.Table(
+    "sampling_targets",
+    metadata,
+    sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), primary_key=True, autoincrement=False),
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("groups", sa.Integer, nullable=False),
+    # The number of informative groups of the job with which this step is met.
+    sa.Column("goal", sa.BigInteger, nullable=False),
+    sa.Column("opened_at", sa.Double, nullable=False),
 )
 
 payloads = sa.Table(

@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
+from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.security.log_text import one_line
 
 from rollyard.render.progress import stage_progress
@@ -73,6 +74,8 @@ def describe_job(
     _field(console, "Reward mean", "-" if status.reward_mean is None else f"{status.reward_mean:.4f}")
     ended = f"{counts.succeeded} with a reward, {counts.failed} failed, {counts.cancelled} cancelled"
     _field(console, "Rollouts", f"{counts.total} in all: {ended}")
+    if status.dynamic_sampling is not None:
+        _dynamic_sampling(console, status.dynamic_sampling)
     console.print()
     table = plain_table(["stage", "past it", "active", "queued"])
     for item in stage_progress(counts):
@@ -93,6 +96,20 @@ def describe_job(
     if inline:
         spec["tasks"]["inline"] = f"{len(inline)} tasks"
     _spec(console, spec)
+
+
+def _dynamic_sampling(console: Console, found: DynamicSamplingStatus) -> None:
+    wanted = f"{found.informative_groups} of {found.target_groups} groups have a signal"
+    there = f"{found.in_flight_groups} in flight, {found.waiting_groups} waiting"
+    _field(console, "Target", f"{wanted}; {there}")
+    parts = (
+        (found.uninformative_groups, "groups without a signal"),
+        (found.dropped_groups, "groups with too few rewards"),
+        (found.surplus_groups, "surplus groups"),
+        (found.surplus_rollouts, "surplus rollouts"),
+        (found.discarded_tokens, "sampled tokens"),
+    )
+    _field(console, "Thrown away", ", ".join(f"{count} {what}" for count, what in parts if count) or "-")
 
 
 def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:

@@ -56,6 +56,8 @@ def reward_text(job: RolloutJob) -> str:
     """Return a text such as `reward 0.412, 3 failed`, without the parts that are unknown or zero."""
     status = job.status
     parts = [] if status.reward_mean is None else [f"reward {status.reward_mean:.3f}"]
+    found = status.dynamic_sampling
+    parts += [f"{found.informative_groups} of {found.target_groups} groups"] if found is not None else []
     parts += [f"{status.counts.failed} failed"] if status.counts.failed else []
     parts += [f"{status.counts.cancelled} cancelled"] if status.counts.cancelled else []
     return ", ".join(parts)

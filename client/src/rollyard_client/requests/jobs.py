@@ -127,6 +127,16 @@ def close(name: str, namespace: str) -> Call[RolloutJob]:
     return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
 
 
+def open_target(name: str, namespace: str, step: str, groups: int | None) -> Call[dict[str, Any]]:
+    """Return the call that opens a step of a stream with dynamic sampling.
+
+    It may be sent again, because a step is opened once whatever the number of calls.
+    """
+    body = {"id": step} if groups is None else {"id": step, "groups": groups}
+    path = f"{JOBS}/{segment(name)}/targets"
+    return Call("POST", path, as_json, query={"namespace": namespace}, body=encode(body))
+
+
 def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[RolloutJob]:
     """Return the call that changes fields of a job's spec, named as in JSON."""
     path = f"{JOBS}/{segment(name)}"

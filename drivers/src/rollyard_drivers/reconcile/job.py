@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
+from rollyard_crds.fields.dynamic_sampling import TARGET_MET, TARGET_NOT_MET, DynamicSamplingStatus
 
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, since, updated
 from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
@@ -100,6 +101,8 @@ def _outcome(job: RolloutJob, observed: ObservedJob, now: datetime) -> _Outcome 
     done = ended(counts)
     left = _deadline_left(job, now)
     late = left is not None and left <= 0
+    if observed.cancelled in (TARGET_MET, TARGET_NOT_MET):
+        return _target_outcome(job, observed.cancelled) if done == counts.total else None
     if observed.cancelled and observed.cancelled != "DeadlineExceeded":
         return _Outcome(False, "Cancelled", f"cancelled; {counts.succeeded} of {counts.total} have a reward")
     if late or observed.cancelled:
@@ -107,17 +110,37 @@ def _outcome(job: RolloutJob, observed: ObservedJob, now: datetime) -> _Outcome 
         return _Outcome(
             False, "DeadlineExceeded", f"{done} of {counts.total} rollouts had ended after {limit} s"
         )
-    if not observed.closed or done < counts.total:
+    if not observed.closed or done < counts.total or job.spec.dynamic_sampling is not None:
+        return None  # The control plane decides when a job with dynamic sampling has come to its end.
+    return _too_many_failures(job, counts.total) or _Outcome(
+        True, "AllEnded", f"{counts.succeeded} rollouts have a reward, {counts.failed} failed"
+    )
+
+
+def _too_many_failures(job: RolloutJob, total: int) -> _Outcome | None:
+    """Return the outcome of a job of whose `total` rollouts too many failed, or None."""
+    allowed, failed = job.spec.failure_policy.max_failed_fraction, job.status.counts.failed
+    if failed <= allowed * total:
         return None
-    allowed = job.spec.failure_policy.max_failed_fraction
-    if counts.failed > allowed * counts.total:
-        return _Outcome(
-            False,
-            "TooManyFailures",
-            f"{counts.failed} of {counts.total} rollouts failed for infrastructure reasons; "
-            f"failurePolicy.maxFailedFraction allows {allowed:g}",
-        )
-    return _Outcome(True, "AllEnded", f"{counts.succeeded} rollouts have a reward, {counts.failed} failed")
+    return _Outcome(
+        False,
+        "TooManyFailures",
+        f"{failed} of {total} rollouts failed for infrastructure reasons; "
+        f"failurePolicy.maxFailedFraction allows {allowed:g}",
+    )
+
+
+def _target_outcome(job: RolloutJob, reason: str) -> _Outcome:
+    """Return the outcome of a job with dynamic sampling, which the control plane has concluded.
+
+    Rollouts that were cancelled because the target was met do not count among those of which some failed.
+    """
+    found = job.status.dynamic_sampling or DynamicSamplingStatus()
+    text = f"{found.informative_groups} groups have a signal, and {found.target_groups} were wanted"
+    if reason == TARGET_NOT_MET:
+        return _Outcome(False, reason, f"{text}; no further group can be started")
+    failed = _too_many_failures(job, job.status.counts.total - found.surplus_rollouts)
+    return failed or _Outcome(True, reason, text)
 
 
 def _deadline_left(job: RolloutJob, now: datetime) -> float | None:

@@ -371,6 +371,7 @@ def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJob
         update={
             "counts": known.counts,
             "reward_mean": known.reward_mean,
+            "dynamic_sampling": known.dynamic_sampling,
             "start_time": status.start_time or known.start_time,
             "completion_time": status.completion_time or known.completion_time,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,40 @@ def test_a_worker_that_starts_imports_no_template_engine_and_collects_garbage() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True []\n"
+
+
+def test_a_prepared_worker_imports_and_builds_nothing_with_its_first_request() -> None:
+    """The preparation proceeds while the node is checked, and leaves no such work to the first lease."""
+    code = """
+import asyncio, json, sys
+from rollyard_crds.lease import LeaseRequest, LeaseResponse
+from rollyard_crds.rolloutjob import RolloutJobSpec, StagesSpec
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.rest import RestControlPlane
+
+async def main():
+    async with RestControlPlane("http://127.0.0.1:9", "token") as control:
+        await asyncio.to_thread(control.prepare)
+        before = set(sys.modules)
+        try:
+            await control.lease(LeaseRequest(worker="w", node="n", capacity={"init": 1}))
+        except ControlPlaneUnavailable:
+            built = [one.__pydantic_complete__ for one in (LeaseResponse, RolloutJobSpec, StagesSpec)]
+            print(json.dumps([built, sorted(set(sys.modules) - before)]))
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[True, True, True], []]
+
+
+def test_a_worker_looks_for_no_plugins_of_pydantic_by_itself() -> None:
+    """An installation that needs them sets the variable itself."""
+    code = "import os, rollyard_pipeline.__main__; print(os.environ['PYDANTIC_DISABLE_PLUGINS'])"
+    for given, found in ((None, "__all__"), ("other-plugin", "other-plugin")):
+        env = {name: value for name, value in os.environ.items() if name != "PYDANTIC_DISABLE_PLUGINS"}
+        env |= {} if given is None else {"PYDANTIC_DISABLE_PLUGINS": given}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+        )
+        assert done.stdout.strip() == found

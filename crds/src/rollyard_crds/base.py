@@ -10,6 +10,7 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+from pydantic import VERSION as PYDANTIC_VERSION
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 GROUP = "rollyard.dev"
 VERSION = "v1alpha1"
 API_VERSION: Final = "rollyard.dev/v1alpha1"
+
+DEFER_BUILD: Final = tuple(int(part) for part in PYDANTIC_VERSION.split(".")[:2]) >= (2, 14)
+"""Whether the validator of a model is built with its first use, and not when its class is made.
+
+A program needs few of the models that it imports. Before 2.14, pydantic did not build a model correctly when
+several threads used it first.
+"""
 
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
@@ -71,7 +79,13 @@ LIST_MAP_BY_TYPE: Final[dict[str, Any]] = {
 """Schema extension of a list of conditions: server-side apply merges it by `type`."""
 
 
-class Model(BaseModel):
+class Deferred(BaseModel):
+    """The base of all models: a validator is built with its first use; see `DEFER_BUILD`."""
+
+    model_config = ConfigDict(defer_build=DEFER_BUILD)
+
+
+class Model(Deferred):
     """Strict: unknown fields are refused, names are camelCase outside and snake_case inside."""
 
     model_config = ConfigDict(
@@ -98,6 +112,24 @@ class Model(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """Return the camelCase JSON form, without unset optional fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def build(model: type[BaseModel]) -> None:
+    """Build a model before its first use, and with it the models that its fields contain by default."""
+    model.model_rebuild()
+    for field in model.model_fields.values():
+        default = field.default_factory
+        if isinstance(default, type) and issubclass(default, BaseModel):
+            build(default)
+
+
+def build_all() -> None:
+    """Build every model that has been imported, for a process that has time now and none later."""
+    waiting: list[type[BaseModel]] = [Deferred]
+    while waiting:
+        model = waiting.pop()
+        model.model_rebuild()
+        waiting.extend(model.__subclasses__())
 
 
 class ObjectMeta(Model):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from rollyard_crds.base import Deferred
 from rollyard_crds.names import StageName
 from rollyard_crds.task import Message
 
@@ -26,7 +27,7 @@ MAX_REWARD: Final = 1e6
 """Rewards and their components are finite and at most this far from zero."""
 
 
-class Record(BaseModel):
+class Record(Deferred):
     """Strict snake_case record."""
 
     model_config = ConfigDict(extra="forbid")

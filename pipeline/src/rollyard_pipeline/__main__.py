@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+
+# Without this, pydantic reads a file of every installed distribution to find its plugins, and a worker has no
+# use for one. An installation that needs them sets the variable to another value.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 # The imports make many objects and hardly any garbage. The searches for it take a sixth of the time that a
 # worker needs before its first request. A process that stands ready has switched them off for longer.

@@ -121,7 +121,8 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
             if options.sandbox == PROVIDER:
                 settings["claims"] = control
             provider = await ready.provider(settings)
-            await provider.start()
+            # The provider waits for programs that it asks, and meanwhile a core is free.
+            await asyncio.gather(provider.start(), asyncio.to_thread(control.prepare))
             try:
                 places = await _places(options, control, stages, given)
                 async with BackendClient(request_timeout=options.request_timeout) as backends:

@@ -16,6 +16,8 @@ import json
 import os
 import sys
 
+from rollyard_crds.base import build_all
+
 MODULE = "rollyard_drivers.host.ready_process"
 MAX_LINE_BYTES = 1 << 20
 
@@ -31,6 +33,7 @@ def main() -> int:
         # They only save time. A module that this installation lacks is the program's own concern.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    build_all()
     gc.freeze()
     gc.enable()
     main_module = sys.modules[f"{program}.__main__"]

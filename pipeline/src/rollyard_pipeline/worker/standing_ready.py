@@ -7,6 +7,7 @@ import contextlib
 import importlib
 from typing import Final, Protocol
 
+from rollyard_crds.base import build_all
 from rollyard_crds.workers import Assignment, AssignmentRequest
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable
@@ -26,11 +27,12 @@ class AssignmentCalls(Protocol):
 
 
 def import_all() -> None:
-    """Import what a worker needs later, so that an assigned worker begins at once."""
+    """Import and build what a worker needs later, so that an assigned worker begins at once."""
     for name in _MODULES:
         # They only save time. A module that this installation lacks is not needed by it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    build_all()
 
 
 async def assignment_of(

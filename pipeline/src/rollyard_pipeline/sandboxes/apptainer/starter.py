@@ -15,7 +15,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -249,12 +249,19 @@ class ApptainerStarter:
         return StartedSandbox(found.root, found.keeper, found.helpers)
 
     async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
-        """Return the instance's processes, once Apptainer has filed them and its start command has ended."""
-        await in_thread(instances.ends, starter, START_SECONDS)
+        """Return the instance's processes, once Apptainer has filed them.
+
+        The start command is one of the helpers if it still runs.
+        """
         found = await in_thread(instances.load, self._own, name)
         if found is None:
+            await in_thread(instances.ends, starter, START_SECONDS)
+            found = await in_thread(instances.load, self._own, name)
+        if found is None:
             raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")
-        return found
+        # Apptainer files an instance before the server runs, but its command ends up to 0.1 s later. Nobody
+        # needs to wait for that, only to end the command with the sandbox.
+        return replace(found, helpers=(*found.helpers, starter)) if starter.alive() else found
 
     def _command(self, key: SandboxKey, image: Path, name: str) -> list[str]:
         program, runtime = self._program, self._runtime

@@ -1,0 +1,114 @@
+"""An Apptainer sandbox is ready when its instance is filed: its start command may still run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rollyard_pipeline.sandboxes.apptainer import instances
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
+from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, process_ref
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+
+NAME = instances.instance_name("filed")
+
+
+class Waiting:
+    """A process that waits until it is asked to end."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        ref = process_ref(self.process.pid)
+        assert ref is not None
+        self.ref: ProcessRef = ref
+
+    def end(self) -> None:
+        """End the process, and wait until it has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+
+
+@pytest.fixture
+def waiting() -> Iterator[Callable[[], Waiting]]:
+    """Return a function that starts a process. All of them end after the test."""
+    started: list[Waiting] = []
+
+    def start() -> Waiting:
+        started.append(Waiting())
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.end()
+
+
+@pytest.fixture
+def starter(tmp_path: Path) -> ApptainerStarter:
+    return ApptainerStarter(SandboxFolder(tmp_path), [], ApptainerOptions())
+
+
+def file_instance(run_dir: Path, root: ProcessRef) -> None:
+    """File an instance as Apptainer does."""
+    folder = run_dir / "apptainer" / "instances" / "app" / "host" / "user" / NAME
+    folder.mkdir(parents=True)
+    (folder / f"{NAME}.json").write_text(json.dumps({"pid": root.pid, "ppid": root.pid}))
+
+
+async def test_a_filed_instance_does_not_wait_for_its_start_command(
+    starter: ApptainerStarter, tmp_path: Path, waiting: Callable[[], Waiting]
+) -> None:
+    """The command counts as a helper, so that the sandbox's end takes it along."""
+    root, command = waiting(), waiting()
+    file_instance(tmp_path, root.ref)
+    async with asyncio.timeout(10):
+        found = await starter._filed(NAME, command.ref)
+    assert command.ref.alive()
+    assert (found.root, found.helpers) == (root.ref, (command.ref,))
+    assert await asyncio.to_thread(instances.end, found.root, None, found.helpers, 10.0)
+    assert not command.ref.alive()
+
+
+async def test_a_start_command_that_has_ended_is_no_helper(
+    starter: ApptainerStarter, tmp_path: Path, waiting: Callable[[], Waiting]
+) -> None:
+    root, command = waiting(), waiting()
+    file_instance(tmp_path, root.ref)
+    command.end()
+    assert (await starter._filed(NAME, command.ref)).helpers == ()
+
+
+async def test_an_instance_that_is_not_filed_yet_is_looked_for_after_its_start_command(
+    starter: ApptainerStarter, tmp_path: Path, waiting: Callable[[], Waiting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, command = waiting(), waiting()
+    looked = asyncio.Event()
+    loop, load = asyncio.get_running_loop(), instances.load
+
+    def watched(config: Path, name: str) -> instances.Instance | None:
+        found = load(config, name)
+        loop.call_soon_threadsafe(looked.set)
+        return found
+
+    monkeypatch.setattr(instances, "load", watched)
+    async with asyncio.timeout(10):
+        filing = asyncio.create_task(starter._filed(NAME, command.ref))
+        await looked.wait()
+        assert not filing.done()
+        file_instance(tmp_path, root.ref)
+        command.end()
+        assert await filing == instances.Instance(root.ref, root.ref, ())
+
+
+async def test_an_instance_that_is_never_filed_is_an_error(
+    starter: ApptainerStarter, waiting: Callable[[], Waiting]
+) -> None:
+    command = waiting()
+    command.end()
+    with pytest.raises(SandboxStartFailed, match=f"no instance {NAME} is filed"):
+        await starter._filed(NAME, command.ref)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -110,18 +111,24 @@ async def test_a_signal_before_the_wait_ends_it_too() -> None:
 @pytest.mark.real
 def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
-    command = [sys.executable, "-m", "rollyard_pipeline", *READY, "--token-file", str(tmp_path / "token")]
-    process = subprocess.Popen([*command, "--log-level", "debug"], stderr=subprocess.PIPE)
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if b"connect" in line:
-                break
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    silent = socket.create_server(("127.0.0.1", 0))
+    silent.settimeout(60)
+    with silent:
+        given = [
+            "--url",
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "--token-file",
+            str(tmp_path / "token"),
+        ]
+        process = subprocess.Popen([sys.executable, "-m", "rollyard_pipeline", *READY, *given])
+        try:
+            request, _ = silent.accept()
+            with request:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait(60)
 
 
 @pytest.mark.real

@@ -118,3 +118,55 @@ def test_parquet_gives_the_same_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(ParquetProblem, match=r"pip install 'rollyard\[parquet\]'"):
         list(json_lines(io.BytesIO(file.getvalue())))
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": "?", "choices": ["x", "y", "z"], "answer": 2}, "C"),
+        ({"question": "?", "options": ["x", "y", "z"], "answer": "b"}, "B"),
+        ({"question": "?", "choices": '["x", "y", "z"]', "answer": "y"}, "B"),
+        ({"question": "?", "choices": ["10", "20", "30"], "answer": "20"}, "B"),
+        ({"question": "?", "choices": ["x", "y", "z"], "answer": "0"}, "A"),
+    ],
+)
+def test_rows_of_multiple_choice(row: dict[str, Any], answer: str) -> None:
+    (task,) = mapped([row], "mcq")
+    assert task.answer == answer
+    assert task.prompt is not None
+    assert f"{answer}. {json.loads(row['choices'])[1] if row['answer'] == 'y' else ''}" in task.prompt
+
+
+def test_rows_of_gpqa() -> None:
+    row = {"Question": "?", "Correct Answer": "r\n", **{f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)}}
+    rows = [{**row, "Question": f"{i}?"} for i in range(40)]
+    tasks = mapped(rows, "mcq")
+    assert tasks == mapped(rows, "mcq")
+    assert {task.answer for task in tasks} == set("ABCD")
+    assert all(task.choices and task.choices["ABCD".index(task.answer or "")] == "r" for task in tasks)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"answer": 4}, "answer: must be the letter"), ({"answer": True}, "answer: must be the letter"),
+        ({"answer": None}, "answer: must be the letter"), ({"choices": ["x"]}, "choices: must be 2 to 26"),
+        ({"choices": ["x", " "]}, r"choices\[1\]: must be a text"),
+        ({"choices": None}, "choices: is missing"),
+        ({"question": ""}, "question: must not be empty"),
+    ],
+)  # fmt: skip
+def test_refused_rows_of_multiple_choice(change: dict[str, Any], problem: str) -> None:
+    row = {"question": "?", "choices": ["x", "y"], "answer": 0}
+    with pytest.raises(TaskListError, match=f"^line 1: {problem}"):
+        mapped([{**row, **change}], "mcq")
+
+
+def test_verl_rows_of_multiple_choice() -> None:
+    row = {**VERL, "ability": "multiple_choice", "reward_model": {"ground_truth": "C"}}
+    (task,) = mapped([row], "verl")
+    assert task.choices == list("ABCDEFGHIJ")
+    (task,) = mapped([{**row, "extra_info": {"choices": ["x", "y", "z"]}}], "verl")
+    assert (task.id, task.choices) == ("1", ["x", "y", "z"])
+    with pytest.raises(TaskListError, match="must be a letter from A to J"):
+        mapped([{**row, "reward_model": {"ground_truth": "42"}}], "verl")

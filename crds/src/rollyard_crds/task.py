@@ -68,6 +68,23 @@ class TaskSandbox(Model):
     """A bash script that Init runs after the files are there; must exit with 0."""
 
 
+Choice = Annotated[str, Field(max_length=1 << 16)]
+Tolerance = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class NumericAnswer(Model):
+    """How far a number may be from the answer, and in which unit it is (handler `stem`)."""
+
+    model_config = ConfigDict(alias_generator=None, extra="forbid")
+
+    relative: Tolerance = 0.01
+    """The permitted distance as a share of the answer."""
+    absolute: Annotated[float, Field(ge=0.0, le=1e12)] = 0.0
+    """The permitted distance in the answer's unit, where it is larger."""
+    unit: Annotated[str, Field(max_length=64)] = ""
+    """The answer's unit, such as `m/s^2`; other units of its kind are converted."""
+
+
 class Task(Model):
     """One task. Fields that only some handlers read are optional here and checked by the handler.
 
@@ -90,7 +107,11 @@ class Task(Model):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     """The conversation to start from; it may already hold turns."""
     answer: Annotated[str, Field(max_length=1 << 16)] | None = None
-    """Gold answer (handler `math`)."""
+    """Gold answer (handlers `math` and `stem`)."""
+    choices: Annotated[list[Choice], Field(max_length=26)] = Field(default_factory=list)
+    """The choices A, B and so on, at least two, of which `answer` is the letter (handler `stem`)."""
+    numeric: NumericAnswer | None = None
+    """Says that `answer` is a number (handler `stem`)."""
     test_script: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Bash script that decides (handler `shell`): exit status 0 means solved."""
     solution: Annotated[list[FunctionCall], Field(max_length=256)] | None = None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
+
+_CHOICE_ABILITIES: Final = frozenset({"mcq", "multiple_choice", "multiple-choice"})
+_LETTERS: Final = "ABCDEFGHIJ"
 
 
 class VerlFormat(TaskFormat):
     """Reads rows with a conversation and `reward_model.ground_truth`.
 
     The ground truth is the task's answer. Where it is a JSON list of texts, as Skywork writes it, its only
-    element is.
+    element is. A row whose `ability` is `mcq` or `multiple_choice` has a letter as its answer, and may have
+    the texts of the choices in `extra_info.choices`.
     """
 
     def task(self, row: Row) -> dict[str, Any]:
@@ -22,6 +26,8 @@ class VerlFormat(TaskFormat):
         extra = row.row("extra_info", optional=True)
         found: dict[str, Any] = {"messages": _messages(row)}
         found["answer"] = _answer(row.row("reward_model"))
+        if str(row.values.get("ability", "")).lower() in _CHOICE_ABILITIES:
+            found["choices"] = _choices(extra, found["answer"])
         split, index = extra.values.get("split"), extra.values.get("index")
         if split is not None and index is not None:
             found["id"] = task_id(source, split, index)
@@ -29,6 +35,15 @@ class VerlFormat(TaskFormat):
         if row.values.get("ability") is not None:
             found["metadata"]["ability"] = row.values["ability"]
         return found
+
+
+def _choices(extra: Row, answer: str) -> list[str]:
+    """Return the choices of a row of multiple choice: their texts, or letters where the row has none."""
+    if extra.values.get("choices") is not None:
+        return extra.items("choices")
+    if len(answer) != 1 or answer.upper() not in _LETTERS:
+        raise RowRefused("reward_model.ground_truth", "must be a letter from A to J for multiple choice")
+    return list(_LETTERS)
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:

@@ -9,6 +9,9 @@ _BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES: Final = re.compile(r"^.*####\s*(.+?)\s*$", re.MULTILINE)
 _ANSWER_IS: Final = re.compile(r"answer\s*(?:is|:|=)\s*:?\s*(.+)", re.IGNORECASE)
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|\\,|,\\!)\d{3})+)(?![\d,])")
+_HOPE: Final = re.compile(r"[.,]?\s*I hope it is correct\.?\s*$", re.IGNORECASE)
+"""The end of an answer in the form that Minerva's prompts ask for."""
+_INLINE: Final = re.compile(r"\\[(\[](.*?)\\[)\]]\.?", re.DOTALL)
 _LAST_LINE: Final = 4096  # Characters. No answer is longer than this.
 
 
@@ -21,7 +24,7 @@ def final_answer(text: str) -> str:
     """
     # Only what was said counts, not what was thought.
     said = text.rpartition("</think>")[2]
-    found = _boxed(said)
+    found = boxed(said)
     if found is None:
         hashes = _HASHES.findall(said)
         if hashes:
@@ -30,27 +33,35 @@ def final_answer(text: str) -> str:
         stated = _ANSWER_IS.findall(said)
         if stated:
             found = stated[-1]
+            while (again := _ANSWER_IS.search(found)) is not None:
+                found = again[1]
     if found is None:
         lines = said.strip().splitlines()
         found = lines[-1] if lines else ""
     return _plain(found[:_LAST_LINE])
 
 
-def _boxed(text: str) -> str | None:
+_OPENINGS: Final = 64
+"""The number of boxes, from the end of the text, that are looked at."""
+
+
+def boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}` whose braces balance."""
-    last: str | None = None
-    for match in _BOXED.finditer(text):
+    # A text of nothing but openings would otherwise be scanned once for each of them.
+    for match in reversed(list(_BOXED.finditer(text))[-_OPENINGS:]):
         depth, start = 1, match.end()
         for place in range(start, min(len(text), start + _LAST_LINE)):
             depth += (text[place] == "{") - (text[place] == "}")
             if depth == 0:
-                last = text[start:place]
-                break
-    return last
+                return text[start:place]
+    return None
 
 
 def _plain(answer: str) -> str:
-    answer = answer.strip().strip("*`").strip()
+    answer = _HOPE.sub("", answer).strip().strip("*`").strip()
+    inline = _INLINE.fullmatch(answer)
+    if inline is not None:
+        answer = inline[1].strip()
     if answer.startswith("$") and answer.endswith("$") and len(answer) > 1:
         answer = answer[1:-1].strip()
     answer = answer.removeprefix("\\$").removeprefix("$").strip()

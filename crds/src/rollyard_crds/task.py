@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
+from rollyard_crds.code_tests import CodeTests
 from rollyard_crds.fields.nesting import deeper_than
 
 MAX_DEPTH = 100
@@ -112,6 +113,8 @@ class Task(Model):
     """The choices A, B and so on, at least two, of which `answer` is the letter (handler `stem`)."""
     numeric: NumericAnswer | None = None
     """Says that `answer` is a number (handler `stem`)."""
+    tests: CodeTests | None = None
+    """The tests of a program (handler `code`)."""
     test_script: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Bash script that decides (handler `shell`): exit status 0 means solved."""
     solution: Annotated[list[FunctionCall], Field(max_length=256)] | None = None

@@ -17,7 +17,8 @@ class VerlFormat(TaskFormat):
 
     The ground truth is the task's answer. Where it is a JSON list of texts, as Skywork writes it, its only
     element is. A row whose `ability` is `mcq` or `multiple_choice` has a letter as its answer, and may have
-    the texts of the choices in `extra_info.choices`.
+    the texts of the choices in `extra_info.choices`. A ground truth with `inputs` and `outputs` is one of
+    tests.
     """
 
     def task(self, row: Row) -> dict[str, Any]:
@@ -25,8 +26,13 @@ class VerlFormat(TaskFormat):
         source = row.text("data_source")
         extra = row.row("extra_info", optional=True)
         found: dict[str, Any] = {"messages": _messages(row)}
-        found["answer"] = _answer(row.row("reward_model"))
-        if str(row.values.get("ability", "")).lower() in _CHOICE_ABILITIES:
+        reward = row.row("reward_model")
+        tests = _tests(reward)
+        if tests is not None:
+            found["tests"] = tests
+        else:
+            found["answer"] = _answer(reward)
+        if tests is None and str(row.values.get("ability", "")).lower() in _CHOICE_ABILITIES:
             found["choices"] = _choices(extra, found["answer"])
         split, index = extra.values.get("split"), extra.values.get("index")
         if split is not None and index is not None:
@@ -35,6 +41,37 @@ class VerlFormat(TaskFormat):
         if row.values.get("ability") is not None:
             found["metadata"]["ability"] = row.values["ability"]
         return found
+
+
+def _tests(reward: Row) -> dict[str, Any] | None:
+    """Return the tests of a ground truth such as {"inputs": [...], "outputs": [...], "fn_name": ...}."""
+    truth = reward.values.get("ground_truth")
+    if not isinstance(truth, dict) and not (isinstance(truth, str) and truth.lstrip().startswith("{")):
+        return None
+    try:
+        found = reward.row("ground_truth")
+    except RowRefused:
+        return None  # A set such as {1, 2} is an answer.
+    if "inputs" not in found.values:
+        return None
+    inputs, outputs = found.items("inputs"), found.items("outputs")
+    if not inputs or len(inputs) != len(outputs):
+        raise RowRefused(found.name("outputs"), "must be as many as the inputs, and at least one")
+    name = found.text("fn_name", "")
+    cases = [
+        {"input": _data(one, name, lines=True), "output": _data(other, name)}
+        for one, other in zip(inputs, outputs, strict=True)
+    ]
+    return {"cases": cases, "compare": "numeric", **({"entry_point": name} if name else {})}
+
+
+def _data(value: Any, name: str, *, lines: bool = False) -> str:
+    """Return a value as the text of a test: the arguments of a function are JSON, one a line."""
+    if isinstance(value, str):
+        return value
+    if lines and name and isinstance(value, list):
+        return "\n".join(json.dumps(each) for each in value)
+    return "\n".join(map(str, value)) if isinstance(value, list) and not name else json.dumps(value)
 
 
 def _choices(extra: Row, answer: str) -> list[str]:

@@ -1,0 +1,81 @@
+"""The format `livecodebench`: question_content, starter_code, public and private test cases, and metadata."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rollyard_crds.task_formats.ids import task_id
+from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
+from rollyard_crds.task_formats.pickled_text import PickleRefused, pickled_text
+
+_KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty")
+
+
+class LiveCodeBenchFormat(TaskFormat):
+    """Reads programming contests with public and private tests; the handler is `code`.
+
+    Private tests are a JSON text, or the same pickled, compressed and in base64, which is read without
+    unpickling. Numbers are compared with a tolerance.
+    """
+
+    def task(self, row: Row) -> dict[str, Any]:
+        """Return the task of a row. Its tests call a function if its metadata names one."""
+        metadata = row.row("metadata", optional=True)
+        name = metadata.text("func_name", "") or None
+        given = _cases(row, "public_test_cases") + _cases(row, "private_test_cases")
+        if not given:
+            raise RowRefused("private_test_cases", "must not be empty")
+        starter = row.text("starter_code", "")
+        ask = (
+            f"Complete this Python code:\n\n```python\n{starter}\n```"
+            if starter
+            else "Write a Python program that reads standard input and writes standard output."
+        )
+        tests = {"entry_point": name, "prefix": _IMPORTS, "cases": given, "compare": "numeric"}
+        found: dict[str, Any] = {
+            "prompt": f"{row.text('question_content')}\n\n{ask}",
+            "tests": {key: value for key, value in tests.items() if value is not None},
+            "metadata": {key: str(row.values[key]) for key in _KEPT if row.values.get(key) is not None},
+        }
+        if row.values.get("question_id") is not None:
+            found["id"] = task_id("livecodebench", row.values["question_id"])
+        return found
+
+
+_IMPORTS = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+"""What solutions of contests expect to be imported."""
+
+
+def _cases(row: Row, field: str) -> list[dict[str, str]]:
+    value = row.values.get(field)
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        try:
+            value = pickled_text(value)
+        except PickleRefused as error:
+            raise RowRefused(field, str(error)) from error
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowRefused(field, "is a text that is no JSON") from error
+    if value is None and field == "private_test_cases":
+        return []
+    if not isinstance(value, list):
+        raise RowRefused(field, "must be a list")
+    cases = []
+    for place, case in enumerate(value):
+        if not isinstance(case, dict):
+            raise RowRefused(f"{field}[{place}]", "must be an object with input and output")
+        each = Row(case, row.number, f"{field}[{place}]")
+        cases.append({"input": each.text("input", ""), "output": each.text("output", "")})
+    return cases

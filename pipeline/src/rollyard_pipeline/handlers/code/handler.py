@@ -1,0 +1,230 @@
+"""The handler `code`: the policy's program is run in the sandbox, and judged outside of its processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, Final
+
+from rollyard_crds.code_tests import CodeCase, CodeTests
+from rollyard_crds.fields.quantity import parse_quantity
+from rollyard_crds.task import Task
+from rollyard_sandbox.client import EvalPlace, ExecResult
+from rollyard_sandbox.errors import SandboxSabotaged
+
+from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
+from rollyard_pipeline.handlers.code.compare import same_result, same_text
+from rollyard_pipeline.handlers.code.programs import whole_program
+from rollyard_pipeline.sabotage import TEST_TIMEOUT
+
+_OUTPUT: Final = 5 << 20
+"""The most bytes of a program's output that are read. A longer output is wrong."""
+_ROUNDS: Final = 4
+"""How often the calls of a test may turn out to depend on the results of earlier ones."""
+_JUDGE_SECONDS: Final = 60.0
+
+
+class CodeHandler(Handler):
+    """Returns reward 1.0 if the policy's program passes all tests, else 0.0, or the share that passed.
+
+    The program is the last fenced block of what `submit` received, or of the last assistant message. It runs
+    in processes of its own, with the limits of the tests, and is given inputs only. Outputs are compared in
+    the worker. Tests that are programs run in other processes, before and after the policy's, and never
+    beside them: every process of the sandbox is killed in between. They get the results as data.
+    """
+
+    reward_range = (0.0, 1.0)
+
+    def check(self, task: Task) -> list[str]:
+        """Return the problems of the tests."""
+        tests = task.tests
+        if tests is None:
+            return ["tests: required by the handler 'code'"]
+        problems = []
+        for place, case in enumerate(tests.cases):
+            if tests.entry_point is None or case.program is not None:
+                continue
+            try:
+                _arguments(case)
+                json.loads(case.output or "")
+            except (ValueError, RecursionError):
+                problems.append(
+                    f"tests.cases[{place}]: input and output must be JSON where there is an entry_point"
+                )
+        return problems
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        """Run the tests one after the other. Without partial credit, the first that fails ends it."""
+        tests = ctx.task.tests
+        problems = self.check(ctx.task)
+        if tests is None or problems:
+            raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
+        source = whole_program(tests.prefix, ctx.final_text, tests.entry_point)
+        trial = _Trial(ctx, tests, source)
+        passed = 0
+        for case in tests.cases:
+            if await trial.passes(case):
+                passed += 1
+            elif not tests.partial:
+                break
+        share = passed / len(tests.cases)
+        reason = TEST_TIMEOUT if trial.timed_out and passed == 0 else ""
+        components = {"tests_passed": share, "test_timeout": float(trial.timed_out)}
+        return Evaluation(share if tests.partial else float(passed == len(tests.cases)), components, reason)
+
+
+def _arguments(case: CodeCase) -> list[Any]:
+    return [json.loads(line) for line in (case.input or "").splitlines() if line.strip()]
+
+
+@dataclass(slots=True)
+class _Trial:
+    """The tests of one program.
+
+    `timed_out` says whether a program of the policy exceeded a limit of time.
+    """
+
+    ctx: StageContext
+    tests: CodeTests
+    source: str
+    timed_out: bool = False
+    clean: bool = True
+    """Whether no process of the policy has run since the last private place was made."""
+    ends: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = time.monotonic() + self.ctx.timeout
+
+    async def passes(self, case: CodeCase) -> bool:
+        """Return whether the program passes one test."""
+        if case.program is not None:
+            return await self._asserted(case.program)
+        tolerance = self.tests.tolerance if self.tests.compare == "numeric" else None
+        if self.tests.entry_point is not None:
+            from_json = [_encoded(value) for value in _arguments(case)]
+            results = await self._results([[{"t": from_json}, {"d": []}]])
+            if results is None or "v" not in results[0]:
+                return False
+            wanted = json.loads(case.output or "")
+            if self.tests.checker is not None:
+                return await self._checked(case, json.dumps(results[0]["v"]))
+            try:
+                return same_result(results[0]["v"], wanted, tolerance)
+            except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+                return False
+        output = await self._policys("run", {"input": case.input})
+        if output is None:
+            return False
+        if self.tests.checker is not None:
+            return await self._checked(case, output)
+        return same_text(output, case.output or "", tolerance)
+
+    async def _asserted(self, program: str) -> bool:
+        answered: list[Any] = []
+        for _ in range(_ROUNDS):
+            request = {"program": program, "helpers": self.tests.helpers, "answered": answered}
+            request["entry_point"] = self.tests.entry_point or ""
+            seen = await self._authors("judge", {**request, "collect": True})
+            if seen is None:
+                return False
+            calls = seen["calls"]
+            results = await self._results(calls)
+            if results is None:
+                return False
+            answered = [list(pair) for pair in zip(calls, results, strict=True)]
+            verdict = await self._authors("judge", {**request, "answered": answered, "collect": False})
+            if verdict is None or not verdict["more"]:
+                return verdict is not None and verdict["passed"] is True
+        return False
+
+    async def _checked(self, case: CodeCase, output: str) -> bool:
+        request = {
+            "checker": self.tests.checker,
+            "input": case.input,
+            "output": output,
+            "expected": case.output,
+        }
+        verdict = await self._authors("check", request)
+        return verdict is not None and verdict["passed"] is True
+
+    async def _results(self, calls: list[Any]) -> list[Any] | None:
+        """Return what the policy's function returns for each list of arguments, or None if one is missing."""
+        output = await self._policys("call", {"entry_point": self.tests.entry_point, "calls": calls})
+        if output is None:
+            return None
+        try:
+            results = [json.loads(line) for line in output.splitlines()]
+        except (ValueError, RecursionError):
+            return None
+        known = [result for result in results if isinstance(result, dict) and len(result) == 1]
+        return known if len(known) == len(results) == len(calls) else None
+
+    async def _policys(self, what: str, request: dict[str, Any]) -> str | None:
+        """Return what a process with the policy's program says, or None unless it ends in time and with 0."""
+        self.clean = False
+        assert self.ctx.place is not None
+        limit = min(self.tests.time_limit_seconds, self.ends - time.monotonic())
+        result = await self._run(what, {**request, "source": self.source}, self.ctx.place.tmp, limit)
+        if result is None or result.timed_out:
+            self.timed_out = True
+            return None
+        if result.exit_code != 0 or result.truncated_bytes:
+            return None
+        return result.text()
+
+    async def _authors(self, what: str, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what a program of the task's author says, in a sandbox without processes of the policy."""
+        place = await self._private()
+        limit = min(_JUDGE_SECONDS, self.ends - time.monotonic())
+        result = await self._run(what, request, place.home, limit)
+        if result is None or result.timed_out:
+            self.timed_out = True
+            return None
+        if result.exit_code != 0 or result.truncated_bytes:
+            return None
+        answer = json.loads(result.text())
+        return answer if isinstance(answer, dict) else None
+
+    async def _private(self) -> EvalPlace:
+        assert self.ctx.place is not None
+        if not self.clean:
+            place = await self.ctx.sandbox.begin_eval()
+            if place.sabotage:
+                raise SandboxSabotaged("; ".join(place.sabotage))
+            self.ctx.place, self.clean = place, True
+        return self.ctx.place
+
+    async def _run(self, what: str, request: dict[str, Any], cwd: str, limit: float) -> ExecResult | None:
+        if limit <= 0:
+            return None
+        place = self.ctx.place
+        assert place is not None
+        env = {**self.ctx.eval_env, "HOME": place.home, "TMPDIR": place.tmp, "PYTHONSAFEPATH": "1"}
+        memory = int(parse_quantity(self.tests.memory_limit))
+        return await self.ctx.sandbox.run(
+            ["python3", "-c", _SOURCE, what],
+            env={**env, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+            clean_env=True,
+            cwd=cwd,
+            stdin=json.dumps({**request, "memory": memory}).encode(),
+            timeout=limit,
+            max_output=_OUTPUT,
+        )
+
+
+def _encoded(value: Any) -> Any:
+    """Return a JSON value in the form that `sandboxed.decode` reads."""
+    if isinstance(value, list):
+        return {"l": [_encoded(each) for each in value]}
+    if isinstance(value, dict):
+        return {"d": [[key, _encoded(each)] for key, each in value.items()]}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"i": format(value, "x")}
+    return {"f": repr(value)} if isinstance(value, float) else value
+
+
+_SOURCE: Final = files(__package__).joinpath("sandboxed.py").read_text(encoding="utf-8")
+"""The source of the programs in the sandbox, which need nothing that is installed there."""

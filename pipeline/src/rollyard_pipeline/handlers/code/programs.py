@@ -1,0 +1,60 @@
+"""The policy's program: taken out of what it said, and joined to what stands before it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Final
+
+_FENCED: Final = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I
+)
+
+
+def program_of(text: str) -> str:
+    """Return the last fenced block of Python in what was said after `</think>`, else all of it."""
+    said = text.rpartition("</think>")[2]
+    blocks = _FENCED.findall(said)
+    return str(blocks[-1]) if blocks else said
+
+
+def whole_program(prefix: str, text: str, entry_point: str | None) -> str:
+    """Return the program to run.
+
+    Where the prefix begins the function that the policy has to complete, its answer may be the whole function
+    or the rest of it. It is the whole one if it is a program that defines the name.
+    """
+    program = program_of(text)
+    if not prefix:
+        return program
+    if entry_point is None or not _begins(prefix, entry_point) or _defines(program, entry_point):
+        # The helpers of the prefix stay there. Its last function may have no body yet.
+        return f"{completed(prefix)}\n\n{program}"
+    return f"{prefix}{program}"
+
+
+def completed(prefix: str) -> str:
+    """Return the prefix as a program that can be compiled: a function without a body gets one."""
+    for rest in ("", "\n    pass\n", "\n        pass\n"):
+        if _tree(prefix + rest) is not None:
+            return prefix + rest
+    return prefix
+
+
+def _begins(prefix: str, name: str) -> bool:
+    return re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(name)}\b", prefix, re.MULTILINE) is not None
+
+
+def _defines(program: str, name: str) -> bool:
+    tree = _tree(program)
+    return tree is not None and any(
+        isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in (name, "Solution")
+        for node in tree.body
+    )
+
+
+def _tree(program: str) -> ast.Module | None:
+    try:
+        return ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

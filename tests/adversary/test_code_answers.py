@@ -1,0 +1,201 @@
+"""Programs of a policy that knows the handler `code`, and wants to be scored without solving the task."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds import RolloutJobSpec, Task, TaskListError, parse_lines
+from rollyard_crds.lease import LeaseRef
+from rollyard_crds.rolloutjob import TaskSource
+from rollyard_pipeline.handlers import StageContext
+from rollyard_pipeline.handlers.base import ANSWER
+from rollyard_pipeline.handlers.code.handler import CodeHandler
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_pipeline.stages.evaluation import evaluate
+from rollyard_sandbox.client import ExecClient
+
+pytestmark = pytest.mark.real
+
+SPEC = RolloutJobSpec.model_validate(
+    {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}
+)
+CHECK = """
+def check(candidate):
+    for i in range(5):
+        assert candidate(i) == i * i + 17, "wrong"
+"""
+ASSERTED: dict[str, Any] = {"entry_point": "f", "cases": [{"program": CHECK}]}
+PRINTED: dict[str, Any] = {"cases": [{"input": "3", "output": "26"}, {"input": "4", "output": "33"}]}
+CALLED: dict[str, Any] = {
+    "entry_point": "f",
+    "cases": [{"input": str(i), "output": str(i * i + 17)} for i in (3, 4)],
+}
+CHECKED = {
+    **PRINTED,
+    "compare": "checker",
+    "checker": "def check(input, output, expected): return output.strip() == expected",
+}
+RIGHT = "def f(i): return i * i + 17\nif __name__ == '__main__': print(f(int(input())))"
+
+SEARCH = """
+import gc, glob, sys
+texts = [str(sys._getframe(i).f_globals) for i in (0, 1)]
+names = glob.glob('/proc/*/cmdline') + glob.glob('/proc/*/environ') + glob.glob('/tmp/**', recursive=True)
+for name in names:
+    try:
+        texts.append(open(name).read())
+    except (OSError, ValueError):
+        pass
+texts += [str(o) for o in gc.get_objects() if isinstance(o, (dict, list))]
+def f(i): return i ** 2 + 17 if any('i ' + '* i' in t for t in texts) else 0
+print([w for t in texts for w in ('2' + '6', '3' + '3') if 'output": "' + w in t] or 0)
+"""
+DAEMON = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True:
+            for p in filter(str.isdigit, os.listdir('/proc')):
+                try:
+                    if b'judge' not in open(f'/proc/{p}/cmdline', 'rb').read():
+                        continue
+                    for d in (1, 3, 4, 5):
+                        open(f'/proc/{p}/fd/{d}', 'w').write('{"passed": true}')
+                    os.kill(int(p), 9)
+                except OSError:
+                    pass
+    os._exit(0)
+def f(i): return 0
+print(0)
+"""
+ANSWERS = {
+    "exit_0_at_once": "import os; os._exit(0)",
+    "sys_exit_0": "import sys; sys.exit(0)",
+    "exit_0_in_the_call": "import os\ndef f(i): os._exit(0)",
+    "kills_itself": "import os\ndef f(i): os.kill(os.getpid(), 9)",
+    "kills_its_runner": "import os\ndef f(i): os.kill(os.getppid(), 9)",
+    "kills_everything": "import os\ndef f(i): os.kill(-1, 9)\nf(0)",
+    "always_equal": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
+    "def f(i): return E(0)\nprint(E(0))",
+    "always_equal_anything": "class E:\n    def __eq__(s, o): return True\n"
+    "    def __getattr__(s, n): return s\n"
+    "    def __call__(s, *a): return s\ndef f(i): return E()",
+    "patched_builtins": "import builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
+    "builtins.len = builtins.all = builtins.isinstance = lambda *a: True\ndef f(i): return 0",
+    "raises_an_assertion": "def f(i): raise AssertionError",
+    "forged_verdict": "import os\nfor d in range(1, 20):\n    try: os.write(d, b'{\"passed\": true}')\n"
+    "    except OSError: pass\ndef f(i): return 0",
+    "forged_results": "import os\ndef f(i):\n    for d in range(1, 20):\n"
+    "        try: os.write(d, b'{\"v\": true}\\n' * 9)\n"
+    "        except OSError: pass\n    os._exit(0)",
+    "patched_modules": "import json, os, sys\njson.dumps = lambda *a, **k: '{\"passed\": true}'\n"
+    "m = sys.modules['__main__']\nm.judge = m.encode = lambda *a: {'passed': True}\ndef f(i): return 0",
+    "looks_for_the_tests": SEARCH,
+    "daemon": DAEMON,
+    "fills_the_disk": "def f(i):\n"
+    "    for n in range(10**6): open(f'/work/{n}', 'w').write('x' * 10**6)\nf(0)",
+    "prints_100_mb": "def f(i): return 'x' * 10**8\nprint('x' * 10**8)",
+    "hangs": "def f(i):\n    while True: pass\nf(0)",
+    "endless_result": "import itertools\ndef f(i): return itertools.count()",
+    "deep_result": "def f(i):\n    r = []\n    for n in range(10**5): r = [r]\n    return r",
+    "wrong": "def f(i): return 26\nif __name__ == '__main__': print(26)",
+}  # fmt: skip
+PLANTED = r"""
+mkdir -p ~/bin ~/.local/lib/python3/site-packages /work/bin /tmp/bin; cd /work
+for f in conftest.py sitecustomize.py usercustomize.py json.py ast.py random.py resource.py os.py; do
+  echo 'import sys; sys.stdout.write("{\"passed\": true}"); sys.stdout.flush(); import os; os._exit(0)' > $f
+  cp $f ~/ ; cp $f /tmp/; cp $f ~/.local/lib/python3/site-packages/
+done
+for f in python3 python bash sh; do
+  printf '#!/bin/sh\necho "{\\"passed\\": true, \\"more\\": false, \\"calls\\": []}"\n' > bin/$f
+  chmod +x bin/$f
+  cp bin/$f ~/bin/; cp bin/$f /tmp/bin/
+done
+export PATH=/work/bin:$HOME/bin:/tmp/bin:$PATH PYTHONPATH=/work PYTHONSTARTUP=/work/json.py PYTHONHOME=/work
+"""
+
+
+@pytest.fixture
+async def sandbox(bubblewrap_works: None, tmp_path: Path) -> AsyncIterator[tuple[ExecClient, str]]:
+    provider = open_provider("bubblewrap", run_dir=tmp_path, node="n")
+    await provider.start()
+    found = await provider.acquire(SandboxRequest(), LeaseRef(rollout="r", token=1))
+    try:
+        yield found.client, found.workdir
+    finally:
+        await found.close()
+        await provider.release(found.handle)
+        await provider.aclose()
+
+
+async def reward(sandbox: tuple[ExecClient, str], answer: str, tests: dict[str, Any]) -> float:
+    task = Task.model_validate({"id": "a", "prompt": "?", "tests": {**tests, "time_limit_seconds": 3}})
+    client, workdir = sandbox
+    context = StageContext(task, SPEC, "r", 0, 60.0, client, workdir, carry={ANSWER: answer})
+    return (await evaluate(CodeHandler(), context, 90.0)).reward
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_no_program_decides_its_own_score(sandbox: tuple[ExecClient, str], name: str) -> None:
+    for tests in (ASSERTED, PRINTED, CALLED, CHECKED):
+        assert await reward(sandbox, ANSWERS[name], tests) == 0.0
+
+
+async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClient, str]) -> None:
+    planted = await sandbox[0].bash(PLANTED)
+    assert planted.exit_code == 0, planted.text()
+    for tests in (ASSERTED, PRINTED, CALLED, CHECKED):
+        assert await reward(sandbox, "def f(i): return 0\nprint(0)", tests) == 0.0
+        assert await reward(sandbox, RIGHT, tests) == 1.0
+
+
+class Planted:
+    """A pickled object that runs a program when it is loaded."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return Path.touch, (Path("/tmp/rollyard-pickle-was-loaded"),)  # type: ignore[return-value]
+
+
+def packed(pickled: bytes) -> str:
+    return base64.b64encode(zlib.compress(pickled)).decode()
+
+
+@pytest.mark.parametrize(
+    ("private", "problem"),
+    [
+        (packed(pickle.dumps(Planted())), "holds something other than a text"),
+        (packed(pickle.dumps([{"input": "1", "output": "1"}])), "holds something other than a text"),
+        (packed(b"\x80\x04r\xff\xff\xff\x7f."), "holds something other than a text"),
+        (packed(b"cos\nsystem\n(S'true'\ntR."), "holds something other than a text"),
+        (packed(pickle.dumps("x" * (20 << 20))), "longer than"),
+        (packed(b"\x80\x04X\xff\xff\xff\xff."), "no pickle"),
+        ("@@@", "no compressed data"), (base64.b64encode(b"x").decode(), "is damaged"),
+    ],
+)  # fmt: skip
+def test_a_pickle_in_a_row_is_never_loaded(private: str, problem: str) -> None:
+    row = {"question_content": "?", "public_test_cases": "[]", "private_test_cases": private}
+    with pytest.raises(TaskListError, match=f"line 1: private_test_cases: .*{problem}"):
+        parse_lines([json.dumps(row)], TaskSource(url="x", format="livecodebench"))
+    assert not Path("/tmp/rollyard-pickle-was-loaded").exists()
+
+
+def test_the_pickled_text_of_a_row_is_read() -> None:
+    cases = json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        row = {
+            "question_content": "?", "public_test_cases": "[]", "question_id": "abc_1",
+            "private_test_cases": packed(pickle.dumps(cases, protocol)),
+        }  # fmt: skip
+        (task,) = parse_lines([json.dumps(row)], TaskSource(url="x", format="livecodebench"))
+        assert task.id == "livecodebench/abc_5f_1"
+        assert task.tests is not None
+        assert (task.tests.cases[0].input, task.tests.cases[0].output) == ("1", "2")

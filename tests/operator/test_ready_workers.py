@@ -295,7 +295,9 @@ async def test_they_are_replaced_when_the_token_of_all_workers_changes(start: St
     async with start(1) as lab:
         (before,) = await ready(lab, 1)
         (tmp_path / "worker").write_text("another-token\n")
-        lab.run_pod(before)  # A change of any pod starts a pass.
+        # A change of any pod starts a pass.
+        status = lab.kube.objects[("Pod", NAMESPACE, before)]["status"]
+        lab.kube.pod_status(NAMESPACE, before, {**status, "message": "It runs."})
         await until(lambda: before not in lab.kube.names("Pod") and len(standing(lab)) == 1)
         (after,) = [pod["metadata"]["name"] for pod in standing(lab)]
         token = base64.b64decode(lab.kube.objects[("Secret", NAMESPACE, after)]["data"]["token"]).decode()

@@ -8,6 +8,7 @@ under the same name and therefore with the same bytes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -172,6 +173,7 @@ class Archive:
         self._database = database
         self._store = store
         self._left: list[Part] = []
+        self._flushing = asyncio.Lock()
         self.reads = Bulkhead("trajectory store", threads=READ_THREADS, waiting=MAX_WAITING, seconds=seconds)
         self.writes = Bulkhead(
             "trajectory store", threads=WRITE_THREADS, waiting=MAX_WAITING, seconds=3 * seconds
@@ -211,16 +213,18 @@ class Archive:
         Raises:
             StorageFull, TimedOut, Unavailable: The store refuses or hangs. The next call tries again.
         """
-        if not self._left:
-            if not await self._database.read(_anything_pending):
-                return 0
-            self._left = await self._database.write(begin_parts)
-        stored = 0
-        while self._left:
-            stored += await self._store_part(self._left[0])
-            self._left.pop(0)
-        self.refused = None
-        return stored
+        # A second call waits for the first, and stores what has come since.
+        async with self._flushing:
+            if not self._left:
+                if not await self._database.read(_anything_pending):
+                    return 0
+                self._left = await self._database.write(begin_parts)
+            stored = 0
+            while self._left:
+                stored += await self._store_part(self._left[0])
+                self._left.pop(0)
+            self.refused = None
+            return stored
 
     async def _store_part(self, part: Part) -> int:
         content = await self._database.read(partial(_content, part=part))

@@ -82,8 +82,9 @@ async def test_humaneval(sandbox: tuple[ExecClient, str], number: int) -> None:
 
 
 @pytest.mark.slow
-async def test_all_of_humaneval(sandbox: tuple[ExecClient, str]) -> None:
-    for task in humaneval():
+@pytest.mark.parametrize("start", range(0, 164, 8))
+async def test_all_of_humaneval(sandbox: tuple[ExecClient, str], start: int) -> None:
+    for task in humaneval()[start : start + 8]:
         assert (await scored(sandbox, solution(task), task)).reward == 1.0, task.id
         assert (await scored(sandbox, emptied(task), task)).reward == 0.0, task.id
 

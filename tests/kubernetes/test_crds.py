@@ -133,7 +133,8 @@ def test_every_bound_is_refused_for_its_field(http: httpx.Client, kind: str) -> 
 def job(cluster: Cluster) -> tuple[str, dict[str, Any]]:
     """Return a job in a namespace in which no operator saw it before it was suspended: specs only."""
     namespace = cluster.namespace()
-    document = manifest("RolloutJob", {"suspend": True, "placement": "local"}, "steady")
+    sampling = {"samplesPerTask": 4, "dynamicSampling": {"targetGroups": 2}}
+    document = manifest("RolloutJob", {"suspend": True, "placement": "local", **sampling}, "steady")
     cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
     return namespace, document
 

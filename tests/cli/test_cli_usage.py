@@ -92,7 +92,10 @@ def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (changed(color="red"), "spec.color: unknown field"),
         (changed(samplesPerTask="eight"), "spec.samplesPerTask"),
-        (changed(handler="swedish"), "no handler 'swedish' is installed; installed: math, shell"),
+        (
+            changed(handler="swedish"),
+            "no handler 'swedish' is installed; installed: code, math, mixed, shell, stem",
+        ),
         (changed(agent={"type": "oracle", "tools": ["bash", "hammer"]}), "no tool 'hammer' is installed"),
         (changed(tasks={"url": "nowhere.jsonl"}), "nowhere.jsonl: No such file"),
         ({**JOB, "kind": "Job"}, "kind: must be one of BackendPool, RolloutJob"),

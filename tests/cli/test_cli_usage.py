@@ -163,6 +163,8 @@ def test_up_refuses_what_it_cannot_use(
     assert "is no folder" in capsys.readouterr().err
     assert main(["up", "--sandbox", "process", "--no-sandbox-templates"]) == 2
     assert "--no-sandbox-templates goes with --sandbox bubblewrap" in capsys.readouterr().err
+    assert main(["up", "--allow-sandbox-host", "localhost"]) == 2
+    assert "--allow-sandbox-host: 'localhost' is no host" in capsys.readouterr().err
     assert main(["up", "--verify-python", str(tmp_path / "none")]) == 2
     assert "is no program that can be run" in capsys.readouterr().err
     assert main(["up", "--backend", f"http://127.0.0.1:{free_port}", "--model", "m"]) == 1
@@ -185,6 +187,8 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         ([*JOINED, "--namespace", "Team B"], "--namespace must be a name such as team-a (got 'Team B')"),
         (["--namespace", "team-a"], "--namespace and --all-namespaces go with --join"),
         ([*JOINED, "--no-backend-seconds", "60"], "--no-backend-seconds is for a control plane of its own"),
+        ([*JOINED, "--allow-sandbox-host", "pypi.org"], "--allow-sandbox-host is for a control plane of its"),
+        (["--allow-sandbox-host", "10.0.0.1"], "--allow-sandbox-host: '10.0.0.1' is no host"),
         (["--no-sandbox-templates"], "--no-sandbox-templates goes with --sandbox bubblewrap"),
         (["--no-backend-seconds", "0"], "'--no-backend-seconds': 0.0 is not in the range"),
     ],

@@ -23,6 +23,7 @@ from rollyard_crds.security.log_text import log_to
 
 from rollyard_api.app import build
 from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.jobs.sandbox_hosts import HostPatternError
 from rollyard_api.jobs.task_sources import PrefixError
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import NO_BACKEND_SECONDS, Settings
@@ -161,6 +162,15 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="CIDR",
         help="a network in which the hosts of these prefixes may be, beside public addresses",
+    )
+    made.add_argument(
+        "--allow-sandbox-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="what spec.sandbox.allowedHosts of jobs may name: a DNS name, '*.example.org' for all names "
+        "below one, 'example.org:8443' for another port than 80 and 443, or '*' for every public host; may "
+        "be given several times (default: nothing)",
     )
     made.add_argument(
         "--max-task-bytes",
@@ -305,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),
+        allow_sandbox_hosts=tuple(given.allow_sandbox_host),
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,
@@ -316,6 +327,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _ = settings.task_sources
     except PrefixError as error:
         print(f"--allow-tasks-from, --allow-tasks-network: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        _ = settings.sandbox_hosts
+    except HostPatternError as error:
+        print(f"--allow-sandbox-host: {error}", file=sys.stderr)
         return EXIT_USAGE
     if sock.family != socket.AF_UNIX:
         cut_off_stalled(sock, given.stall_seconds)

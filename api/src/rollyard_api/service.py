@@ -98,6 +98,7 @@ class ControlPlane:
         self.idle = Idle()
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
+        self.sandbox_hosts = settings.sandbox_hosts
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
         self.unclaimed = lease_expiry.Unclaimed()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.limits import UpdateLimits
 
@@ -95,6 +96,8 @@ class Settings:
     `AllowList`."""
     allow_tasks_networks: tuple[str, ...] = ()
     """The networks in which hosts of these prefixes may be, in addition to public addresses."""
+    allow_sandbox_hosts: tuple[str, ...] = ()
+    """The hosts that `spec.sandbox.allowedHosts` of a job may name; see `SandboxHosts`."""
     task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
     """The limits on what is read for jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
@@ -119,6 +122,15 @@ class Settings:
         kept += [] if self.tokens_file is None else [self.tokens_file]
         kept += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
         return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, kept)
+
+    @property
+    def sandbox_hosts(self) -> SandboxHosts:
+        """The hosts that jobs may open to their sandboxes.
+
+        Raises:
+            HostPatternError: An entry cannot be used.
+        """
+        return SandboxHosts.of(self.allow_sandbox_hosts)
 
     @property
     def trajectories_url(self) -> str:

@@ -65,6 +65,8 @@ class SandboxShape(Record):
     disk_bytes: int
     processes: int
     network: Literal["none"] = "none"
+    """Every sandbox is started without a network. That of `network: allowlist` comes from its worker later,
+    over the connection to the exec server."""
 
 
 class ClaimRequest(Record):
@@ -146,5 +148,4 @@ def shape_of(spec: SandboxSpec) -> SandboxShape:
         memory_bytes=int(parse_quantity(resources.memory)),
         disk_bytes=int(parse_quantity(resources.disk)),
         processes=resources.processes,
-        network=spec.network,
     )

@@ -11,7 +11,6 @@ from rollyard_crds.base import (
     API_VERSION,
     IMMUTABLE,
     LIST_MAP_BY_TYPE,
-    CheckedEnv,
     Condition,
     Model,
     Name,
@@ -24,8 +23,9 @@ from rollyard_crds.fields.counts import RolloutCounts as RolloutCounts
 from rollyard_crds.fields.counts import StageCounts as StageCounts
 from rollyard_crds.fields.dynamic_sampling import JOB_RULES, DynamicSampling, DynamicSamplingStatus
 from rollyard_crds.fields.eval_carry import EvalCarry
-from rollyard_crds.fields.pod_template import Placement, PodTemplate
-from rollyard_crds.fields.quantity import Quantity
+from rollyard_crds.fields.pod_template import PodTemplate
+from rollyard_crds.fields.sandbox import SandboxResources as SandboxResources
+from rollyard_crds.fields.sandbox import SandboxSpec as SandboxSpec
 from rollyard_crds.names import STAGES as STAGES
 from rollyard_crds.names import StageName as StageName
 from rollyard_crds.task import Task
@@ -160,37 +160,6 @@ class BackendRef(Model):
 
     name: Name
     """Name of the BackendPool."""
-
-
-class SandboxResources(Model):
-    """Limits of one sandbox."""
-
-    cpu: Quantity = "1"
-    """The number of cores."""
-    memory: Quantity = "1Gi"
-    """The limit of all its processes together."""
-    disk: Quantity = "1Gi"
-    """The limit of its work folder and of everything else that it can write."""
-    processes: Annotated[int, Field(ge=16, le=65_536)] = 512
-    """Processes and threads at once."""
-
-
-class SandboxSpec(Model):
-    """The sandbox of every rollout; tasks may add to it."""
-
-    image: Annotated[str, Field(max_length=1024)] | None = None
-    """Kubernetes: a container image, with or without `docker://`. Under bubblewrap: a root folder; nothing
-    means the host's read-only system (on Kubernetes: the installation's default image)."""
-    network: Literal["none"] = "none"
-    """No network at all."""
-    resources: SandboxResources = Field(default_factory=SandboxResources)
-    """Limits of each sandbox."""
-    env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
-    """Environment variables of every command."""
-    warm: Annotated[int, Field(ge=0, le=1024)] = 4
-    """Sandboxes kept started and unclaimed by each Init worker; on Kubernetes, for the whole job."""
-    template: Placement = Field(default_factory=Placement)
-    """Kubernetes only: where sandbox pods may run."""
 
 
 _BOUNDS = "'maxReplicas' must be at least 'replicas'"

@@ -28,6 +28,7 @@ from rollyard_pipeline.command_line import (
 )
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.worker.readiness import Readiness
 from rollyard_pipeline.worker.stop_signals import StopSignals
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
@@ -191,4 +192,5 @@ def _worker_options(
         backend_budget=options.backend_budget,
         extensions=ready.extensions,
         formats=ready.formats,
+        egress=Egress([options.url]),
     )

@@ -52,6 +52,11 @@ class FrameReader:
         """Set the largest body accepted from now on. It is small for a peer that has not shown its token."""
         self._max_body = max_body
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a part of a frame has been read."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yield the frames that `data` completes.
 

@@ -269,7 +269,11 @@ class Bridge:
         """Returns a control plane that this bridge starts."""
         options = self._options
         settings = ControlPlaneSettings(
-            listen, port, options.lease_seconds, no_backend_seconds=options.no_backend_seconds
+            listen,
+            port,
+            options.lease_seconds,
+            allow_sandbox_hosts=options.allow_sandbox_hosts,
+            no_backend_seconds=options.no_backend_seconds,
         )
         return ControlPlaneProcess(self._home, settings, http)
 

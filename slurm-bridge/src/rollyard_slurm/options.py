@@ -64,6 +64,11 @@ class BridgeOptions:
 
     It applies to a control plane that the bridge starts.
     """
+    allow_sandbox_hosts: tuple[str, ...] = ()
+    """The hosts that `spec.sandbox.allowedHosts` of a job may name.
+
+    It applies to a control plane that the bridge starts.
+    """
     timeout: float = DEFAULT_TIMEOUT
     """The time limit of one Slurm command or one call of slurmrestd, in seconds."""
     max_jobs: int = 16

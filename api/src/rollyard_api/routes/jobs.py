@@ -167,6 +167,7 @@ async def submit(request: Request) -> Response:
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
+        plane.sandbox_hosts.check(job.spec)
         new: NewJob = jobs.prepare(job, await _tasks(plane, job))
         made = await plane.database.write(partial(jobs.create, new=new, max_queued=plane.settings.max_queued))
     read = partial(_read, namespace=meta.namespace, name=meta.name)
@@ -204,6 +205,7 @@ async def register(request: Request, name: str) -> Response:
         missing = entrypoints.problems(job.spec, plane.installed)
         if missing:
             raise Invalid(missing[0], reason="NotInstalled", errors=missing)
+        plane.sandbox_hosts.check(job.spec)
         new = replace(new, tasks=await _registered_tasks(plane, job, asked.tasks))
         told = await plane.database.write(partial(op, new=new, with_tasks=True))
     if told.replaced is not None:

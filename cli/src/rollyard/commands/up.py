@@ -94,6 +94,14 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
     help="While no backend is ready, rollouts of a job without a deadline wait so long, and then fail.",
 )
 @click.option(
+    "--allow-sandbox-host",
+    "allow_sandbox_hosts",
+    multiple=True,
+    metavar="HOST",
+    help="A host that jobs may open to their sandboxes: a name, '*.example.org', or '*' for every public "
+    "one; repeatable [none].",
+)
+@click.option(
     "--ready-workers",
     type=click.IntRange(0, 64),
     default=1,
@@ -122,6 +130,7 @@ def command(
     no_sandbox_templates: bool,
     lease_seconds: float,
     no_backend_seconds: float,
+    allow_sandbox_hosts: tuple[str, ...],
     ready_workers: int,
     home: Path | None,
     detach: bool,
@@ -132,6 +141,7 @@ def command(
     --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
     the replica's number, from 0.
     """
+    from rollyard_crds.fields.allowed_hosts import installers_rule
     from rollyard_drivers.host.home import Home, default_home
 
     from rollyard.errors import UsageProblem
@@ -161,6 +171,11 @@ def command(
     ):
         if given and sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
+    for host in allow_sandbox_hosts:
+        try:
+            installers_rule(host)
+        except ValueError as error:
+            raise UsageProblem(f"--allow-sandbox-host: {error}") from error
     if no_sandbox_templates and sandbox != "bubblewrap":
         raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
     if engine == "vllm" and not model:
@@ -206,6 +221,7 @@ def command(
         sandbox_templates=not no_sandbox_templates,
         lease_seconds=lease_seconds,
         no_backend_seconds=no_backend_seconds,
+        allow_sandbox_hosts=allow_sandbox_hosts,
         ready_workers=ready_workers,
     )
     if detach:
@@ -239,6 +255,7 @@ def _detach(home: Home, options: Options) -> None:
     arguments = ["--home", str(home.root), "--host", options.host, "--port", str(options.port)]
     arguments += [*options.sandbox_arguments(), "--lease-seconds", f"{options.lease_seconds:g}"]
     arguments += ["--no-backend-seconds", f"{options.no_backend_seconds:.10g}"]
+    arguments += [f"--allow-sandbox-host={host}" for host in options.allow_sandbox_hosts]
     arguments += ["--ready-workers", str(options.ready_workers)]
     for name, value in (
         ("--backend", options.backend_url),

@@ -58,6 +58,8 @@ class Options:
     """The seconds that a stage worker may be silent before its rollouts go to another one."""
     no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
     """The time in seconds for which rollouts of a job without a deadline wait for a ready backend."""
+    allow_sandbox_hosts: tuple[str, ...] = ()
+    """The hosts that `spec.sandbox.allowedHosts` of a job may name. By default no sandbox gets a network."""
     ready_workers: int = DEFAULT_READY_WORKERS
     """The number of processes that stand ready to become stage workers. With 0, none stands ready, and no
     other process does either."""

@@ -105,6 +105,7 @@ def plane_settings(options: Options) -> ControlPlaneSettings:
         open_docs=opens_docs(options),
         # The control plane runs as the user who calls it, and only holders of that user's token submit jobs.
         allow_tasks_from=("file:///",),
+        allow_sandbox_hosts=options.allow_sandbox_hosts,
         no_backend_seconds=options.no_backend_seconds,
     )
 

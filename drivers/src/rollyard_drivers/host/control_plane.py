@@ -45,6 +45,8 @@ class ControlPlaneSettings:
     """Whether `/docs` can be read without a token."""
     allow_tasks_from: tuple[str, ...] = ()
     """The URL prefixes that `spec.tasks.url` of a job may begin with, in addition to uploads."""
+    allow_sandbox_hosts: tuple[str, ...] = ()
+    """The hosts that `spec.sandbox.allowedHosts` of a job may name."""
     no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
     """The time in seconds for which rollouts of a job without a deadline wait while their pool has no ready
     backend. Then they end as failed with the reason NoBackend."""
@@ -197,6 +199,7 @@ class ControlPlaneProcess:
         arguments += ["--verify-python", verify] if verify else []
         arguments += ["--open-docs"] if self._settings.open_docs else []
         arguments += [f"--allow-tasks-from={prefix}" for prefix in self._settings.allow_tasks_from]
+        arguments += [f"--allow-sandbox-host={host}" for host in self._settings.allow_sandbox_hosts]
         try:
             child = await self._ready.start(PROGRAM, NAME, arguments, on_exit=self._ended.set)
         except OSError as error:

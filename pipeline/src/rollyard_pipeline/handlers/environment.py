@@ -58,6 +58,10 @@ _ALWAYS: Final = {
 }
 _SWITCHES: Final = {"PYTHONSAFEPATH": "1", "LANG": "C.UTF-8"}
 """Variables that are set unless the job or the task sets them."""
+_PROXIES: Final = frozenset(
+    {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
+)
+"""Variables that led Init and Run to a proxy, which an evaluation does not have."""
 _SEPARATORS: Final = re.compile(r"[:\s]+")
 
 
@@ -80,6 +84,8 @@ def evaluation_environment(
     found: dict[str, str] = {}
     for name, value in variables.items():
         if name.startswith(("BASH_FUNC_", "GIT_CONFIG_KEY_", "GIT_CONFIG_VALUE_")) or name in _SHELLS_OWN:
+            continue
+        if name in _PROXIES and name not in author:
             continue
         if name in _FOLDERS:
             value = _kept(value, written)

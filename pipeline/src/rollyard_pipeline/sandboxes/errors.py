@@ -76,6 +76,13 @@ class SandboxImpossible(SandboxProviderError):
     retryable = False
 
 
+class NetworkImpossible(SandboxProviderError):
+    """Sandboxes of this kind cannot be given the network that the job asks for."""
+
+    reason = "NetworkImpossible"
+    retryable = False
+
+
 class ResourceLimitsUnavailable(SandboxProviderError):
     """A requested limit cannot be enforced on this machine."""
 

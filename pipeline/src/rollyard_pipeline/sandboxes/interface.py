@@ -31,6 +31,7 @@ class SandboxKey:
     processes: int
     """The number of processes and threads that may exist at once."""
     network: Literal["none"] = "none"
+    """Every sandbox is started without a network (see `sandboxes.egress`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,6 @@ class SandboxRequest:
             memory_bytes=int(parse_quantity(spec.resources.memory)),
             disk_bytes=int(parse_quantity(spec.resources.disk)),
             processes=spec.resources.processes,
-            network=spec.network,
         )
 
 

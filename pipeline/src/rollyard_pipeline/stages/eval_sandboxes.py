@@ -20,6 +20,7 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
 from rollyard_pipeline.handlers.base import Handler, StageContext
 from rollyard_pipeline.sabotage import reward_reason
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages import eval_carry
@@ -55,12 +56,16 @@ class EvalSandboxes:
 
     Args:
         attach: Opens a connection to Run's sandbox.
+        egress: The network of sandboxes, which `handler.init` has and the evaluation has not.
     """
 
-    def __init__(self, provider: SandboxProvider, places: SandboxPlaces, attach: Attach) -> None:
+    def __init__(
+        self, provider: SandboxProvider, places: SandboxPlaces, attach: Attach, egress: Egress
+    ) -> None:
         self._provider = provider
         self._places = places
         self._attach = attach
+        self._egress = egress
         self._carries = asyncio.Semaphore(CARRIES_AT_ONCE)
         self._releases: set[asyncio.Future[None]] = set()
 
@@ -147,19 +152,20 @@ class EvalSandboxes:
         sandbox = await self._provider.acquire(request, held.ref, for_eval=True)
         held.eval_sandbox = sandbox.handle
         try:
-            await handler.init(
-                StageContext(
-                    task=context.task,
-                    spec=spec,
-                    rollout=context.rollout,
-                    sample_index=context.sample_index,
-                    timeout=float(spec.stages.init.timeout_seconds),
-                    client=sandbox.client,
-                    workdir=sandbox.workdir,
-                    env=context.env,
-                    carry=copy.deepcopy(context.carry),
+            async with self._egress.lent(sandbox, spec.sandbox, context.rollout, context.env):
+                await handler.init(
+                    StageContext(
+                        task=context.task,
+                        spec=spec,
+                        rollout=context.rollout,
+                        sample_index=context.sample_index,
+                        timeout=float(spec.stages.init.timeout_seconds),
+                        client=sandbox.client,
+                        workdir=sandbox.workdir,
+                        env=context.env,
+                        carry=copy.deepcopy(context.carry),
+                    )
                 )
-            )
             if used is not None and spec.stages.eval.carry is not None:
                 async with self._carries:
                     await _carry(used, sandbox, spec.stages.eval.carry)

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final
 
 from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
@@ -32,6 +32,7 @@ from rollyard_pipeline.errors import (
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
@@ -63,6 +64,7 @@ class Stages:
             the limit itself can still return a score for tests that ran out of time.
         places: Bounds the sandboxes of Run and Eval together.
         formats: The tokenizers and templates that are loaded already.
+        egress: The network of sandboxes whose jobs ask for one.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Stages:
         eval_grace: float = 30.0,
         places: SandboxPlaces | None = None,
         formats: FormatCache | None = None,
+        egress: Egress | None = None,
     ) -> None:
         self._control = control
         self._backends = backends
@@ -91,12 +94,16 @@ class Stages:
         """The jobs of which a sandbox was started here."""
         self._warmed: set[str] = set()
         self._places = places or SandboxPlaces(provider, usual=4096)
+        self._egress = egress or Egress()
         self._eval_sandboxes = (
-            EvalSandboxes(provider, self._places, self._attached) if provider is not None else None
+            EvalSandboxes(provider, self._places, self._attached, self._egress)
+            if provider is not None
+            else None
         )
 
     async def close(self) -> None:
-        """Close every handler."""
+        """Close every handler, and the network of sandboxes."""
+        self._egress.close()
         for handler in self._handlers.values():
             await handler.close()
 
@@ -135,7 +142,7 @@ class Stages:
             if needed:
                 async with self._init_place(held, spec, handler), asyncio.timeout(timeout):
                     sandbox = await self._acquire(held, spec)
-                    async with sandbox:
+                    async with sandbox, self._lent(sandbox, context):
                         context.client, context.workdir = sandbox.client, sandbox.workdir
                         await handler.init(context)
             else:
@@ -171,7 +178,7 @@ class Stages:
             episode.recorder = TrajectoryRecorder(chat, [to_chat(message) for message in episode.messages])
         context = stage_context(lease, spec, timeout)
         try:
-            async with self._attached(lease) as sandbox:
+            async with self._attached(lease) as sandbox, self._lent(sandbox, context):
                 if sandbox is not None:
                     context.client, context.workdir = sandbox.client, sandbox.workdir
                 agent_context = AgentContext(
@@ -325,6 +332,12 @@ class Stages:
         async with sandbox:
             yield sandbox
 
+    def _lent(self, sandbox: Sandbox | None, context: StageContext) -> AbstractAsyncContextManager[None]:
+        """Return the context in which a sandbox has the network of its job. Eval never has one."""
+        if sandbox is None:
+            return nullcontext()
+        return self._egress.lent(sandbox, context.spec.sandbox, context.rollout, context.env)
+
     def _handler(self, spec: RolloutJobSpec) -> Handler:
         if spec.handler not in self._handlers:
             handler: Handler = self._extensions.load(registry.HANDLERS, spec.handler)()
@@ -352,6 +365,7 @@ class Stages:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
 
+        self._egress.forbid(lease.backend.url)
         self._backends.begin()  # This proceeds while the chat template is loaded.
 
         async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
@@ -359,9 +373,12 @@ class Stages:
                 rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error, blame=blame
             )
             try:
-                return await self._control.route(request)
+                answer = await self._control.route(request)
             except ControlPlaneUnavailable:
                 return RouteResponse(backend=None, retry_after=_ROUTE_RETRY)
+            if answer.backend is not None:
+                self._egress.forbid(answer.backend.url)
+            return answer
 
         return BackendSession(
             self._backends,

@@ -17,6 +17,7 @@ from rollyard_pipeline.chat.format import FormatCache
 from rollyard_pipeline.control_plane.calls import LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
@@ -61,6 +62,8 @@ class WorkerOptions:
     eval_grace: float = 30.0
     extensions: Registry = field(default_factory=Registry)
     formats: FormatCache = field(default_factory=FormatCache)
+    egress: Egress = field(default_factory=Egress)
+    """The network of sandboxes whose jobs ask for one."""
 
     @property
     def sandbox_limit(self) -> int:
@@ -109,6 +112,7 @@ class Worker:
             eval_grace=options.eval_grace,
             places=self._places,
             formats=options.formats,
+            egress=options.egress,
         )
         self._outbox = Outbox(control, options.worker, self._reported)
         self._heartbeat = Heartbeat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from hmac import compare_digest
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollyard_sandbox.client.results import (
     variables_of,
 )
 from rollyard_sandbox.client.running_command import RunningCommand
+from rollyard_sandbox.client.tunnel import SandboxTunnel
 from rollyard_sandbox.client.wire import Wire
 from rollyard_sandbox.client.work_folder import WorkFolder
 from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
@@ -47,6 +48,7 @@ class ExecClient:
         """
         self._secret = secret
         self._features = features
+        self._again: Callable[[], Awaitable[ExecClient]] | None = None
         self._running: set[asyncio.Task[ExecResult]] = set()
 
     @classmethod
@@ -94,7 +96,10 @@ class ExecClient:
         except BaseException:
             wire.fail(ConnectionLost("not connected"))
             raise
-        return cls(wire, features, secret, proven)
+        client = cls(wire, features, secret, proven)
+        shown = proven if proven is not None else token
+        client._again = lambda: cls.connect(address, token=shown, secret=secret, timeout=timeout)
+        return client
 
     async def __aenter__(self) -> ExecClient:
         return self
@@ -263,6 +268,29 @@ class ExecClient:
                 reason="ServerTooOld",
             )
         return WorkFolder(self._wire)
+
+    async def tunnel(self) -> SandboxTunnel:
+        """Open another connection, which serves one connection of a program to the sandbox's loopback port.
+
+        Raises:
+            SandboxError: The server is older than tunnels (reason ServerTooOld), or an evaluation has begun
+                in this sandbox (reason TunnelRefused).
+            ConnectionLost: The server is gone or does not answer.
+        """
+        if "tunnel" not in self._features:
+            raise SandboxError(
+                "the sandbox's exec server is older than network: allowlist; upgrade the sandbox image",
+                reason="ServerTooOld",
+            )
+        if self._again is None:
+            raise ConnectionLost("not connected")
+        other = await self._again()
+        try:
+            fields, _ = await other._wire.request({"op": "tunnel"})
+            return await other._wire.into_tunnel(int(fields["port"]))
+        except BaseException:
+            await other.close()
+            raise
 
     # The methods below concern the sandbox as a whole.
 

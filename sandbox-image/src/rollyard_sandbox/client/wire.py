@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
+from rollyard_sandbox.client.tunnel import SandboxTunnel, tunnel_over
 from rollyard_sandbox.errors import ConnectionLost, ProtocolError, SandboxError, from_wire
 from rollyard_sandbox.frames import FrameReader, encode
 
@@ -77,6 +78,16 @@ class Wire(asyncio.Protocol):
                 future.set_exception(self.lost)
         if not self.closed.done():
             self.closed.set_result(None)
+
+    async def into_tunnel(self, port: int) -> SandboxTunnel:
+        """Let the connection be a tunnel, for which its server waits. No frame can be sent any more."""
+        if self.lost is not None or self._transport is None:
+            raise self.lost or ConnectionLost("not connected")
+        transport, self._transport = self._transport, None
+        self.lost = ConnectionLost("the connection has become a tunnel")
+        if not self.closed.done():
+            self.closed.set_result(None)
+        return tunnel_over(self._loop, transport, port)
 
     @property
     def unanswered(self) -> int:

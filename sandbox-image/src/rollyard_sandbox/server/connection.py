@@ -86,6 +86,18 @@ class Connection:
             cancel()
         self._on_close(self)
 
+    def take_socket(self) -> socket.socket | None:
+        """Give the socket away after the last answer, and return it. The server then has no such connection.
+
+        The result is None, and nothing has changed, if bytes of this connection are still on their way.
+        """
+        if self.closed or self._unsent or self.in_flight or self._reader.unfinished:
+            return None
+        self.closed = True
+        self._loop.unwatch(self._socket.fileno())
+        self._on_close(self)
+        return self._socket
+
     def close_when_sent(self) -> None:
         """Close the connection when all answers so far have been sent. Nothing more is read."""
         self._closing = True

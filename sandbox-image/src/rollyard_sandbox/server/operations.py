@@ -21,6 +21,7 @@ from rollyard_sandbox.proof import TOKEN_PROOF, answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
 from rollyard_sandbox.server.request_fields import body_list, seconds_field, text_field, whole_field
+from rollyard_sandbox.server.tunnels import Tunnels
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 # The requests that a client may make beyond version 1 of the protocol as it was first released.
-FEATURES = ("begin_eval", "clean_env", "beneath")
+FEATURES = ("begin_eval", "clean_env", "beneath", "tunnel")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
 _MAX_IN_FLIGHT = 1024  # requests per connection
@@ -77,6 +78,7 @@ class Operations:
         self._sessions: dict[str, BashSession] = {}
         self._programs: set[RunningProgram] = set()
         self._ipython: IPython | None = None
+        self._tunnels = Tunnels(loop)
         self._places = EvalPlaces(workdir, own_folders=own_namespace, namespaces=protections.namespaces)
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
             "hello": self._hello,
@@ -96,6 +98,7 @@ class Operations:
             "begin_eval": self._begin_eval,
             "renew": self._renew,
             "set_env": self._set_env,
+            "tunnel": self._tunnel,
             "shutdown": self._shutdown,
         }
 
@@ -187,7 +190,20 @@ class Operations:
     def _kill_all(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         connection.answer(request, {"count": self._end_everything()})
 
+    def _tunnel(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        if self._tunnels.closed:
+            raise SandboxError("tunnel: an evaluation has begun", reason="TunnelRefused")
+        if self._tunnels.full():
+            raise SandboxError("tunnel: there are too many tunnels", reason="TooManyTunnels")
+        connection.answer(request, {"port": self._tunnels.port()})
+        sock = connection.take_socket()
+        if sock is None:
+            connection.close()
+        else:
+            self._tunnels.add(sock)
+
     def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        self._tunnels.close_for_good()
         self._end_everything()
         if left := self._control.survivors():
             raise SandboxError(f"{left} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive")

@@ -129,6 +129,14 @@ def command() -> None:
     "[3600]. Not with --join.",
 )
 @click.option(
+    "--allow-sandbox-host",
+    "allow_sandbox_hosts",
+    multiple=True,
+    metavar="HOST",
+    help="A host that jobs may open to their sandboxes: a name, '*.example.org', or '*' for every public "
+    "one; repeatable [none]. Not with --join.",
+)
+@click.option(
     "--command-timeout",
     type=click.FloatRange(1.0, 600.0),
     default=20.0,

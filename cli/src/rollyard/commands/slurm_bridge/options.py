@@ -26,6 +26,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
     """
     from rollyard_crds.base import NAME_PATTERN
+    from rollyard_crds.fields.allowed_hosts import installers_rule
     from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
     from rollyard_slurm import profile as profiles
     from rollyard_slurm.options import BridgeOptions
@@ -56,6 +57,15 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         raise UsageProblem(
             "--no-backend-seconds is for a control plane of its own; --join names one that has its own limit"
         )
+    if given["join"] and given["allow_sandbox_hosts"]:
+        raise UsageProblem(
+            "--allow-sandbox-host is for a control plane of its own; --join names one that has its own list"
+        )
+    for host in given["allow_sandbox_hosts"]:
+        try:
+            installers_rule(host)
+        except ValueError as error:
+            raise UsageProblem(f"--allow-sandbox-host: {error}") from error
     if given["listen"] == "unix" and (given["advertise"] or given["port"]):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     names = ("partition", "account", "qos", "time_limit", "constraint", "start")
@@ -92,6 +102,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         pools=_pools(given),
         lease_seconds=given["lease_seconds"],
         no_backend_seconds=given["no_backend_seconds"] or DEFAULT_NO_BACKEND_SECONDS,
+        allow_sandbox_hosts=tuple(given["allow_sandbox_hosts"]),
         timeout=given["command_timeout"],
         max_jobs=given["max_jobs"],
     )

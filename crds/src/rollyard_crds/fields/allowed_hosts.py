@@ -1,0 +1,92 @@
+"""Hosts that sandboxes may reach, as a job names them and as the installer allows them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from pydantic import Field
+
+MAX_HOSTS: Final = 64
+USUAL_PORTS: Final = frozenset({80, 443})
+"""The ports of an entry that names none."""
+EVERY_HOST: Final = "*"
+"""The installer's entry that contains every host. A job cannot use it."""
+_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_TOP = "[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
+# A top-level label begins with a letter, so no entry is an IP address in any spelling.
+HOST_PATTERN: Final = rf"^([*][.])?({_LABEL}[.])+{_TOP}(:[0-9]{{1,5}})?$"
+_ENTRY: Final = re.compile(HOST_PATTERN.removesuffix("$"))
+_NAME: Final = re.compile(rf"({_LABEL}[.])+{_TOP}")
+_MAX_NAME = 253
+
+AllowedHost = Annotated[str, Field(pattern=HOST_PATTERN, max_length=262)]
+"""A DNS name with a dot, in lower-case ASCII: `pypi.org`, `*.example.org` or `example.org:8443`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRule:
+    """One entry of a list of hosts."""
+
+    name: str
+    """The DNS name. It is empty in the rule for every host."""
+    below: bool
+    """Whether the rule is about all names below `name`, at any depth, in the place of the name itself."""
+    ports: frozenset[int] = USUAL_PORTS
+
+    @classmethod
+    def parse(cls, text: str) -> HostRule:
+        """Return the rule for an entry of `allowedHosts`.
+
+        Raises:
+            ValueError: The text is no such entry. The message says what would be right.
+        """
+        if _ENTRY.fullmatch(text) is None:
+            raise ValueError(
+                f"{text!r} is no host: a DNS name with a dot, in lower case, is needed, as pypi.org, "
+                "*.example.org or example.org:8443"
+            )
+        name, separator, port = text.partition(":")
+        if separator and not 0 < int(port) < 65_536:
+            raise ValueError(f"{text!r}: a port is a number from 1 to 65535")
+        plain = name.removeprefix("*.")
+        if len(plain) > _MAX_NAME:
+            raise ValueError(f"{text!r}: a DNS name has at most {_MAX_NAME} characters")
+        return cls(plain, plain != name, frozenset({int(port)}) if separator else USUAL_PORTS)
+
+    def covers(self, host: str, port: int) -> bool:
+        """Return whether a connection to this host (see `host_name`) and port is allowed."""
+        if port not in self.ports:
+            return False
+        if not self.name:
+            return True
+        return host.endswith(f".{self.name}") if self.below else host == self.name
+
+    def contains(self, other: HostRule) -> bool:
+        """Return whether this rule covers everything that the other one covers."""
+        if not other.ports <= self.ports:
+            return False
+        if not self.name:
+            return True
+        if not self.below:
+            return not other.below and other.name == self.name
+        return other.name.endswith(f".{self.name}") or (other.below and other.name == self.name)
+
+
+def installers_rule(text: str) -> HostRule:
+    """Return the rule for an entry of the installer's list, which may be `*`.
+
+    Raises:
+        ValueError: The text is no such entry.
+    """
+    return HostRule("", True) if text == EVERY_HOST else HostRule.parse(text)
+
+
+def host_name(text: str) -> str | None:
+    """Return the DNS name that a program asks for, in the form in which rules compare it.
+
+    The result is None if the text is no name that a rule could cover, such as an IP address.
+    """
+    name = text.lower().removesuffix(".")
+    return name if len(name) <= _MAX_NAME and _NAME.fullmatch(name) else None

@@ -1,0 +1,74 @@
+"""The sandbox of a job's rollouts: its image, its limits and its network."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from rollyard_crds.base import CheckedEnv, Model, cel
+from rollyard_crds.fields.allowed_hosts import MAX_HOSTS, AllowedHost, HostRule
+from rollyard_crds.fields.pod_template import Placement
+from rollyard_crds.fields.quantity import Quantity
+
+
+class SandboxResources(Model):
+    """Limits of one sandbox."""
+
+    cpu: Quantity = "1"
+    """The number of cores."""
+    memory: Quantity = "1Gi"
+    """The limit of all its processes together."""
+    disk: Quantity = "1Gi"
+    """The limit of its work folder and of everything else that it can write."""
+    processes: Annotated[int, Field(ge=16, le=65_536)] = 512
+    """Processes and threads at once."""
+
+
+_HOSTS_NEED_ALLOWLIST = "give 'allowedHosts' with 'network: allowlist', and only with it"
+
+
+class SandboxSpec(Model):
+    """The sandbox of every rollout; tasks may add to it."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            (
+                "has(self.allowedHosts) == (has(self.network) && self.network == 'allowlist')",
+                _HOSTS_NEED_ALLOWLIST,
+            )
+        )
+    )
+
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    """Kubernetes: a container image, with or without `docker://`. Under bubblewrap: a root folder; nothing
+    means the host's read-only system (on Kubernetes: the installation's default image)."""
+    network: Literal["none", "allowlist"] = "none"
+    """`none`: no network at all. `allowlist`: HTTP and HTTPS to `allowedHosts` through a proxy, in Init and
+    Run, and never in Eval."""
+    allowed_hosts: Annotated[list[AllowedHost], Field(min_length=1, max_length=MAX_HOSTS)] | None = None
+    """Names such as `pypi.org`, `*.example.org` (all names below) or `example.org:8443`; without a port, 80
+    and 443. The installer must allow each of them."""
+    resources: SandboxResources = Field(default_factory=SandboxResources)
+    """Limits of each sandbox."""
+    env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
+    """Environment variables of every command."""
+    warm: Annotated[int, Field(ge=0, le=1024)] = 4
+    """Sandboxes kept started and unclaimed by each Init worker; on Kubernetes, for the whole job."""
+    template: Placement = Field(default_factory=Placement)
+    """Kubernetes only: where sandbox pods may run."""
+
+    @model_validator(mode="after")
+    def _hosts_of_an_allowlist(self) -> SandboxSpec:
+        if (self.allowed_hosts is not None) != (self.network == "allowlist"):
+            raise ValueError(_HOSTS_NEED_ALLOWLIST)
+        try:
+            _ = self.host_rules
+        except ValueError as error:
+            raise ValueError(f"'allowedHosts': {error}") from error
+        return self
+
+    @property
+    def host_rules(self) -> tuple[HostRule, ...]:
+        """The hosts that programs inside may reach; none with `network: none`."""
+        return tuple(HostRule.parse(text) for text in self.allowed_hosts or ())

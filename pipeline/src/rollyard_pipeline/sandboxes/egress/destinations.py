@@ -1,0 +1,169 @@
+"""From the name that a program asks for to the addresses that the proxy connects to."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+from urllib.parse import urlsplit
+
+from rollyard_crds.fields.allowed_hosts import HostRule
+
+from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
+
+RESOLVE_SECONDS: Final = 10.0
+_KNOWN_SECONDS: Final = 30.0
+_RESOLVERS: Final = 8
+_MOST_ADDRESSES: Final = 32
+
+Resolve = Callable[[str], Awaitable[list[Address]]]
+"""Returns the addresses of a host. It raises OSError if there are none."""
+
+
+class DestinationRefused(Exception):
+    """The destination is not allowed. The message may be shown to the policy; `detail` is for the log."""
+
+    reason = "DestinationRefused"
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail or message
+
+
+class Unresolved(Exception):
+    """The host has no address at present."""
+
+    reason = "HostUnresolved"
+
+
+class SystemResolver:
+    """Resolves names as this machine does, in a bounded number of threads."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
+
+    async def __call__(self, host: str) -> list[Address]:
+        """Return the addresses of a host.
+
+        Raises:
+            OSError: It has none, or the answer takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                found = await loop.run_in_executor(
+                    self._threads, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+                )
+        except UnicodeError as error:
+            raise OSError(f"{host!r} is no host: {error}") from error
+        return list(dict.fromkeys(ipaddress.ip_address(item[4][0]) for item in found))
+
+    def close(self) -> None:
+        """End the threads, without a wait for those that still resolve a name."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Infrastructure:
+    """The control plane and the backends that a worker knows. No sandbox reaches their addresses."""
+
+    def __init__(self, resolve: Resolve, urls: Iterable[str] = ()) -> None:
+        self._resolve = resolve
+        self._known: dict[str, tuple[float, frozenset[Address]]] = {}
+        for url in urls:
+            self.add(url)
+
+    def add(self, url: str) -> None:
+        """Forbid the host of a URL from now on."""
+        try:
+            host = (urlsplit(url).hostname or "").removesuffix(".")
+        except ValueError:
+            return  # The worker cannot reach such a URL either.
+        if host and host not in self._known:
+            self._known[host] = (float("-inf"), frozenset())
+
+    async def contains(self, host: str, found: Iterable[Address]) -> bool:
+        """Return whether the host, or one of its addresses, belongs to the infrastructure.
+
+        A name of the infrastructure that cannot be resolved now keeps its last addresses.
+        """
+        if host in self._known:
+            return True
+        wanted = set(found)
+        for name, (when, _) in list(self._known.items()):
+            if time.monotonic() - when > _KNOWN_SECONDS:
+                try:
+                    self._known[name] = (time.monotonic(), frozenset(await self._addresses(name)))
+                except OSError:
+                    self._known[name] = (time.monotonic(), self._known[name][1])
+            if wanted & self._known[name][1]:
+                return True
+        return False
+
+    async def _addresses(self, name: str) -> list[Address]:
+        try:
+            return [ipaddress.ip_address(name)]
+        except ValueError:
+            return await self._resolve(name)
+
+
+class Destinations:
+    """The checks between a host and port that a program asks for and the addresses that are connected to.
+
+    Args:
+        resolve: Resolves a name, once for each connection.
+        infrastructure: The hosts that are refused wherever they are.
+        check: Returns why an address is refused, or "".
+    """
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        infrastructure: Infrastructure,
+        check: Callable[[Address], str] = why_refused,
+    ) -> None:
+        self._resolve = resolve
+        self._infrastructure = infrastructure
+        self._check = check
+
+    def forbid(self, url: str) -> None:
+        """Keep sandboxes from the host of a URL from now on."""
+        self._infrastructure.add(url)
+
+    async def addresses(self, host: str | None, port: int, rules: Iterable[HostRule]) -> list[Address]:
+        """Return the addresses to connect to, all of which have been checked.
+
+        Args:
+            host: The name in the form of `allowed_hosts.host_name`, or None if it is no DNS name.
+
+        Raises:
+            DestinationRefused: The list does not contain the host and port, or an address of the host is not
+                public or belongs to the infrastructure.
+            Unresolved: The name has no address.
+        """
+        if host is None:
+            raise DestinationRefused("only hosts with a DNS name can be reached, and no IP addresses")
+        if not any(rule.covers(host, port) for rule in rules):
+            raise DestinationRefused(f"{host}:{port} is not in sandbox.allowedHosts")
+        try:
+            found = (await self._resolve(host))[:_MOST_ADDRESSES]
+        except (OSError, TimeoutError) as error:
+            raise Unresolved(f"{host} cannot be resolved") from error
+        if not found:
+            raise Unresolved(f"{host} has no address")
+        for address in found:
+            if kind := self._check(address):
+                # The policy must not learn the address: it may be one of the inner network.
+                raise DestinationRefused(
+                    f"{host} has an address that is not public, or that sandboxes may not reach",
+                    f"{host}:{port} has the address {address}, which is {kind}",
+                )
+        if await self._infrastructure.contains(host, found):
+            raise DestinationRefused(
+                f"{host} has an address that is not public, or that sandboxes may not reach",
+                f"{host}:{port} is the control plane or a backend",
+            )
+        return found

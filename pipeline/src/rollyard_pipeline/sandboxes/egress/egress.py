@@ -1,0 +1,200 @@
+"""Lending sandboxes a network: tunnels to their exec servers, with a proxy at the worker's end of each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+from rollyard_crds.fields.allowed_hosts import HostRule
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.client.tunnel import SandboxTunnel
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, SystemResolver
+from rollyard_pipeline.sandboxes.egress.limits import ConnectionPace, EgressLimits, Meter
+from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy
+from rollyard_pipeline.sandboxes.errors import NetworkImpossible
+from rollyard_pipeline.sandboxes.interface import Sandbox
+
+log = logging.getLogger(__name__)
+
+PROXY_VARIABLES: Final = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+NO_PROXY_VARIABLES: Final = ("no_proxy", "NO_PROXY")
+_NO_PROXY: Final = "localhost,127.0.0.1,::1"
+_UNISOLATED: Final = ("process",)
+_TRIES: Final = 5
+_PAUSE: Final = 1.0  # seconds
+_CLOSING_SECONDS: Final = 5.0
+"""The time in which an answer that has been sent can still be read before its connection is cut."""
+
+
+def proxy_variables(port: int, author: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that lead programs to the proxy, without those that the author has set."""
+    found = dict.fromkeys(PROXY_VARIABLES, f"http://127.0.0.1:{port}")
+    found |= dict.fromkeys(NO_PROXY_VARIABLES, _NO_PROXY)
+    return {name: value for name, value in found.items() if name not in author}
+
+
+class Egress:
+    """What all sandboxes of one worker share: the resolver, the hosts of the installation, and bounds.
+
+    Args:
+        forbidden: URLs of the installation itself, whose hosts no sandbox reaches.
+        destinations: The checks of destinations. By default names are resolved as this machine does it, and
+            only public addresses are permitted.
+    """
+
+    def __init__(
+        self,
+        forbidden: Iterable[str] = (),
+        limits: EgressLimits | None = None,
+        destinations: Destinations | None = None,
+    ) -> None:
+        self._limits = limits or EgressLimits()
+        self._resolver = SystemResolver()
+        self._destinations = destinations or Destinations(self._resolver, Infrastructure(self._resolver))
+        for url in forbidden:
+            self.forbid(url)
+        self._served = 0
+
+    def forbid(self, url: str) -> None:
+        """Keep sandboxes from the host of a URL from now on."""
+        self._destinations.forbid(url)
+
+    def close(self) -> None:
+        """End the resolver's threads."""
+        self._resolver.close()
+
+    @asynccontextmanager
+    async def lent(
+        self, sandbox: Sandbox, spec: SandboxSpec, name: str, author: Mapping[str, str]
+    ) -> AsyncIterator[None]:
+        """Lend a sandbox the network that its job asks for, for the time of this context.
+
+        With `network: none` this does nothing.
+
+        Args:
+            name: The rollout, for the log.
+            author: The variables of the job and the task, which stay as they are.
+
+        Raises:
+            NetworkImpossible: Sandboxes of this kind already share the network of their machine, so a list
+                of hosts could not be enforced.
+            rollyard_sandbox.errors.SandboxError: The exec server is too old (reason ServerTooOld), or does
+                not answer.
+        """
+        rules = spec.host_rules
+        if not rules:
+            yield
+            return
+        kind = sandbox.handle.provider
+        if kind in _UNISOLATED:
+            raise NetworkImpossible(
+                f"sandbox.network allowlist: sandboxes of kind '{kind}' have the network of their machine, "
+                "so allowedHosts could not be enforced; use bubblewrap, apptainer or kubernetes"
+            )
+        first = await sandbox.client.tunnel()
+        lending = _Lending(self, sandbox.client, rules, name)
+        task = asyncio.create_task(lending.run(first), name="sandbox-network")
+        try:
+            await sandbox.client.set_env(proxy_variables(first.port, author))
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def proxy(self, rules: tuple[HostRule, ...], name: str) -> EgressProxy:
+        """Return a proxy for one sandbox."""
+        return EgressProxy(rules, self._destinations, Meter(name, self._limits), self._limits)
+
+    @property
+    def limits(self) -> EgressLimits:
+        """The bounds of each sandbox."""
+        return self._limits
+
+    def begin(self) -> bool:
+        """Count a connection that begins. The result is False if the worker serves too many."""
+        if self._served >= self._limits.worker_connections:
+            return False
+        self._served += 1
+        return True
+
+    def end(self) -> None:
+        """Count a connection that has ended."""
+        self._served -= 1
+
+
+class _Lending:
+    """The tunnels of one sandbox, of which a few wait for programs."""
+
+    def __init__(self, egress: Egress, client: ExecClient, rules: tuple[HostRule, ...], name: str) -> None:
+        limits = egress.limits
+        self._egress = egress
+        self._client = client
+        self._name = name
+        self._proxy = egress.proxy(rules, name)
+        self._places = asyncio.Semaphore(limits.connections)
+        self._waiting = asyncio.Semaphore(limits.waiting)
+        self._pace = ConnectionPace(limits.per_second, limits.burst)
+
+    async def run(self, first: SandboxTunnel) -> None:
+        """Keep tunnels ready until the exec server takes no more, or the task is cancelled."""
+        failures = 0
+        async with asyncio.TaskGroup() as group:
+            await self._begin(group, first)
+            while failures < _TRIES:
+                await self._places.acquire()
+                await self._waiting.acquire()
+                await self._pace.turn()
+                try:
+                    tunnel = await self._client.tunnel()
+                except ExecError as error:
+                    self._places.release()
+                    self._waiting.release()
+                    failures += error.reason != "TooManyTunnels"  # Programs give those back in time.
+                    if error.reason == "TunnelRefused" or failures == _TRIES:
+                        log.info("network of %s: it ends: %s", self._name, error)
+                        return
+                    await asyncio.sleep(_PAUSE)
+                    continue
+                failures = 0
+                group.create_task(self._serve(tunnel))
+
+    async def _begin(self, group: asyncio.TaskGroup, first: SandboxTunnel) -> None:
+        await self._places.acquire()
+        await self._waiting.acquire()
+        group.create_task(self._serve(first))
+
+    async def _serve(self, tunnel: SandboxTunnel) -> None:
+        try:
+            try:
+                used = await tunnel.used()
+            finally:
+                self._waiting.release()
+            if used and self._egress.begin():
+                try:
+                    await self._proxy.serve(tunnel.reader, tunnel.writer)
+                    await _flushed(tunnel)
+                finally:
+                    self._egress.end()
+        except Exception as error:
+            # An oversight in the proxy ends one connection, and not the network of the sandbox.
+            log.warning("network of %s: %s: %s", self._name, type(error).__name__, error)
+        finally:
+            tunnel.close()
+            self._places.release()
+
+
+async def _flushed(tunnel: SandboxTunnel) -> None:
+    """End the answer, and wait a moment for the program to take it and to close its own end."""
+    try:
+        tunnel.writer.write_eof()
+        async with asyncio.timeout(_CLOSING_SECONDS):
+            while await tunnel.reader.read(4096):
+                continue
+    except (OSError, TimeoutError):
+        return

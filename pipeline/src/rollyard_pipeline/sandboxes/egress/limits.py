@@ -1,0 +1,99 @@
+"""What the proxy grants one sandbox, and what it has taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+from rollyard_crds.security.log_text import one_line
+
+log = logging.getLogger(__name__)
+
+MAX_NOTES: Final = 20
+"""The number of refusals of one sandbox that are logged in one stage."""
+_SHOWN: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class EgressLimits:
+    """The bounds of one sandbox's network in one stage, and the bound of a worker."""
+
+    connections: int = 32
+    """The number of connections at the same time. Further ones wait."""
+    waiting: int = 4
+    """The number of tunnels that are kept ready for programs."""
+    per_second: float = 20.0
+    """The number of connections in each second, on average."""
+    burst: int = 64
+    """The number of connections that may come at once before the average counts."""
+    total_bytes: int = 4 << 30
+    """The bytes in both directions."""
+    connection_seconds: float = 600.0
+    idle_seconds: float = 120.0
+    """The seconds for which neither end of a connection may be silent together."""
+    connect_seconds: float = 10.0
+    head_seconds: float = 15.0
+    """The seconds in which a request, and the first message of TLS, must have come."""
+    worker_connections: int = 256
+    """The number of connections of all sandboxes of one worker at the same time. More are refused."""
+
+
+class Spent(Exception):
+    """A sandbox has used up the bytes that it may move."""
+
+    reason = "NetworkSpent"
+
+
+class ConnectionPace:
+    """Bounds how often something happens: `burst` times at once, and then `per_second` on average."""
+
+    def __init__(self, per_second: float, burst: int) -> None:
+        self._step = 1.0 / per_second
+        self._lead = burst * self._step
+        self._next = float("-inf")
+
+    async def turn(self) -> None:
+        """Wait until it may happen again."""
+        now = asyncio.get_running_loop().time()
+        self._next = max(self._next, now - self._lead) + self._step
+        if self._next > now:
+            await asyncio.sleep(self._next - now)
+
+
+class Meter:
+    """The bytes and the refusals of one sandbox.
+
+    Args:
+        name: The rollout, for the log.
+    """
+
+    def __init__(self, name: str, limits: EgressLimits) -> None:
+        self._name = name
+        self._left = limits.total_bytes
+        self._notes: set[str] = set()
+
+    @property
+    def spent(self) -> bool:
+        """Whether no byte is left."""
+        return self._left <= 0
+
+    def count(self, size: int) -> None:
+        """Count bytes that are about to be moved.
+
+        Raises:
+            Spent: They are more than the sandbox may still move.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise Spent("the sandbox has moved as many bytes as it may in one stage")
+
+    def note(self, text: str) -> None:
+        """Log a refusal once, and at most `MAX_NOTES` of them in all."""
+        text = one_line(text)[:_SHOWN]
+        if text in self._notes or len(self._notes) >= MAX_NOTES:
+            return
+        self._notes.add(text)
+        more = "; further refusals are not logged" if len(self._notes) == MAX_NOTES else ""
+        log.warning("network of %s: refused: %s%s", self._name, text, more)

@@ -1,0 +1,275 @@
+"""The parts of the proxy of sandboxes that need no sandbox: hosts, addresses, TLS, requests, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+
+import pytest
+from rollyard_crds.fields.allowed_hosts import HostRule, host_name, installers_rule
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_pipeline.sandboxes.egress.addresses import is_own, why_refused
+from rollyard_pipeline.sandboxes.egress.client_hello import NotTls, server_name
+from rollyard_pipeline.sandboxes.egress.destinations import (
+    DestinationRefused,
+    Destinations,
+    Infrastructure,
+    Unresolved,
+)
+from rollyard_pipeline.sandboxes.egress.http_head import BadHead, parse_head
+from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, ConnectionPace, EgressLimits, Meter, Spent
+from rollyard_testing.sandboxes.outside import HOST, Outside, client_hello, with_extension
+
+PUBLIC = (
+    "1.1.1.1",
+    "8.8.8.8",
+    "151.101.0.223",
+    "2606:4700:4700::1111",
+    "2a04:4e42::223",
+    "2001:4860:4860::8888",
+)
+SPECIAL = (
+    "0.0.0.0", "10.1.2.3", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.8.8.8", "168.63.129.16",
+    "169.254.169.254", "169.254.170.2", "172.16.0.1", "172.31.255.255", "192.0.0.170", "192.168.1.1",
+    "198.18.0.1", "224.0.0.251", "255.255.255.255", "::", "::1", "::127.0.0.1", "::ffff:10.0.0.1",
+    "::ffff:8.8.8.8", "64:ff9b::a00:1", "64:ff9b:1::1", "2001::1", "2001:db8::1", "2002:a00:1::1", "fc00::1",
+    "fd00:ec2::254", "fe80::1", "fe80::1%lo", "fec0::1", "ff02::1", "4000::1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PUBLIC)
+def test_public_addresses_are_connected_to(text: str) -> None:
+    assert why_refused(ipaddress.ip_address(text)) == ""
+
+
+@pytest.mark.parametrize("text", SPECIAL)
+def test_special_addresses_are_not(text: str) -> None:
+    assert why_refused(ipaddress.ip_address(text))
+
+
+def test_an_address_of_this_machine_is_known() -> None:
+    assert is_own(ipaddress.ip_address("127.0.0.1"))
+    assert not is_own(ipaddress.ip_address("192.0.2.1"))
+
+
+HOSTS = [
+    ("pypi.org", "pypi.org", 443, True),
+    ("pypi.org", "pypi.org", 80, True),
+    ("pypi.org", "pypi.org", 22, False),
+    ("pypi.org", "files.pypi.org", 443, False),
+    ("pypi.org", "evilpypi.org", 443, False),
+    ("pypi.org", "pypi.org.evil.net", 443, False),
+    ("*.example.org", "a.example.org", 443, True),
+    ("*.example.org", "a.b.example.org", 443, True),
+    ("*.example.org", "example.org", 443, False),
+    ("*.example.org", "evilexample.org", 443, False),
+    ("example.org:8443", "example.org", 8443, True),
+    ("example.org:8443", "example.org", 443, False),
+]
+
+
+@pytest.mark.parametrize(("rule", "host", "port", "covered"), HOSTS)
+def test_a_rule_covers(rule: str, host: str, port: int, covered: bool) -> None:
+    assert HostRule.parse(rule).covers(host, port) is covered
+    assert installers_rule("*").covers(host, port) is (port in (80, 443))
+
+
+NO_HOSTS = (
+    "", "*", "localhost", "org", "*.org", "127.0.0.1", "2130706433.1", "[::1]", "PyPI.org", "pypi.org.",
+    "a..b",
+    "-a.org", "a_.org", "pypi.org:", "pypi.org:0", "pypi.org:65536", "pypi.org:443:1", "http://pypi.org",
+    "pypi.org/x", "*.*.org", "a.*.org", "user@pypi.org", "münchen.de", "pypi.org\n", f"{'a.' * 127}org",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_HOSTS)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"allowedHosts|allowed_hosts"):
+        SandboxSpec.model_validate({"network": "allowlist", "allowedHosts": [text]})
+    with pytest.raises(ValueError, match=r"is no host|port|characters"):
+        HostRule.parse(text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"network": "allowlist"}, {"allowedHosts": ["pypi.org"]}, {"network": "allowlist", "allowedHosts": []},
+     {"network": "none", "allowedHosts": ["pypi.org"]}, {"network": "host"}],
+)  # fmt: skip
+def test_hosts_and_network_belong_together(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"network|allowedHosts"):
+        SandboxSpec.model_validate(fields)
+
+
+def test_a_job_without_a_network_looks_as_before() -> None:
+    assert "allowedHosts" not in SandboxSpec().to_json()
+    assert SandboxSpec().host_rules == ()
+
+
+CONTAINED = [
+    ("*", "pypi.org", True),
+    ("*", "*.example.org", True),
+    ("*", "pypi.org:22", False),
+    ("pypi.org", "pypi.org", True),
+    ("pypi.org", "pypi.org:443", True),
+    ("pypi.org:443", "pypi.org", False),
+    ("pypi.org", "*.pypi.org", False),
+    ("*.pypi.org", "pypi.org", False),
+    ("*.pypi.org", "files.pypi.org", True),
+    ("*.pypi.org", "*.files.pypi.org", True),
+    ("*.files.pypi.org", "*.pypi.org", False),
+    ("*.pypi.org", "*.evilpypi.org", False),
+]
+
+
+@pytest.mark.parametrize(("rule", "other", "contained"), CONTAINED)
+def test_an_installers_rule_contains(rule: str, other: str, contained: bool) -> None:
+    assert installers_rule(rule).contains(HostRule.parse(other)) is contained
+
+
+def test_names_are_compared_in_one_form() -> None:
+    assert host_name("PyPI.org.") == "pypi.org"
+    for text in ("127.0.0.1", "[::1]", "localhost", "0x7f.1", "2130706433", "a..org", "pypi.org\r\nx: y", ""):
+        assert host_name(text) is None
+
+
+def test_the_server_name_of_a_client_is_read() -> None:
+    hello = client_hello(HOST)
+    assert server_name(hello) == HOST
+    assert [server_name(hello[:size]) for size in (0, 1, 5, 9, len(hello) - 1)] == [None] * 5
+    records = b"".join(
+        hello[:3] + len(part).to_bytes(2) + part for part in (hello[5:6], hello[6:40], hello[40:])
+    )
+    assert server_name(records) == HOST
+    assert server_name(records + b"\x17\x03\x03") == HOST
+
+
+def hellos() -> dict[str, bytes]:
+    hello = client_hello(HOST)
+    return {
+        "plain": b"GET / HTTP/1.1\r\n",
+        "ssh": b"SSH-2.0-x\r\n",
+        "no_name": client_hello(None),
+        "two_names": with_extension(hello, 0, b"\0\x08\0\0\x05a.org"),
+        "encrypted": with_extension(hello, 0xFE0D, b"\0" * 16),
+        "other_message": hello[:5] + b"\x02" + hello[6:],
+        "cut_inside": hello[:6] + b"\0\0\x20" + hello[9:],
+        "empty_record": b"\x16\x03\x01\0\0",
+        "endless": b"\x16\x03\x01\x40\0\x01\xff\xff\xff",
+        "many_records": b"\x16\x03\x01\0\x01\x01\x16\x03\x01\0\x03\0\x3f\xfc" + b"\x16\x03\x01\0\x01a" * 8000,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(hellos()))
+def test_what_is_no_client_hello_with_one_name_is_refused(name: str) -> None:
+    with pytest.raises(NotTls):
+        server_name(hellos()[name])
+
+
+def test_a_plain_request_is_written_again() -> None:
+    head = parse_head(
+        b"POST http://Pkgs.Example.org:81/a/b?c=d HTTP/1.1\r\nHost: other.example.org\r\nX: y\r\n"
+        b"Proxy-Connection: keep-alive\r\nConnection: X-Own, keep-alive\r\nX-Own: 1\r\nUpgrade: websocket\r\n"
+        b"Proxy-Authorization: secret\r\nContent-Length: 3\r\n\r\n"
+    )
+    assert (head.host, head.port, head.length, head.connects) == (HOST, 81, 3, False)
+    assert head.forwarded == (
+        b"POST /a/b?c=d HTTP/1.1\r\nHost: pkgs.example.org:81\r\nX: y\r\nContent-Length: 3\r\n"
+        b"Connection: close\r\n\r\n"
+    )
+
+
+def test_connect_names_a_host_and_a_port() -> None:
+    head = parse_head(b"CONNECT PKGS.example.org:443 HTTP/1.1\r\nHost: other\r\n\r\n")
+    assert (head.host, head.port, head.connects) == (HOST, 443, True)
+    assert parse_head(b"CONNECT [::1]:443 HTTP/1.1\r\n\r\n").host is None
+
+
+BAD = [
+    (b"GET / HTTP/1.1", 400),
+    (b"GET https://pkgs.example.org/ HTTP/1.1", 400),
+    (b"GET ftp://pkgs.example.org/ HTTP/1.1", 400),
+    (b"GET http://u:p@pkgs.example.org/ HTTP/1.1", 400),
+    (b"GET http://pkgs.example.org\\@other.org/ HTTP/1.1", 400),
+    (b"GET http://pkgs.example.org:0/ HTTP/1.1", 400),
+    (b"GET http://pkgs.example.org:99999/ HTTP/1.1", 400),
+    (b"GET http:///path HTTP/1.1", 400),
+    (b"GET http://[::1/ HTTP/1.1", 400),
+    (b"GET  http://pkgs.example.org/ HTTP/1.1", 400),
+    (b"GET http://pkgs.example.org/ HTTP/2", 400),
+    (b"CONNECT pkgs.example.org HTTP/1.1", 400),
+    (b"CONNECT pkgs.example.org:0 HTTP/1.1", 400),
+    (b"CONNECT http://pkgs.example.org:443 HTTP/1.1", 400),
+    (b"GET http://pkgs.example.org/ HTTP/1.1\r\nA: b\nHost: x", 400),
+    (b"GET http://pkgs.example.org/ HTTP/1.1\r\n folded: x", 400),
+    (b"GET http://pkgs.example.org/ HTTP/1.1\r\nA : b", 400),
+    (b"GET http://pkgs.example.org/ HTTP/1.1\r\nA: \0", 400),
+    (b"POST http://pkgs.example.org/ HTTP/1.1\r\nTransfer-Encoding: chunked", 411),
+    (b"POST http://pkgs.example.org/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", 400),
+    (b"POST http://pkgs.example.org/ HTTP/1.1\r\nContent-Length: +1", 400),
+    (b"GET http://pkgs.example.org/ HTTP/1.1" + b"\r\nA: b" * 200, 431),
+]
+
+
+@pytest.mark.parametrize(("head", "status"), BAD)
+def test_requests_with_several_readings_are_refused(head: bytes, status: int) -> None:
+    with pytest.raises(BadHead) as refused:
+        parse_head(head + b"\r\n\r\n")
+    assert refused.value.status == status
+
+
+async def test_the_hosts_of_the_installation_are_refused_wherever_they_are() -> None:
+    world = Outside()
+    world.names |= {
+        "plane.example.org": [["127.0.0.3"]],
+        "alias.example.org": [["127.0.0.3"]],
+        "backend.example.org": [["8.8.8.8"]],
+    }
+    infrastructure = Infrastructure(world.resolve, ["https://plane.example.org:8765", "unix:/run/plane"])
+    checks = Destinations(world.resolve, infrastructure, lambda address: "")
+    rules = [installers_rule("*")]
+    for host in ("plane.example.org", "alias.example.org"):
+        with pytest.raises(DestinationRefused) as refused:
+            await checks.addresses(host, 443, rules)
+        assert "control plane" in refused.value.detail
+        assert "control plane" not in str(refused.value)
+    assert await checks.addresses("backend.example.org", 443, rules) == [ipaddress.ip_address("8.8.8.8")]
+    infrastructure.add("http://8.8.8.8:8000/")
+    with pytest.raises(DestinationRefused):
+        await checks.addresses("backend.example.org", 443, rules)
+    with pytest.raises(Unresolved):
+        await checks.addresses("unknown.example.org", 443, rules)
+
+
+async def test_one_bad_address_among_good_ones_is_enough() -> None:
+    world = Outside()
+    world.names["mixed.example.org"] = [["8.8.8.8", "10.0.0.5"]]
+    checks = Destinations(world.resolve, Infrastructure(world.resolve))
+    with pytest.raises(DestinationRefused, match="not public") as refused:
+        await checks.addresses("mixed.example.org", 443, [installers_rule("*")])
+    assert "10.0.0.5" in refused.value.detail
+    assert "10.0.0.5" not in str(refused.value)
+
+
+async def test_the_pace_bounds_the_average() -> None:
+    loop = asyncio.get_running_loop()
+    pace = ConnectionPace(per_second=1000.0, burst=5)
+    began = loop.time()
+    for _ in range(25):
+        await pace.turn()
+    assert loop.time() - began >= 0.015
+
+
+def test_bytes_and_notes_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    meter = Meter("r-1", EgressLimits(total_bytes=10))
+    meter.count(10)
+    assert meter.spent
+    with pytest.raises(Spent):
+        meter.count(1)
+    with caplog.at_level(logging.WARNING):
+        for number in range(100):
+            meter.note(f"host-{number}.example.org\nforged line" + "x" * 1000)
+            meter.note(f"host-{number}.example.org\nforged line" + "x" * 1000)
+    assert len(caplog.messages) == MAX_NOTES
+    assert all("\n" not in line and len(line) < 400 for line in caplog.messages)
+    assert "further refusals are not logged" in caplog.messages[-1]

@@ -441,3 +441,12 @@ async def test_programs_that_hang_are_ended(tmp_path: Path) -> None:
     assert code == 124
     assert text.startswith("early\n")
     assert "no end within 0.3 s" in text
+
+
+async def test_a_program_that_floods_its_output_and_does_not_end_is_killed() -> None:
+    """asyncio reads no output while its buffer is full, and sees the end of a process only after it."""
+    flood = ["/bin/sh", "-c", "trap '' TERM; exec yes"]
+    async with asyncio.timeout(30):
+        code, text = await run_program(flood, seconds=0.3, env={})
+    assert code == 124
+    assert text.endswith("no end within 0.3 s")

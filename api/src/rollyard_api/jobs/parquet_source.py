@@ -82,6 +82,10 @@ async def _converted(file: int) -> AsyncGenerator[bytes, None]:
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
+            # asyncio sees the end of a process only after the end of its output, and it reads no output while
+            # its buffer is full. What is left is at most that buffer and the content of the pipe.
+            while await child.stdout.read(PIECE_BYTES):
+                pass
             await child.wait()
     if code != 0:
         # A process that ran into its limit of memory dies in its own ways.

@@ -172,7 +172,8 @@ class Forward:
         finally:
             if process.returncode is None:
                 process.kill()
-                await process.wait()
+                # asyncio sees the end of a process only after the end of its output.
+                await process.communicate()
         try:
             logprobs = (
                 orjson.loads(out.strip().splitlines()[-1])["logprobs"] if not process.returncode else []

@@ -135,13 +135,17 @@ async def run_program(argv: Sequence[str], *, seconds: float, env: Mapping[str, 
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
+            # asyncio sees the end of a process only after the end of its output, so the rest of that is read.
             try:
                 async with asyncio.timeout(2):
-                    await process.wait()
+                    await process.communicate()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                # A process that left the group may hold the output open, and nothing waits for that one.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2):
+                        await process.communicate()
 
 
 def program_env(folder: Path) -> dict[str, str]:

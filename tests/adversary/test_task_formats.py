@@ -77,3 +77,26 @@ async def test_a_refused_row_is_not_shown(tmp_path: Path, row: object) -> None:
     reader.close()
     assert SECRET not in "".join((refused.value.detail, *refused.value.errors))
     assert "line 1: " in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("specs", "data", "problem"),
+    [
+        ("file:///etc/passwd", b"{}", "must be an upload"),
+        ("http://127.0.0.1/", b"{}", "must be an upload"),
+        (BLOB, b"[" * (9 << 20), "longer than 8388608 bytes"),
+        (BLOB, b"[" * (1 << 20), "is no JSON"),
+        (BLOB, b'{"repos": {"a": {"log_parser": "x", "versions": {"1": 3}}}}', "repos.a.versions.1: must be"),
+    ],
+)
+async def test_specs_are_an_upload_of_bounded_size(specs: str, data: bytes, problem: str) -> None:
+    async def upload(_namespace: str, _sha256: str) -> AsyncGenerator[bytes, None]:
+        for at in range(0, len(data), 1 << 20):
+            yield data[at : at + (1 << 20)]
+
+    reader = TaskReader(AllowList.of(["file:///etc/passwd", "http://127.0.0.1/"]), TaskFileLimits(), upload)
+    try:
+        with pytest.raises(Invalid, match=problem):
+            await reader.read(BLOB, "default", TaskSource(url=BLOB, format="swebench", specs=specs))
+    finally:
+        reader.close()

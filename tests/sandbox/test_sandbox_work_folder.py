@@ -172,3 +172,22 @@ async def test_an_older_server_is_named(client: ExecClient) -> None:
     with pytest.raises(SandboxError, match="upgrade the sandbox image") as caught:
         older.work_folder()
     assert caught.value.reason == "ServerTooOld"
+
+
+async def test_a_folder_elsewhere(client: ExecClient, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "x").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("one")
+    elsewhere = client.work_folder(str(tmp_path / "one"))
+    assert await elsewhere.tree() == {b"x": TreeEntry("file", size=1)}
+    await elsewhere.put(b"a/b", b"2", mode=0o644)
+    assert await elsewhere.tree(b"a") == {b"a": TreeEntry("folder"), b"a/b": TreeEntry("file", size=1)}
+    assert await elsewhere.read(b"a/b", max_bytes=9) == b"2"
+    assert await elsewhere.digests([(b"x", 0, 1)]) == [hashlib.sha256(b"1").digest()]
+    await elsewhere.make([b"c"])
+    await elsewhere.remove([b"a", b"x"])
+    assert os.listdir(tmp_path / "one") == ["c"]
+    with pytest.raises(FileError, match="link"):
+        await client.work_folder(str(tmp_path / "link")).tree(b"c")
+    with pytest.raises(FileError):
+        await client.work_folder(str(tmp_path / "none")).tree()

@@ -50,6 +50,7 @@ _ONE_SOURCE = "give exactly one of 'url', 'inline', 'configMapRef' and 'stream: 
 
 _NO_CHOICE_IN_A_STREAM = "a stream takes tasks as they are pushed: it has no format, limit, shuffle or epochs"
 _INLINE_IS_OURS = "inline tasks are in the format 'rollyard'"
+_SPECS_NEED_A_FILE = "'specs' goes with 'url'"
 
 
 class Shuffle(Model):
@@ -72,10 +73,11 @@ class TaskSource(Model):
             ("!has(self.inline) || size(self.inline) > 0", "'inline' must hold at least one task"),
             (
                 "!self.stream || !(has(self.format) || has(self.limit) || has(self.shuffle)"
-                " || has(self.epochs) || has(self.deduplicate))",
+                " || has(self.epochs) || has(self.deduplicate) || has(self.specs))",
                 _NO_CHOICE_IN_A_STREAM,
             ),
             ("!has(self.inline) || !has(self.format) || self.format == 'rollyard'", _INLINE_IS_OURS),
+            ("!has(self.specs) || has(self.url)", _SPECS_NEED_A_FILE),
         )
     )
 
@@ -91,6 +93,9 @@ class TaskSource(Model):
     """Tasks are pushed over REST until the job is closed."""
     format: EntryPointName | None = None
     """How rows become tasks: an entry point of `rollyard.task_formats`; default: `rollyard`, a task each."""
+    specs: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """A JSON file that the format needs beside its rows: for `swebench`, how the tests of rows from before
+    SWE-bench 5 are run. `rollyard submit` uploads it; the server takes `blob:sha256:HEX` only."""
     deduplicate: bool | None = None
     """Whether tasks that repeat an earlier one, but for its id and metadata, are left out; default: no."""
     shuffle: Shuffle | None = None
@@ -107,11 +112,13 @@ class TaskSource(Model):
             raise ValueError(_ONE_SOURCE)
         if self.inline is not None and not self.inline:
             raise ValueError("'inline' must hold at least one task")
-        options = (self.format, self.deduplicate, self.shuffle, self.limit, self.epochs)
+        options = (self.format, self.deduplicate, self.shuffle, self.limit, self.epochs, self.specs)
         if self.stream and any(option is not None for option in options):
             raise ValueError(_NO_CHOICE_IN_A_STREAM)
         if self.inline is not None and self.format not in (None, "rollyard"):
             raise ValueError(_INLINE_IS_OURS)
+        if self.specs is not None and self.url is None:
+            raise ValueError(_SPECS_NEED_A_FILE)
         return self
 
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
 from rollyard_crds.code_tests import CodeTests
 from rollyard_crds.fields.nesting import deeper_than
+from rollyard_crds.fields.swe_tests import SweTests
 
 MAX_DEPTH = 100
 """How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""
@@ -115,6 +116,8 @@ class Task(Model):
     """Says that `answer` is a number (handler `stem`)."""
     tests: CodeTests | None = None
     """The tests of a program (handler `code`)."""
+    swe: SweTests | None = None
+    """A repository and its hidden tests (handler `swe`)."""
     test_script: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Bash script that decides (handler `shell`): exit status 0 means solved."""
     solution: Annotated[list[FunctionCall], Field(max_length=256)] | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task_formats.parquet_rows import MAGIC
 
@@ -124,23 +125,57 @@ class TaskReader:
                 case.
             SourcesBusy, Unavailable: Too many files are being read.
         """
+        specs = await self._specs(options, namespace)
         digest = blob_of(url)
         if digest is not None:
             free = self._uploaded.take(namespace)
             try:
-                return await self._collect(url, self._uploads(namespace, digest), options, quote=True)
+                return await self._collect(url, self._uploads(namespace, digest), options, specs, quote=True)
             finally:
                 free()
         source = self._allowed.source(url, namespace)
         blocking = Blocking(self._waiting, self._external.take(namespace))
         try:
             data = pieces(source, self._allowed, namespace, blocking)
-            return await self._collect(url, data, options, quote=False)
+            return await self._collect(url, data, options, specs, quote=False)
         finally:
             blocking.finish()
 
+    async def _specs(self, options: TaskSource | None, namespace: str) -> Mapping[str, Any] | None:
+        """Return the content of the upload `specs`, which the format needs beside the rows."""
+        if options is None or options.specs is None:
+            return None
+        digest = blob_of(options.specs)
+        if digest is None:
+            raise _refused_specs("must be an upload, such as `rollyard submit` makes of a file")
+        free = self._uploaded.take(namespace)
+        try:
+            found = bytearray()
+            async with (
+                asyncio.timeout(self._limits.seconds),
+                aclosing(self._uploads(namespace, digest)) as data,
+            ):
+                async for piece in data:
+                    found += piece
+                    if len(found) > MAX_SPECS_BYTES:
+                        break
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parsers, parse_specs, bytes(found))
+        except TaskListError as error:
+            raise _refused_specs(error.problems[0].removeprefix("specs: ")) from error
+        except TimeoutError as error:
+            raise _refused_specs(f"was not read within {self._limits.seconds:g} seconds") from error
+        finally:
+            free()
+
     async def _collect(
-        self, url: str, data: AsyncGenerator[bytes, None], options: TaskSource | None, *, quote: bool
+        self,
+        url: str,
+        data: AsyncGenerator[bytes, None],
+        options: TaskSource | None,
+        specs: Mapping[str, Any] | None,
+        *,
+        quote: bool,
     ) -> list[TaskRow]:
         seconds, loop = self._limits.seconds, asyncio.get_running_loop()
         collector = Collector(
@@ -149,6 +184,7 @@ class TaskReader:
             max_bytes=self._limits.file_bytes,
             deadline=time.monotonic() + seconds,
             source=options,
+            specs=specs,
         )
         try:
             async with asyncio.timeout(seconds), aclosing(data):
@@ -187,6 +223,11 @@ class TaskReader:
         """Stop the threads without waiting for sources that hang."""
         self._waiting.shutdown(wait=False)
         self._parsers.shutdown(wait=False, cancel_futures=True)
+
+
+def _refused_specs(problem: str) -> Invalid:
+    text = f"spec.tasks.specs: {problem}"
+    return Invalid(text, reason="InvalidTasks", errors=[text])
 
 
 def _unreadable(url: str, why: str) -> ApiError:

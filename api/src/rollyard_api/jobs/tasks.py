@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -80,13 +80,21 @@ class Collector:
         max_bytes: The largest size of the file after decompression, in bytes.
         deadline: The time on the clock `time.monotonic` at which decompression stops.
         source: The part of the job's spec with the format and the options.
+        specs: The content of the file `specs` of the source.
 
     Raises:
-        Invalid: The format is not installed.
+        Invalid: The format is not installed, or refuses its specs.
     """
 
     def __init__(
-        self, url: str, *, quote: bool, max_bytes: int, deadline: float, source: TaskSource | None = None
+        self,
+        url: str,
+        *,
+        quote: bool,
+        max_bytes: int,
+        deadline: float,
+        source: TaskSource | None = None,
+        specs: Mapping[str, Any] | None = None,
     ) -> None:
         self._url = shown(url)
         self._max_bytes = max_bytes
@@ -94,7 +102,7 @@ class Collector:
         self._lines = Lines(max_bytes, MAX_LINE_BYTES)
         self._selection: TaskSelection[TaskRow] = TaskSelection(source)
         try:
-            self._checked = TaskLines(quote=quote, source=source, selection=self._selection)
+            self._checked = TaskLines(quote=quote, source=source, selection=self._selection, specs=specs)
         except TaskListError as error:
             raise self._refused(error) from error
         self._waiting: Iterator[bytes] = iter(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ValidationError
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
 from rollyard_crds.reading.manifest import describe
+from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task_formats.parquet_rows import MAGIC, ParquetProblem, json_lines
 from rollyard_crds.task_formats.registry import DEFAULT
@@ -58,10 +60,12 @@ def read_manifests(path: Path) -> list[Manifest]:
 
 def _absolute(manifest: Manifest, folder: Path) -> Manifest:
     """Return the manifest with its task path as a URL. A path that is no URL is relative to the manifest."""
-    if isinstance(manifest, RolloutJob) and manifest.spec.tasks.url is not None:
-        url = manifest.spec.tasks.url
-        if "://" not in url:
-            manifest.spec.tasks.url = (folder / url).resolve().as_uri()
+    if isinstance(manifest, RolloutJob):
+        tasks = manifest.spec.tasks
+        if tasks.url is not None and "://" not in tasks.url:
+            tasks.url = (folder / tasks.url).resolve().as_uri()
+        if tasks.specs is not None and "://" not in tasks.specs and not tasks.specs.startswith("blob:"):
+            tasks.specs = (folder / tasks.specs).resolve().as_uri()
     return manifest
 
 
@@ -82,19 +86,31 @@ def read_tasks(path: Path, source: TaskSource | None = None) -> list[Task]:
         LookupFailed: There is no such file.
         TaskListError: A line is malformed. The message names its number and field.
     """
+    specs = _specs(source)
     try:
         with path.open("rb") as binary:
             if binary.read(len(MAGIC)) == MAGIC:
                 binary.seek(0)
-                return parse_lines(json_lines(binary), source, unit="row")
+                return parse_lines(json_lines(binary), source, unit="row", specs=specs)
         with text_file(path) as file:
-            return parse_lines(file, source)
+            return parse_lines(file, source, specs=specs)
     except ParquetProblem as error:
         raise TaskListError([str(error)]) from error
     except OSError as error:
         raise LookupFailed(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TaskListError([f"not UTF-8 text ({error})"]) from error
+
+
+def _specs(source: TaskSource | None) -> Mapping[str, Any] | None:
+    path = local_path(source.specs) if source is not None and source.specs is not None else None
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            return parse_specs(file.read(MAX_SPECS_BYTES + 1))
+    except OSError as error:
+        raise LookupFailed(f"spec.tasks.specs: {path}: {error.strerror or error}") from error
 
 
 def text_file(path: Path) -> AbstractContextManager[TextIO]:

@@ -33,8 +33,15 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
         return _to_older(client, job, path)
     except OSError as error:
         raise InvalidInput(f"spec.tasks.url: {path}: {error.strerror or error}") from error
+    specs = local_path(job.spec.tasks.specs or "")
+    uploaded: dict[str, object] = {"url": url}
+    if specs is not None:
+        try:
+            uploaded["specs"] = client.upload(specs, job.metadata.namespace)
+        except OSError as error:
+            raise InvalidInput(f"spec.tasks.specs: {specs}: {error.strerror or error}") from error
     try:
-        return client.submit(_with(job, url=url)), None
+        return client.submit(_with(job, **uploaded)), None
     except Conflict as error:
         if error.reason != "AlreadyExists":
             raise
@@ -50,7 +57,9 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
         raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
 
 
-_AS_READ: dict[str, None] = dict.fromkeys(("url", "format", "deduplicate", "shuffle", "limit", "epochs"))
+_AS_READ: dict[str, None] = dict.fromkeys(
+    ("url", "format", "deduplicate", "shuffle", "limit", "epochs", "specs")
+)
 """The fields that are left out where the selected tasks themselves are sent, in their order."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,8 +15,11 @@ from rollyard_crds.task import Task
 from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused
 from rollyard_crds.task_formats.registry import DEFAULT, FormatUnknown, task_format
+from rollyard_crds.task_formats.rollyard import RollyardFormat
 
 MAX_LINE_BYTES = 8 << 20
+MAX_SPECS_BYTES = 8 << 20
+"""The largest size of a file `specs`, in bytes."""
 MAX_PROBLEMS = 20
 MAX_TASKS = 1_000_000
 """The largest number of tasks of one list, with their epochs."""
@@ -41,9 +44,10 @@ class TaskLines:
         source: the part of the job's spec with the format and the options; the tasks are of the format
             `rollyard` without it.
         selection: drops repeated tasks, and knows which ids may be used.
+        specs: the content of the file `specs` of the source, which the format needs beside its rows.
 
     Raises:
-        TaskListError: the format is not installed.
+        TaskListError: the format is not installed, or refuses the file of its specs.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class TaskLines:
         quote: bool = True,
         source: TaskSource | None = None,
         selection: TaskSelection[Any] | None = None,
+        specs: Mapping[str, Any] | None = None,
     ) -> None:
         self._quote = quote
         self.unit = "line"
@@ -62,6 +67,11 @@ class TaskLines:
             self._format = None if name in (None, DEFAULT) else task_format(name)
         except FormatUnknown as error:
             raise TaskListError([f"format: {error}"]) from error
+        if specs is not None:
+            try:
+                (self._format or RollyardFormat()).configure(specs)
+            except RowRefused as error:
+                raise TaskListError([str(error)]) from error
         self._seen: dict[str, int] = {}
         self._problems: list[str] = []
         self._number = 0
@@ -132,7 +142,13 @@ class TaskLines:
         return [], task
 
 
-def parse_lines(lines: Iterable[str], source: TaskSource | None = None, *, unit: str = "line") -> list[Task]:
+def parse_lines(
+    lines: Iterable[str],
+    source: TaskSource | None = None,
+    *,
+    unit: str = "line",
+    specs: Mapping[str, Any] | None = None,
+) -> list[Task]:
     """Return the tasks of a JSON-lines text, in the order of their rollouts. Blank lines are skipped.
 
     Args:
@@ -140,12 +156,13 @@ def parse_lines(lines: Iterable[str], source: TaskSource | None = None, *, unit:
         source: the part of a job's spec with the format and the options. Lines after the last task that a
             limit leaves are not read.
         unit: what the numbers in messages count.
+        specs: the content of the file `specs` of the source.
 
     Raises:
         TaskListError: a line is malformed (up to 20 faults are listed), or there is no task.
     """
     selection: TaskSelection[Task] = TaskSelection(source)
-    reader = TaskLines(source=source, selection=selection)
+    reader = TaskLines(source=source, selection=selection, specs=specs)
     reader.unit = unit
     for line in lines:
         task = reader.add(line)
@@ -155,6 +172,23 @@ def parse_lines(lines: Iterable[str], source: TaskSource | None = None, *, unit:
             break
     reader.end()
     return select(selection)
+
+
+def parse_specs(text: str | bytes) -> Mapping[str, Any]:
+    """Return the content of a file `specs`.
+
+    Raises:
+        TaskListError: the file is too long, or is no JSON object.
+    """
+    if len(text) > MAX_SPECS_BYTES:
+        raise TaskListError([f"specs: longer than {MAX_SPECS_BYTES} bytes"])
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TaskListError(["specs: is no JSON"]) from error
+    if not isinstance(found, dict):
+        raise TaskListError(["specs: must be a JSON object"])
+    return found
 
 
 def select(selection: TaskSelection[Task]) -> list[Task]:

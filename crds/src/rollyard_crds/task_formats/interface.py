@@ -100,6 +100,14 @@ class TaskFormat(ABC):
     without arguments for each task list, and serves only that one.
     """
 
+    def configure(self, specs: Mapping[str, Any]) -> None:
+        """Take the content of the file `tasks.specs`, before the first row. By default, it is refused.
+
+        Raises:
+            RowRefused: The format takes no such file, or another form of it.
+        """
+        raise RowRefused("specs", "this format takes none")
+
     @abstractmethod
     def task(self, row: Row) -> dict[str, Any]:
         """Return the fields of the task that a row describes. Without an `id`, the row's number is its id.

@@ -37,6 +37,18 @@ class Evaluation:
     """The record's `reward_reason`: one CamelCase word that explains a score which tests did not decide."""
 
 
+@dataclass(frozen=True, slots=True)
+class FolderChanges:
+    """The changes of a folder that a handler wants in Eval's fresh sandbox."""
+
+    folder: str
+    """The absolute path of the folder. No part of it may be a symbolic link."""
+    max_bytes: int
+    """The limit of all changed files together, in bytes."""
+    protected: Callable[[bytes], bool]
+    """Whether the changes of a path, which is relative to the folder, are dropped."""
+
+
 @dataclass(slots=True)
 class StageContext:
     """The data and operations that one stage of one rollout may use."""
@@ -67,6 +79,8 @@ class StageContext:
 
     See docs/handlers.md.
     """
+    for_eval: bool = False
+    """Whether Init prepares the fresh sandbox of Eval, which the policy never sees."""
     run_agent: Callable[[], Awaitable[None]] | None = None
     """Plays the job's agent. It is set in Run only."""
 
@@ -137,6 +151,15 @@ class Handler(ABC):
     def check(self, task: Task) -> list[str]:
         """Return the problems of a task, one line for each. A line begins with the name of the field."""
         return []
+
+    def changes(self, task: Task, workdir: str) -> FolderChanges | None:
+        """Return the folder whose changes by the policy a fresh sandbox of Eval gets; by default, none.
+
+        Args:
+            task: The task.
+            workdir: The sandbox's work folder.
+        """
+        return None
 
     async def init(self, ctx: StageContext) -> None:
         """Prepare the sandbox, which already has its files and variables. By default, run the setup script.

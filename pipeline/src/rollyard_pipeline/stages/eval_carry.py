@@ -9,7 +9,7 @@ that Run made could lead a test to the answer that the test itself brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,10 +69,21 @@ async def take_files(run: WorkFolder, carry: EvalCarry) -> Carried:
     return carried
 
 
-async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> Carried:
-    """Return what differs between Run's work folder and that of a sandbox in which only Init has run.
+async def take_changes(
+    run: WorkFolder,
+    fresh: WorkFolder,
+    max_bytes: int,
+    protected: Callable[[bytes], bool] | None = None,
+) -> Carried:
+    """Return what differs between Run's folder and that of a sandbox in which only Init has run.
 
     The difference is measured from the fresh folder only, so Run cannot influence the baseline.
+
+    Args:
+        run: Run's folder.
+        fresh: The folder in the fresh sandbox.
+        max_bytes: The limit of all changed files together, in bytes.
+        protected: Whether a path stays as it is in the fresh folder, whatever Run did to it.
 
     Raises:
         CarryRefused: Run left files that cannot be read, or more than a carry allows.
@@ -80,12 +91,14 @@ async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> 
         rollyard_sandbox.errors.SandboxError: A sandbox failed, or (with a FileError) Run has damaged its own.
     """
     try:
-        before = await fresh.tree()
+        before: Tree = await fresh.tree()
     except FileError as error:
         raise CarryUnusable(
             f"stages.eval.carry.diff: the work folder after Init cannot be compared: {error}"
         ) from error
-    after = await run.tree()
+    after: Tree = await run.tree()
+    if protected is not None:
+        before, after = _unprotected(before, after, protected)
     for path, entry in after.items():
         if entry.kind == "unreadable":
             raise CarryRefused(f"the folder {shown(path)} cannot be read")
@@ -107,7 +120,7 @@ async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> 
         for path, entry in wanted.items()
         if path not in equal and (entry.kind == "file" or before.get(path) != entry)
     }
-    budget = _Budget(carry.max_bytes)
+    budget = _Budget(max_bytes)
     budget.count(changed)
     budget.add(entry.size for entry in changed.values() if entry.kind == "file")
     carried = Carried(removed=removed)
@@ -120,6 +133,20 @@ async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> 
             raise CarryRefused(f"the file {shown(path)} cannot be read")
         carried.files.append((path, entry.executable, data))
     return carried
+
+
+def _unprotected(before: Tree, after: Tree, protected: Callable[[bytes], bool]) -> tuple[Tree, Tree]:
+    """Return both trees without protected paths, and without what would change a folder that holds one."""
+    kept = {path for path in before if protected(path)}
+    folders = {path[:at] for path in kept for at in range(len(path)) if path[at : at + 1] == b"/"}
+    stays = kept | folders
+
+    def rest(tree: Tree) -> Tree:
+        return {path: entry for path, entry in tree.items() if path not in stays and not protected(path)}
+
+    # Where Run has put a file or a link in the place of such a folder, the folder stays. What was in it is
+    # removed, as Run has removed it.
+    return rest(before), rest(after)
 
 
 async def put(fresh: WorkFolder, carried: Carried) -> None:

@@ -6,19 +6,20 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from rollyard_crds.fields.eval_carry import EvalCarry
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
+from rollyard_crds.task import Task
 from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
-from rollyard_pipeline.handlers.base import Handler, StageContext
+from rollyard_pipeline.handlers.base import FolderChanges, Handler, StageContext
 from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
@@ -30,6 +31,12 @@ log = logging.getLogger(__name__)
 
 CARRIES_AT_ONCE: Final = 4
 """The number of rollouts whose carried files may be in the worker's memory at the same time."""
+
+
+def carries(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
+    """Return whether a fresh sandbox of Eval gets files that Run left."""
+    return spec.stages.eval.carry is not None or handler.changes(task, "/") is not None
+
 
 Attach = Callable[[Lease], AbstractAsyncContextManager[Sandbox | None]]
 
@@ -96,7 +103,7 @@ class EvalSandboxes:
                         yield sandbox
                     except (SandboxLost, ExecError) as error:
                         lost = isinstance(error, SandboxLost | ConnectionLost)
-                        carried = spec.stages.eval.carry is not None
+                        carried = carries(spec, handler, context.task)
                         if lost and carried and await self._provider.oom_killed(sandbox.handle):
                             raise EvalOutOfMemory(f"{error.reason}: {error}") from error
                         raise _failed(error) from error
@@ -106,7 +113,7 @@ class EvalSandboxes:
     async def _prepared(
         self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> Sandbox:
-        if spec.stages.eval.carry is None:
+        if not carries(spec, handler, context.task):
             return await self._started(held, spec, handler, context, None)
         async with self._attach(held.lease) as used:
             if used is not None:
@@ -164,11 +171,14 @@ class EvalSandboxes:
                         workdir=sandbox.workdir,
                         env=context.env,
                         carry=copy.deepcopy(context.carry),
+                        for_eval=True,
                     )
                 )
-            if used is not None and spec.stages.eval.carry is not None:
+            if used is not None:
                 async with self._carries:
-                    await _carry(used, sandbox, spec.stages.eval.carry)
+                    # Work folders may have different paths.
+                    folders = [handler.changes(context.task, one.workdir) for one in (used, sandbox)]
+                    await _carry(used, sandbox, spec.stages.eval.carry, folders)
         except BaseException:
             await sandbox.close()
             raise
@@ -190,13 +200,24 @@ class EvalSandboxes:
             held.eval_sandbox = None
 
 
-async def _carry(used: Sandbox, fresh: Sandbox, carry: EvalCarry) -> None:
+async def _carry(
+    used: Sandbox, fresh: Sandbox, carry: EvalCarry | None, folders: Sequence[FolderChanges | None]
+) -> None:
     # Init's processes may still write to the folder that is compared.
     await fresh.client.kill_all()
-    run, empty = used.client.work_folder(), fresh.client.work_folder()
+    run, empty = (
+        sandbox.client.work_folder(None if changes is None else changes.folder)
+        for sandbox, changes in zip((used, fresh), folders, strict=True)
+    )
+    changes = folders[1]
     try:
-        if carry.diff:
-            carried = await eval_carry.take_changes(run, empty, carry)
+        if changes is not None:
+            most = changes.max_bytes if carry is None else carry.max_bytes
+            carried = await eval_carry.take_changes(run, empty, most, changes.protected)
+        elif carry is None:
+            return
+        elif carry.diff:
+            carried = await eval_carry.take_changes(run, empty, carry.max_bytes)
         else:
             carried = await eval_carry.take_files(run, carry)
     except ExecError as error:

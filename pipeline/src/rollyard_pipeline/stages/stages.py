@@ -36,7 +36,7 @@ from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
-from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox
+from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, carries, eval_sandbox
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
@@ -244,7 +244,7 @@ class Stages:
                     handler,
                     context,
                     timeout + self._eval_grace,
-                    untouched=fresh and spec.stages.eval.carry is None,
+                    untouched=fresh and not carries(spec, handler, lease.task),
                 )
         except CarryRefused as error:
             log.info("eval of %s: %s: %s", lease.rollout, error.reason, clean_text(str(error), 1000))

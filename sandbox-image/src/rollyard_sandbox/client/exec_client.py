@@ -256,18 +256,18 @@ class ExecClient:
         """
         await self._wire.request({"op": "remove", "path": path})
 
-    def work_folder(self) -> WorkFolder:
-        """Return the work folder, whose operations follow no symbolic link.
+    def work_folder(self, folder: str | None = None) -> WorkFolder:
+        """Return the work folder, or the folder at an absolute path. Its operations follow no symbolic link.
 
         Raises:
             SandboxError: The server is older than these operations (reason ServerTooOld).
         """
-        if "beneath" not in self._features:
+        if ("beneath" if folder is None else "beneath_any") not in self._features:
             raise SandboxError(
                 "the sandbox's exec server is older than stages.eval.carry: upgrade the sandbox image",
                 reason="ServerTooOld",
             )
-        return WorkFolder(self._wire)
+        return WorkFolder(self._wire, folder)
 
     async def tunnel(self) -> SandboxTunnel:
         """Open another connection, which serves one connection of a program to the sandbox's loopback port.

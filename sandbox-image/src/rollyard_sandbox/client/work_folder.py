@@ -37,10 +37,17 @@ class TreeEntry:
 
 
 class WorkFolder:
-    """The work folder, below which files are read and written. Paths are bytes, and relative to it."""
+    """A folder, below which files are read and written. Paths are bytes, and relative to it.
 
-    def __init__(self, wire: Wire) -> None:
+    Args:
+        folder: The absolute path of the folder; the default is the work folder. No part of the path may be a
+            symbolic link.
+    """
+
+    def __init__(self, wire: Wire, folder: str | None = None) -> None:
         self._wire = wire
+        self._above = b"" if folder is None else folder.strip("/").encode("utf-8", "surrogateescape")
+        self._where: dict[str, Any] = {} if folder is None else {"anywhere": True}
 
     async def tree(self, path: bytes = b"") -> dict[bytes, TreeEntry]:
         """Return all entries at and below `path`, by path. A folder comes before its contents.
@@ -50,8 +57,13 @@ class WorkFolder:
                 TooManyEntries, ….
             ProtocolError: The answer is not a listing of what is below `path`.
         """
-        _, body = await self._request("tree", {"path": _text(path)})
-        return parse_tree(body, path)
+        top = self._full(path)
+        _, body = await self._request("tree", {"path": _text(top)})
+        found = parse_tree(body, top)
+        if not self._above:
+            return found
+        start = len(self._above) + 1
+        return {path[start:]: entry for path, entry in found.items() if len(path) > start}
 
     async def read(self, path: bytes, *, offset: int = 0, max_bytes: int) -> bytes:
         """Return at most `max_bytes` of a regular file, starting at `offset` (in bytes).
@@ -60,14 +72,16 @@ class WorkFolder:
             FileError: The file is missing, is a link or no regular file (reason NotAFile), or may not be
                 read.
         """
-        _, data = await self._request("read", {"path": _text(path), "offset": offset, "max_bytes": max_bytes})
+        _, data = await self._request(
+            "read", {"path": self._sent(path), "offset": offset, "max_bytes": max_bytes}
+        )
         if len(data) > max_bytes:
             raise ProtocolError(f"{len(data)} bytes came where {max_bytes} were asked for")
         return data
 
     async def digests(self, ranges: Sequence[tuple[bytes, int, int]]) -> list[bytes]:
         """Return the SHA-256 of each (path, offset, length), or 32 zero bytes if it cannot be read."""
-        rows = [[_text(path), offset, length] for path, offset, length in ranges]
+        rows = [[self._sent(path), offset, length] for path, offset, length in ranges]
         _, body = await self._request("digests", {}, rows)
         if len(body) != DIGEST_SIZE * len(rows):
             raise ProtocolError("the number of digests is not that of the ranges")
@@ -80,7 +94,8 @@ class WorkFolder:
             FileError: The reason is DiskFull, ReadOnly, PermissionDenied, ….
             CommandTooLarge: `data` has more than 64 MiB.
         """
-        await self._wire.request({"op": "beneath", "action": "put", "path": _text(path), "mode": mode}, data)
+        header = {"op": "beneath", "action": "put", "path": self._sent(path), "mode": mode, **self._where}
+        await self._wire.request(header, data)
 
     async def make(self, folders: Sequence[bytes]) -> None:
         """Make folders, and replace whatever is not a folder at their paths. Existing folders stay.
@@ -89,7 +104,7 @@ class WorkFolder:
             FileError: The reason is DiskFull, ReadOnly, PermissionDenied, ….
         """
         if folders:
-            await self._request("make", {}, [_text(path) for path in folders])
+            await self._request("make", {}, [self._sent(path) for path in folders])
 
     async def remove(self, paths: Sequence[bytes]) -> None:
         """Remove files, links, and folders with their contents. Missing paths are skipped.
@@ -98,13 +113,19 @@ class WorkFolder:
             FileError: The reason is ReadOnly, PermissionDenied, ….
         """
         if paths:
-            await self._request("remove", {}, [_text(path) for path in paths])
+            await self._request("remove", {}, [self._sent(path) for path in paths])
 
     async def _request(
         self, action: str, header: dict[str, Any], rows: list[Any] | None = None
     ) -> tuple[dict[str, Any], bytes]:
         body = b"" if rows is None else json.dumps(rows).encode()
-        return await self._wire.request({"op": "beneath", "action": action, **header}, body)
+        return await self._wire.request({"op": "beneath", "action": action, **header, **self._where}, body)
+
+    def _full(self, path: bytes) -> bytes:
+        return b"/".join(part for part in (self._above, path) if part)
+
+    def _sent(self, path: bytes) -> str:
+        return _text(self._full(path))
 
 
 def parse_tree(body: bytes, top: bytes = b"") -> dict[bytes, TreeEntry]:

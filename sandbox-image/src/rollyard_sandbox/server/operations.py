@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 # The requests that a client may make beyond version 1 of the protocol as it was first released.
-FEATURES = ("begin_eval", "clean_env", "beneath", "tunnel")
+FEATURES = ("begin_eval", "clean_env", "beneath", "beneath_any", "tunnel")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
 _MAX_IN_FLIGHT = 1024  # requests per connection
@@ -363,10 +363,14 @@ class Operations:
         connection.answer(request, {})
 
     def _work_folder(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        """Run an operation on the work folder (`beneath` on the wire), which follows no symbolic link."""
+        """Run an operation on a folder (`beneath` on the wire), which follows no symbolic link.
+
+        Paths are relative to the work folder or, with `anywhere`, to the sandbox's root.
+        """
         from rollyard_sandbox.server import work_folder
 
-        action, workdir = header.get("action"), self._workdir
+        action = header.get("action")
+        workdir = "/" if header.get("anywhere") is True else self._workdir
         if action == "tree":
             path = header.get("path")
             answer = work_folder.tree(workdir, work_folder.name(path) if path else b"")

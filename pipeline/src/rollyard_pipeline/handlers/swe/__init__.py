@@ -1,0 +1,1 @@
+"""The handler `swe` runs hidden tests on the policy's changes of a repository, in a fresh sandbox."""

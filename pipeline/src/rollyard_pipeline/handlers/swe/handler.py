@@ -1,0 +1,142 @@
+"""The handler `swe`: the policy changes a repository, and hidden tests run in a fresh sandbox."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from typing import Final
+
+from rollyard_crds.fields.swe_tests import SweTests
+from rollyard_crds.task import Task
+from rollyard_sandbox.client import ExecResult
+
+from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.swe import diffs, placement
+from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
+from rollyard_pipeline.handlers.swe.protected import protection
+from rollyard_pipeline.handlers.swe.report import ReportFiles
+from rollyard_pipeline.handlers.swe.results import Results, score
+from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
+
+log = logging.getLogger(__name__)
+
+_LOG_BYTES: Final = 16 << 20
+"""The most bytes of the tests' output that are read. A longer log is not judged."""
+PATCH_REFUSED: Final = "PatchDoesNotApply"
+TAMPERED: Final = "TestsTampered"
+NO_RESULTS: Final = "NoTestResults"
+LOG_TOO_LONG: Final = "TestLogTooLong"
+_SHELL: Final = ("bash", "--noprofile", "--norc", "-c")
+
+
+class SweHandler(Handler):
+    """Returns reward 1.0 if the hidden tests have the results that they should have, else 0.0.
+
+    The policy's changes of the repository's folder are carried into a fresh sandbox, but for those of tests,
+    of what decides how tests are run, and of caches. The hidden tests come after them. The policy's
+    code runs in the processes of the tests, so that a log is its word as well. `swe.verdict: report`
+    takes the results from a plugin of pytest instead; see docs/handlers.md for what remains possible.
+    """
+
+    reward_range = (0.0, 1.0)
+    eval_sandbox = "fresh"
+
+    def check(self, task: Task) -> list[str]:
+        """Return a problem if the task has no repository with tests."""
+        return [] if task.swe is not None else ["swe: required by the handler 'swe'"]
+
+    def changes(self, task: Task, workdir: str) -> FolderChanges | None:
+        """Return the repository's folder. Where the answer is a diff, all changes in it are dropped."""
+        tests = task.swe
+        if tests is None:
+            return None
+        # A diff that is an answer is the policy's, too, and so is what the sandbox suffers from it.
+        protected = (lambda _path: True) if tests.submission == "answer" else protection(tests)
+        return FolderChanges(_folder(tests, workdir), tests.max_bytes, protected)
+
+    async def init(self, ctx: StageContext) -> None:
+        """Put the repository into its place, and run the setup script.
+
+        Raises:
+            TaskInvalid: The job asks for another evaluation than one in a fresh sandbox.
+            SetupFailed: The repository cannot be put there, or the hidden tests' diff does not apply to it.
+        """
+        tests = _tests(ctx.task)
+        stage = ctx.spec.stages.eval
+        if stage.sandbox == "shared" or (stage.carry is not None and stage.carry.files):
+            raise TaskInvalid(
+                "stages.eval: the handler 'swe' needs a fresh sandbox, and carries the repository's changes"
+            )
+        await placement.place(ctx, tests, _folder(tests, ctx.workdir))
+        await super().init(ctx)
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        """Apply what the policy handed in, add the hidden tests, and run them."""
+        tests = _tests(ctx.task)
+        folder = _folder(tests, ctx.workdir)
+        if tests.submission == "answer":
+            protected, most = protection(tests), tests.max_bytes
+            refused = await diffs.apply_answer(ctx, folder, ctx.final_text, protected, most)
+            if refused:
+                log.info("%s: the diff of the answer is refused: %s", ctx.rollout, refused)
+                return Evaluation(0.0, {"patch_applied": 0.0}, PATCH_REFUSED)
+        if tests.patch is not None and not await diffs.applies(ctx, folder, tests.patch, env=ctx.eval_env):
+            # Init has applied it to the repository as it was. What the policy did must be in its way.
+            return Evaluation(0.0, {}, SABOTAGED)
+        inside = ctx.sandbox.work_folder(folder)
+        for path, text in tests.files.items():
+            name = posixpath.normpath(path).encode("utf-8", "surrogateescape")
+            await inside.put(name, text.encode(), mode=0o644)
+        return await _tested(ctx, tests, folder)
+
+
+async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation:
+    assert ctx.place is not None
+    env = {name: value for name, value in ctx.eval_env.items() if name != "PYTHONSAFEPATH"}
+    if tests.verdict == "log":
+        result = await _run(ctx, tests.script, folder, env)
+        if result.timed_out:
+            return Evaluation(0.0, {"test_timeout": 1.0}, TEST_TIMEOUT)
+        if result.truncated_bytes:
+            return Evaluation(0.0, {}, LOG_TOO_LONG)
+        printed = result.text()
+        results = parse(tests.log_parser, printed, tests.script)
+        if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
+            results = Results()  # The tests did not end, whatever was printed before.
+        return _scored(tests, results)
+    report_files = ReportFiles(ctx.sandbox, ctx.place.folder)
+    await report_files.write(tests.fail_to_pass or list(tests.expected or ()))
+    result = await _run(ctx, tests.script, folder, report_files.environment(env))
+    if result.timed_out:
+        return Evaluation(0.0, {"test_timeout": 1.0}, TEST_TIMEOUT)
+    report = await report_files.read(tests.log_parser)
+    if report.tampered:
+        return Evaluation(0.0, {}, TAMPERED)
+    return _scored(tests, report.results if report.complete else Results())
+
+
+async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str]) -> ExecResult:
+    # The script comes on standard input and is read completely before any of it runs, so that none of its
+    # commands can read the rest.
+    command = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
+    return await ctx.sandbox.run(
+        [*_SHELL, command, "bash"], env=env, clean_env=True, cwd=folder, stdin=script.encode(),
+        timeout=ctx.timeout, max_output=_LOG_BYTES,
+    )  # fmt: skip
+
+
+def _scored(tests: SweTests, results: Results) -> Evaluation:
+    found = score(tests, results)
+    components = {"fail_to_pass": found.fail_to_pass, "pass_to_pass": found.pass_to_pass}
+    return Evaluation(float(found.solved), components, "" if results else NO_RESULTS)
+
+
+def _tests(task: Task) -> SweTests:
+    if task.swe is None:
+        raise TaskInvalid(f"task '{task.id}': swe: required by the handler 'swe'")
+    return task.swe
+
+
+def _folder(tests: SweTests, workdir: str) -> str:
+    return posixpath.normpath(posixpath.join(workdir, tests.repository.path))

@@ -1,0 +1,177 @@
+"""What test frameworks print, read into results. Test names are those that SWE-bench's data sets use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from rollyard_pipeline.handlers.swe.results import ERROR, FAILED, PASSED, SKIPPED, STATUSES, Results
+
+START: Final = ">>>>> Start Test Output"
+_CODE: Final = ">>>>> Test Exit Code:"
+_EXIT: Final = re.compile(rf"^{_CODE} (\d+)\s*$", re.MULTILINE)
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def parse(parser: str, log: str, script: str = "") -> Results:
+    """Return the results that a log shows.
+
+    If the script prints a line that begins the tests' output, they are those after its first appearance. Code
+    of the repository may print the line as well, which leaves no result out: the script's own comes first, or
+    all that follows the other one is read.
+    """
+    results = Results()
+    lines = _ESCAPES.sub("", log).splitlines()
+    if START in script:
+        begins = [place for place, line in enumerate(lines) if line.strip() == START]
+        lines = lines[begins[0] + 1 :] if begins else []
+    _PARSERS[parser](lines, results)
+    return results
+
+
+def exit_code(log: str, script: str, ended: int | None) -> int | None:
+    """Return the status of the test command: what the script prints as such, else the script's own status.
+
+    Of several that are printed, one that is not 0 counts.
+    """
+    if _CODE not in script:
+        return ended
+    return max(map(int, _EXIT.findall(log)), default=None)
+
+
+def _pytest(lines: Iterable[str], results: Results, name: Callable[[str], str] = str) -> None:
+    """Read lines such as `PASSED tests/test_x.py::test_y` and `tests/test_x.py::test_y PASSED [ 50%]`."""
+    for line in lines:
+        words = line.replace(" - ", " ").split() if line.startswith((FAILED, ERROR)) else line.split()
+        if len(words) < 2:
+            continue
+        if words[0] in STATUSES:
+            results.add(name(words[1]), words[0])
+        elif words[1] in STATUSES and "::" in words[0]:
+            results.add(name(words[0]), words[1])
+
+
+def _without_paths(test: str) -> str:
+    """Return a name in which an absolute path as a parameter is reduced to its last part."""
+    match = re.fullmatch(r"(.*?)\[(.*)\]", test)
+    if match is None:
+        return test
+    value = match[2]
+    if value.startswith("/") and not value.startswith("//") and "*" not in value:
+        value = "/" + value.rsplit("/", 1)[-1]
+    return f"{match[1]}[{value}]"
+
+
+def _dotted(test: str) -> str:
+    return ".".join(test.split("::")[1:])
+
+
+def _mouse_buttons(test: str) -> str:
+    return test.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3")
+
+
+def _named(name: Callable[[str], str]) -> Callable[[Iterable[str], Results], None]:
+    def read(lines: Iterable[str], results: Results) -> None:
+        _pytest(lines, results, name)
+
+    return read
+
+
+_DJANGO_ENDS: Final = (
+    (re.compile(r"^(.*) \.\.\. (?:ok|OK)$"), PASSED), (re.compile(r"^(.*) \.\.\. skipped\b"), SKIPPED),
+    (re.compile(r"^(.*) \.\.\. expected failure$"), PASSED), (re.compile(r"^(.*) \.\.\. FAIL$"), FAILED),
+    (re.compile(r"^(.*) \.\.\. ERROR$"), ERROR), (re.compile(r"^(.*) \.\.\. unexpected success$"), FAILED),
+)  # fmt: skip
+_DJANGO_HEADS: Final = ((re.compile(r"^FAIL: (.*)$"), FAILED), (re.compile(r"^ERROR: (.*)$"), ERROR))
+_UNITTEST_NAME: Final = re.compile(r"^\w+ \([\w.]+\)")
+
+
+def _unittest(lines: Iterable[str], results: Results) -> None:
+    """Read `test_x (module.Case) ... ok`. A docstring or other output may stand between name and result."""
+    waiting = ""
+    for line in map(str.rstrip, lines):
+        for pattern, status in (*_DJANGO_ENDS, *_DJANGO_HEADS):
+            match = pattern.match(line)
+            if match is None:
+                continue
+            shown = match[1].split(" ... ")[0].strip()
+            results.add(shown, status)
+            if waiting and waiting != shown:
+                results.add(waiting, status)
+            waiting = ""
+            break
+        else:
+            if waiting and line.lower() in ("ok", "fail", "error"):
+                results.add(waiting, {"ok": PASSED, "fail": FAILED, "error": ERROR}[line.lower()])
+                waiting = ""
+                continue
+            named = _UNITTEST_NAME.match(line)
+            if named is not None:
+                waiting = line.split(" ... ")[0].strip()
+
+
+_SYMPY_LINE: Final = re.compile(r"^(test_\w+|\w*test\w*) (E|F|ok|s|f)\b")
+_SYMPY_FAILURE: Final = re.compile(r"^_+ (?:.*\.py:)?(test\w*) _+$")
+_SYMPY: Final = {"E": ERROR, "F": FAILED, "ok": PASSED, "s": SKIPPED, "f": PASSED}
+
+
+def _sympy(lines: Iterable[str], results: Results) -> None:
+    """Read `test_x ok` and the headlines of failures, `____ sympy/x.py:test_y ____`."""
+    for line in lines:
+        match = _SYMPY_LINE.match(line)
+        if match is not None:
+            results.add(match[1], _SYMPY[match[2]])
+        failure = _SYMPY_FAILURE.match(line.strip())
+        if failure is not None:
+            results.add(failure[1], FAILED)
+
+
+def _patterns(table: Mapping[str, str], pattern: str, status: str = "status") -> Callable[..., None]:
+    """Return a parser for lines with groups `test` and `status`, whose words the table explains."""
+    compiled = re.compile(pattern)
+
+    def read(lines: Iterable[str], results: Results) -> None:
+        for line in lines:
+            match = compiled.match(line)
+            if match is not None:
+                results.add(match["test"].strip(), table[match[status]])
+
+    return read
+
+
+def _tap(lines: Iterable[str], results: Results) -> None:
+    """Read `ok 1 - name` and `not ok 2 - name # SKIP`."""
+    pattern = re.compile(r"^\s*(not ok|ok)\s+\d*\s*(?:- )?(.*?)(?:\s+#\s*(SKIP|TODO)\b.*)?$", re.IGNORECASE)
+    for line in lines:
+        match = pattern.match(line)
+        if match is not None and match[2]:
+            passed = SKIPPED if match[3] else PASSED
+            results.add(match[2], passed if match[1].lower() == "ok" else FAILED)
+
+
+_PARSERS: Final[Mapping[str, Callable[[Iterable[str], Results], None]]] = {
+    "pytest": _pytest,
+    "pytest_v2": _pytest,
+    "seaborn": _pytest,
+    "pytest_options": _named(_without_paths),
+    "matplotlib": _named(_mouse_buttons),
+    "r2e": _named(_dotted),
+    "django": _unittest,
+    "unittest": _unittest,
+    "sympy": _sympy,
+    "go": _patterns(
+        {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED},
+        r"^\s*--- (?P<status>PASS|FAIL|SKIP): (?P<test>\S+)",
+    ),
+    "cargo": _patterns(
+        {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED},
+        r"^test (?P<test>.+?) \.\.\. (?P<status>ok|FAILED|ignored)\b",
+    ),
+    "jest": _patterns(
+        {"✓": PASSED, "√": PASSED, "✕": FAILED, "×": FAILED, "○": SKIPPED, "↓": SKIPPED},
+        r"^\s*(?P<status>[✓√✕×○↓])\s+(?:skipped )?(?P<test>.+?)(?:\s+\(?\d+(?:\.\d+)?\s?m?s\)?)?$",
+    ),
+    "tap": _tap,
+}
+"""The parsers by the names that `swe.log_parser` takes."""

@@ -1,0 +1,86 @@
+"""Results of tests, and the score that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rollyard_crds.fields.swe_tests import SweTests
+
+PASSED: Final = "PASSED"
+FAILED: Final = "FAILED"
+ERROR: Final = "ERROR"
+SKIPPED: Final = "SKIPPED"
+XFAIL: Final = "XFAIL"
+XPASS: Final = "XPASS"
+STATUSES: Final = (PASSED, XFAIL, XPASS, SKIPPED, FAILED, ERROR)
+"""All results, the worst last."""
+_WEIGHT: Final = {status: place for place, status in enumerate(STATUSES)}
+
+
+class Results(dict[str, str]):
+    """The result of each test by its name. Of several results for one test, the worst counts."""
+
+    def add(self, test: str, status: str) -> None:
+        """Add a result. What a program prints beside the real result can therefore only make it worse."""
+        if _WEIGHT[status] >= _WEIGHT.get(self.get(test, ""), -1):
+            self[test] = status
+
+    def failures(self) -> bool:
+        """Return whether any test failed."""
+        return any(status in (FAILED, ERROR) for status in self.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How many of the tests that decide have the result that they should have.
+
+    Attributes:
+        solved: Whether all have.
+        fail_to_pass: The share of those that failed before, or of all if the expected results are listed.
+        pass_to_pass: The share of those that passed before.
+    """
+
+    solved: bool
+    fail_to_pass: float
+    pass_to_pass: float
+
+
+def score(tests: SweTests, results: Mapping[str, str]) -> Score:
+    """Return the score of the results.
+
+    In a report, an expected failure of a test that must pass counts only if the hidden tests speak of one,
+    because code of the policy could expect every failure.
+    """
+    if tests.expected is not None:
+        return _equal(tests.expected, results)
+    hidden = "".join((tests.script, tests.patch or "", *tests.files.values()))
+    good = (PASSED, XFAIL) if tests.verdict == "log" or "xfail" in hidden else (PASSED,)
+    fails = [results[test] in good if test in results else tests.absent_passes for test in tests.fail_to_pass]
+    passes = [
+        _passed(results, test, tests.absent_passes) or results.get(test) == SKIPPED
+        for test in tests.pass_to_pass
+    ]
+    return Score(all(fails) and all(passes) and bool(fails or passes), _share(fails), _share(passes))
+
+
+def _passed(results: Mapping[str, str], test: str, absent_passes: bool) -> bool:
+    found = results.get(test)
+    return absent_passes if found is None else found in (PASSED, XFAIL)
+
+
+def _equal(expected: Mapping[str, str], results: Mapping[str, str]) -> Score:
+    """Return the score where every result must be the expected one, and no other test may have run."""
+    wanted = {_plain(test): status for test, status in expected.items() if status != SKIPPED and _plain(test)}
+    found = {_plain(test): status for test, status in results.items() if status != SKIPPED and _plain(test)}
+    same = [found.get(test) == status for test, status in wanted.items()]
+    return Score(bool(wanted) and all(same) and len(found) == len(wanted), _share(same), 1.0)
+
+
+def _plain(test: str) -> str:
+    return test.split(" - ")[0].strip()
+
+
+def _share(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 1.0

@@ -1,0 +1,296 @@
+"""The handler `swe`: repositories, diffs, hidden tests, logs, reports, and what they score."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds.fields.swe_tests import SweTests
+from rollyard_crds.lease import StageResult
+from rollyard_crds.task import Task
+from rollyard_pipeline.errors import SetupFailed, TaskInvalid
+from rollyard_pipeline.handlers.swe.handler import SweHandler
+from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
+from rollyard_pipeline.handlers.swe.protected import protection
+from rollyard_pipeline.handlers.swe.report import read_report
+from rollyard_pipeline.handlers.swe.results import Results, score
+from rollyard_testing.pipeline.swelab import (
+    FAILS,
+    FIX,
+    FIXING,
+    HIDDEN,
+    PASSES,
+    SweLab,
+    packed,
+    swe_lab,
+    swe_task,
+)
+
+PATCH = f"""\
+diff --git a/interval/__init__.py b/interval/__init__.py
+--- a/interval/__init__.py
++++ b/interval/__init__.py
+@@ -12,3 +12,3 @@
+     def __contains__(self, number):
+-        return {FIX[0]}
++        return {FIX[1]}
+ 
+"""
+TESTS_PATCH = (
+    "diff --git a/tests/test_interval.py b/tests/test_interval.py\n--- a/tests/test_interval.py\n"
+    + (
+        f"+++ b/tests/test_interval.py\n@@ -0,0 +1,{len(HIDDEN.splitlines())} @@\n"
+        + "".join(f"+{line}\n" for line in HIDDEN.splitlines())
+    )
+)
+
+
+@pytest.fixture(params=["process", pytest.param("bubblewrap", marks=pytest.mark.real)])
+async def lab(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[SweLab]:
+    if request.param == "bubblewrap":
+        request.getfixturevalue("bubblewrap_works")
+    async with swe_lab(request.param, tmp_path_factory.mktemp("s")) as found:
+        yield found
+
+
+def outcome(result: StageResult) -> tuple[float | None, str]:
+    return result.reward, result.reward_reason
+
+
+async def test_solved_and_not_solved(lab: SweLab) -> None:
+    solved = await lab.rollout(swe_task([FIXING]))
+    assert outcome(solved) == (1.0, "")
+    assert solved.reward_components == {"fail_to_pass": 1.0, "pass_to_pass": 1.0}
+    untouched = await lab.rollout(swe_task(["true"]))
+    assert outcome(untouched) == (0.0, "")
+    assert untouched.reward_components == {"fail_to_pass": 0.0, "pass_to_pass": 1.0}
+
+
+async def test_hidden_tests_come_as_a_diff_or_in_the_script(lab: SweLab) -> None:
+    fields: dict[str, Any] = {"files": {}, "patch": TESTS_PATCH}
+    assert outcome(await lab.rollout(swe_task([FIXING], **fields))) == (1.0, "")
+    # A file in the place of the tests' folder is the policy's own fault.
+    spoiled = "rm -r repo/tests; touch repo/tests"
+    assert (await lab.rollout(swe_task([FIXING, spoiled], **fields))).reward == 0.0
+    with pytest.raises(SetupFailed, match=r"swe\.patch does not apply to the repository"):
+        await lab.rollout(swe_task([FIXING], patch=PATCH.replace("number", "other"), files={}))
+
+
+LOGGED = {
+    "verdict": "log",
+    "script": "echo '>>>>> Start Test Output'\nif grep -q 'number <=' interval/__init__.py; then\n"
+    "echo 'FAILED a::b - no'; exit 1; fi\necho 'PASSED a::b'; [ ! -f binary ] || echo 'PASSED a::c'\n",
+    "fail_to_pass": ["a::b"],
+    "pass_to_pass": ["a::c"],
+}
+
+
+async def test_new_files_binary_ones_and_commits_are_carried(lab: SweLab) -> None:
+    new = "cd repo && printf '\\000\\377' > binary && mkdir -p deep/er && touch deep/er/x"
+    assert outcome(await lab.rollout(swe_task([FIXING, new], **LOGGED))) == (1.0, "")
+    assert outcome(await lab.rollout(swe_task([FIXING], **LOGGED))) == (0.0, "")
+    large = "head -c 200000 /dev/zero > repo/binary"
+    result = await lab.rollout(swe_task([FIXING, large], **LOGGED, max_bytes=100_000))
+    assert outcome(result) == (0.0, "SandboxSabotaged")
+
+
+async def test_where_the_repository_comes_from(lab: SweLab) -> None:
+    plain = {**LOGGED, "script": "[ -e extra/secret ] && echo 'PASSED a::b'", "pass_to_pass": []}
+    archive = packed({"interval/__init__.py": b"", "extra/secret": b"", "extra/other": b""})
+    # Run does not see the hidden file, and what the policy makes in its place is not carried.
+    repository = {"path": "r", "archive": archive, "hidden": ["extra/secret"]}
+    seen = swe_task(["[ ! -e r/extra/secret ] && cp r/extra/other r/new"], **plain, repository=repository)
+    assert seen.swe is not None
+    seen.swe.script = "[ -e new ] && " + seen.swe.script
+    assert outcome(await lab.rollout(seen)) == (1.0, "")
+    with pytest.raises(SetupFailed, match=r"swe.repository.path: the command ended with 1"):
+        await lab.rollout(swe_task([], **plain, repository={"path": "nowhere"}))
+    with pytest.raises(TaskInvalid, match=r"swe.repository.archive: is not in base64"):
+        await lab.rollout(swe_task([], **plain, repository={"path": "r", "archive": "@"}))
+
+
+def _small(folder: Path) -> str:
+    """Return the name of a folder with few files, which every user may read."""
+    return next(
+        path.name for path in sorted(folder.iterdir()) if path.is_dir() and 0 < len(list(path.iterdir())) < 9
+    )
+
+
+async def test_a_folder_of_the_image_is_copied(lab: SweLab) -> None:
+    copied = next(path for path in map(Path, ("/usr/share/perl5", "/usr/share/doc", "/etc")) if path.is_dir())
+    script = "[ -n \"$(ls copied)\" ] && [ -e new ] && echo 'PASSED a::b'"
+    plain = {**LOGGED, "script": script, "pass_to_pass": []}
+    repository = {"path": "r", "source": f"{copied}/{_small(copied)}", "unpack": "r/copied"}
+    task = swe_task(["touch r/new"], **plain, repository=repository)
+    assert outcome(await lab.rollout(task)) == (1.0, "")
+
+
+async def test_an_answer_that_is_a_diff(lab: SweLab) -> None:
+    def answered(text: str) -> Task:
+        task = swe_task([], submission="answer")
+        call = {"name": "submit", "arguments": {"answer": text}}
+        return Task.model_validate({**task.model_dump(exclude_none=True), "solution": [call]})
+
+    assert outcome(await lab.rollout(answered(f"So:\n```diff\n{PATCH}```"))) == (1.0, "")
+    for text in ("", "no diff", PATCH.replace("number", "other"), PATCH + PATCH):
+        assert outcome(await lab.rollout(answered(text))) == (0.0, "PatchDoesNotApply")
+    new = "diff --git a/{0} b/{0}\nnew file mode {1}\n--- /dev/null\n+++ b/{0}\n@@ -0,0 +1 @@\n+{2}\n"
+    link = new.format("tests/link", 120000, "/etc")
+    assert outcome(await lab.rollout(answered(PATCH + link))) == (0.0, "PatchDoesNotApply")
+    conftest = new.format("tests/conftest.py", 100644, "import os; os._exit(0)")
+    assert outcome(await lab.rollout(answered(PATCH + conftest))) == (1.0, "")
+
+
+async def test_jobs_that_cannot_be_judged(lab: SweLab) -> None:
+    for stage in ({"sandbox": "shared"}, {"carry": {"files": ["repo"]}}):
+        with pytest.raises(TaskInvalid, match=r"stages\.eval: the handler 'swe' needs a fresh sandbox"):
+            await lab.rollout(swe_task([FIXING]), **stage)
+
+
+async def test_a_repository_without_its_test_command(lab: SweLab) -> None:
+    for verdict in ("report", "log"):
+        result = await lab.rollout(swe_task([FIXING], script="no-such-command\n", verdict=verdict))
+        assert outcome(result) == (0.0, "NoTestResults")
+
+
+def test_a_task_without_a_repository() -> None:
+    assert SweHandler().check(Task(id="a", prompt="?")) == ["swe: required by the handler 'swe'"]
+
+
+def wanted(**fields: Any) -> SweTests:
+    return SweTests.model_validate({"script": "x", **fields})
+
+
+def test_what_counts_as_solved() -> None:
+    tests = wanted(fail_to_pass=["a"], pass_to_pass=["b"])
+    for results, solved in (
+        ({"a": "PASSED", "b": "PASSED"}, True), ({"a": "XFAIL", "b": "SKIPPED"}, True),
+        ({"a": "SKIPPED", "b": "PASSED"}, False), ({"a": "PASSED"}, False), ({}, False),
+        ({"a": "PASSED", "b": "ERROR"}, False), ({"a": "XPASS", "b": "PASSED"}, False),
+    ):  # fmt: skip
+        assert score(tests, results).solved is solved
+    assert score(wanted(fail_to_pass=["a"], absent_passes=True), {"b": "FAILED"}).solved
+    # In a report, only a hidden test that speaks of an expected failure may end with one.
+    report = {"fail_to_pass": ["a"], "verdict": "report"}
+    assert not score(wanted(**report), {"a": "XFAIL"}).solved
+    assert score(wanted(**report, files={"t.py": "@pytest.mark.xfail"}), {"a": "XFAIL"}).solved
+    equal = wanted(expected={"a": "PASSED", "b - why": "FAILED", "c": "SKIPPED"})
+    assert score(equal, {"a": "PASSED", "b": "FAILED"}).solved
+    assert not score(equal, {"a": "PASSED", "b": "PASSED"}).solved
+    assert not score(equal, {"a": "PASSED", "b": "FAILED", "d": "PASSED"}).solved
+
+
+def test_the_worst_of_several_results_counts() -> None:
+    results = Results()
+    for status in ("PASSED", "FAILED", "PASSED"):
+        results.add("a", status)
+    assert results == {"a": "FAILED"}
+
+
+LOGS: list[tuple[str, str, dict[str, str]]] = [
+    (
+        "pytest",
+        "PASSED t.py::a\nFAILED t.py::b - assert 0\nERROR t.py::c\nXFAIL t.py::d\nSKIPPED [1] t.py:3: x",
+        {"t.py::a": "PASSED", "t.py::b": "FAILED", "t.py::c": "ERROR", "t.py::d": "XFAIL", "[1]": "SKIPPED"},
+    ),
+    (
+        "pytest_v2",
+        "\x1b[32mPASSED\x1b[0m t.py::a\nt.py::b FAILED   [ 50%]",
+        {"t.py::a": "PASSED", "t.py::b": "FAILED"},
+    ),
+    ("pytest", "PASSED\n\nPASSED PASSED\n", {"PASSED": "PASSED"}),
+    (
+        "pytest_options",
+        "PASSED t.py::a[/x/y/z]\nPASSED t.py::b[//x]",
+        {"t.py::a[/z]": "PASSED", "t.py::b[//x]": "PASSED"},
+    ),
+    ("matplotlib", "PASSED t.py::a[MouseButton.LEFT]", {"t.py::a[1]": "PASSED"}),
+    ("r2e", "PASSED r/t.py::C::a", {"C.a": "PASSED"}),
+    (
+        "django",
+        "test_a (m.C) ... ok\ntest_b (m.C)\nWhat it does. ... FAIL\ntest_c (m.C) ... skipped 'no'\n"
+        "ERROR: test_d (m.C)",
+        {
+            "test_a (m.C)": "PASSED", "test_b (m.C)": "FAILED", "What it does.": "FAILED",
+            "test_c (m.C)": "SKIPPED", "test_d (m.C)": "ERROR",
+        },
+    ),
+    ("unittest", "test_a (m.C.test_a) ... printed\nok", {"test_a (m.C.test_a)": "PASSED"}),
+    (
+        "sympy",
+        "test_a ok\ntest_b F\ntest_c E\n____ sympy/x/test_y.py:test_d ____",
+        {"test_a": "PASSED", "test_b": "FAILED", "test_c": "ERROR", "test_d": "FAILED"},
+    ),
+    (
+        "go",
+        "--- PASS: TestA (0.00s)\n    --- FAIL: TestB/x (0.1s)",
+        {"TestA": "PASSED", "TestB/x": "FAILED"},
+    ),
+    (
+        "cargo",
+        "test a::b ... ok\ntest c ... FAILED\ntest d ... ignored",
+        {"a::b": "PASSED", "c": "FAILED", "d": "SKIPPED"},
+    ),
+    (
+        "jest",
+        "  \u2713 adds (3 ms)\n  \u2715 fails\n  \u25cb skipped other",
+        {"adds": "PASSED", "fails": "FAILED", "other": "SKIPPED"},
+    ),
+    (
+        "tap",
+        "ok 1 - a\nnot ok 2 - b\nok 3 - c # SKIP no",
+        {"a": "PASSED", "b": "FAILED", "c": "SKIPPED"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parser", "log", "expected"), LOGS)
+def test_logs(parser: str, log: str, expected: dict[str, str]) -> None:
+    assert parse(parser, log) == expected
+    marked = f"PASSED before\n>>>>> Start Test Output\n{log}"
+    assert parse(parser, marked, "echo '>>>>> Start Test Output'") == expected
+    assert parse(parser, log, "echo '>>>>> Start Test Output'") == {}
+
+
+def test_the_status_of_the_tests() -> None:
+    printed, script = (
+        ">>>>> Test Exit Code: 1\n>>>>> Test Exit Code: 0\n",
+        'echo ">>>>> Test Exit Code: $code"',
+    )
+    assert exit_code(printed, script, 0) == 1
+    assert exit_code(printed, "", 3) == 3
+    assert exit_code("", script, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        ("conftest.py", True), ("a/b/conftest.py", True), ("a/__pycache__/x.pyc", True),
+        (".git/config", True), ("x.egg-info/entry_points.txt", True), ("src/evil.pth", True),
+        ("tests/test_interval.py", True), ("tests/test_interval.py/x", True), ("data/x", True),
+        ("data", True), ("run.sh", True), ("tests/test_interval.pyx", False), ("interval/__init__.py", False),
+        ("datas", False), ("\udcff", False),
+    ],
+)  # fmt: skip
+def test_what_the_policy_cannot_change(path: str, kept: bool) -> None:
+    tests = wanted(
+        fail_to_pass=["a"],
+        patch=TESTS_PATCH,
+        protected=["data/"],
+        repository={"path": "/t", "hidden": ["/t/run.sh"]},
+    )
+    assert protection(tests)(path.encode("utf-8", "surrogateescape")) is kept
+
+
+def test_a_report_that_is_not_genuine_is_empty() -> None:
+    forged = b'0 {"end": true}\n00 {"status": "PASSED", "test": "a"}\n'
+    assert not read_report(forged, "secret", "pytest").complete
+    assert not read_report(b"", "secret", "pytest").complete
+
+
+def test_all_lists_are_named_by_their_tests() -> None:
+    assert set(FAILS).isdisjoint(PASSES)

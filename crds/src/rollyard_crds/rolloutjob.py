@@ -19,18 +19,20 @@ from rollyard_crds.base import (
     ShortText,
     cel,
 )
+from rollyard_crds.base import EntryPointName as EntryPointName
+from rollyard_crds.fields import reward as reward_rules
 from rollyard_crds.fields.counts import RolloutCounts as RolloutCounts
 from rollyard_crds.fields.counts import StageCounts as StageCounts
 from rollyard_crds.fields.dynamic_sampling import JOB_RULES, DynamicSampling, DynamicSamplingStatus
 from rollyard_crds.fields.eval_carry import EvalCarry
 from rollyard_crds.fields.pod_template import PodTemplate
+from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.sandbox import SandboxResources as SandboxResources
 from rollyard_crds.fields.sandbox import SandboxSpec as SandboxSpec
 from rollyard_crds.names import STAGES as STAGES
 from rollyard_crds.names import StageName as StageName
 from rollyard_crds.task import Task
 
-EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
 
 MAX_INLINE_TASKS = 4096
@@ -286,6 +288,7 @@ class RolloutJobSpec(Model):
                 "'placement' is immutable: delete the job and create it again",
             ),
             *JOB_RULES,
+            *reward_rules.JOB_RULES,
         )
     )
 
@@ -293,6 +296,8 @@ class RolloutJobSpec(Model):
     """Where the tasks come from."""
     handler: Annotated[EntryPointName, Field(json_schema_extra=IMMUTABLE)]
     """An entry point of the group `rollyard.handlers`."""
+    reward: Annotated[RewardSpec, Field(json_schema_extra=IMMUTABLE)] | None = None
+    """How the reward is made; default: it is what the handler returns."""
     samples_per_task: Annotated[int, Field(ge=1, le=1024, json_schema_extra=IMMUTABLE)] = 1
     """Rollouts of each task; together they are its group."""
     min_group_size: Annotated[int, Field(ge=1, le=1024, json_schema_extra=IMMUTABLE)] = 2
@@ -335,6 +340,7 @@ class RolloutJobSpec(Model):
             raise ValueError(f"'backendRef' is required by the agent '{self.agent.type}'")
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.samples_per_task)
+        reward_rules.check(self.handler, self.reward)
         return self
 
 

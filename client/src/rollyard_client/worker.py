@@ -17,6 +17,8 @@ from rollyard_crds.lease import (
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
+    RewardRequest,
+    RewardResponse,
     RouteRequest,
     RouteResponse,
 )
@@ -113,6 +115,14 @@ class WorkerClient(Connected):
     async def route(self, request: RouteRequest) -> RouteResponse:
         """Return another backend for a rollout."""
         return await self._transport.send(_lease_call("/route", request, RouteResponse))
+
+    async def reward(self, request: RewardRequest, seconds: float) -> RewardResponse:
+        """Return what the job's reward service says about an episode, which may take `seconds`.
+
+        Raises:
+            Conflict: The rollout's Eval lease is not held with this token (`LeaseLost`).
+        """
+        return await self._transport.send(_lease_call("/reward", request, RewardResponse, wait=seconds))
 
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
         """Return a job's spec without inline tasks.

@@ -212,6 +212,26 @@ class RouteRequest(Record):
     Only the backend that the rollout is assigned to is blamed, and once for each lease."""
 
 
+class RewardRequest(Record):
+    """A worker in Eval asks the control plane to send an episode to the job's reward service."""
+
+    rollout: str
+    token: int
+    episode: dict[str, Any]
+    """The JSON object that the service gets, as docs/rewards.md describes it."""
+
+
+class RewardResponse(Record):
+    """The answer of a reward service, or the reason why there is none."""
+
+    reward: float | None = None
+    components: dict[str, float] = Field(default_factory=dict)
+    error: Annotated[str, Field(max_length=1024)] = ""
+    """The reason why there is no score; it is empty if there is one. It quotes nothing of the service's."""
+    retryable: bool = True
+    """Whether another request may succeed, where there is an error."""
+
+
 NoBackend = Literal["", "BackendsFull", "PoolPaused", "WeightsUpdating", "NoBackendReady"]
 
 

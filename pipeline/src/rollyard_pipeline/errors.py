@@ -64,6 +64,49 @@ class UnknownToolParser(ExtensionError):
     reason = "UnknownToolParser"
 
 
+class UnknownRewardFunction(ExtensionError):
+    """No reward function of this name can be loaded on this worker."""
+
+    reason = "UnknownRewardFunction"
+
+
+class RewardComponentUnknown(PipelineError):
+    """The job's `reward` names a component that nothing returns, or gives one name to two components."""
+
+    reason = "RewardComponentUnknown"
+    retryable = False
+
+
+class RewardFunctionFailed(PipelineError):
+    """The job's reward function raised an exception, died, or returned something else than a score."""
+
+    reason = "RewardFunctionFailed"
+
+
+class RewardFunctionTimeout(RewardFunctionFailed):
+    """The job's reward function took too long, and its process was killed."""
+
+    reason = "RewardFunctionTimeout"
+
+
+class RewardServiceFailed(PipelineError):
+    """The job's reward service gave no score in any of the tries."""
+
+    reason = "RewardServiceFailed"
+
+
+class FormatCheckFailed(PipelineError):
+    """The process that looks for patterns could not be started, or died."""
+
+    reason = "FormatCheckFailed"
+
+
+class FormatCheckTimeout(FormatCheckFailed):
+    """A pattern could not be looked for in time, and the process was killed."""
+
+    reason = "FormatCheckTimeout"
+
+
 class TaskInvalid(PipelineError):
     """The task lacks what its handler or agent needs. The message names the field."""
 

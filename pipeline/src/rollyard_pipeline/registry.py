@@ -14,6 +14,7 @@ from rollyard_pipeline.errors import (
     ExtensionError,
     UnknownAgent,
     UnknownHandler,
+    UnknownRewardFunction,
     UnknownTool,
     UnknownToolParser,
 )
@@ -22,6 +23,7 @@ HANDLERS: Final = "rollyard.handlers"
 AGENTS: Final = "rollyard.agents"
 TOOLS: Final = "rollyard.tools"
 TOOL_PARSERS: Final = "rollyard.tool_parsers"
+REWARD_FUNCTIONS: Final = "rollyard.reward_functions"
 
 _OURS: Final = "rollyard"
 """The distribution that is part of Rollyard itself."""
@@ -30,8 +32,15 @@ _UNKNOWN: Final[dict[str, type[ExtensionError]]] = {
     AGENTS: UnknownAgent,
     TOOLS: UnknownTool,
     TOOL_PARSERS: UnknownToolParser,
+    REWARD_FUNCTIONS: UnknownRewardFunction,
 }
-_NOUN: Final = {HANDLERS: "handler", AGENTS: "agent", TOOLS: "tool", TOOL_PARSERS: "tool-call parser"}
+_NOUN: Final = {
+    HANDLERS: "handler",
+    AGENTS: "agent",
+    TOOLS: "tool",
+    TOOL_PARSERS: "tool-call parser",
+    REWARD_FUNCTIONS: "reward function",
+}
 
 
 def installed(group: str) -> list[str]:
@@ -89,16 +98,31 @@ class Registry:
         """
         key = (group, name)
         if key not in self._loaded:
-            found = self._found(group, name)
-            if not found:
-                names = ", ".join(installed(group)) or "none"
-                raise _UNKNOWN[group](
-                    f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
-                )
+            entry = self._entry(group, name)
             try:
-                self._loaded[key] = found[0].load()
+                self._loaded[key] = entry.load()
             except (ImportError, AttributeError) as error:
                 raise _UNKNOWN[group](
-                    f"the {_NOUN[group]} '{name}' ({found[0].value}) cannot be loaded: {error}"
+                    f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}"
                 ) from error
         return self._loaded[key]
+
+    def target(self, group: str, name: str) -> str:
+        """Return where the class called `name` is, as `module:class`, without importing it.
+
+        Raises:
+            ExtensionError: No extension of that name is installed here.
+        """
+        loaded = self._loaded.get((group, name))
+        if loaded is not None:
+            return f"{loaded.__module__}:{loaded.__qualname__}"
+        return self._entry(group, name).value
+
+    def _entry(self, group: str, name: str) -> metadata.EntryPoint:
+        found = self._found(group, name)
+        if not found:
+            names = ", ".join(installed(group)) or "none"
+            raise _UNKNOWN[group](
+                f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
+            )
+        return found[0]

@@ -18,6 +18,7 @@ TEST_TIMEOUT: Final = "TestTimeout"
 VERIFY_TIMEOUT: Final = "VerifyTimeout"
 ANSWER_UNUSABLE: Final = "AnswerUnusable"
 REWARD_INVALID: Final = "RewardInvalid"
+FORMAT_TIMEOUT: Final = "FormatTimeout"
 
 _POLICYS: Final = frozenset(
     {

@@ -1,4 +1,4 @@
-"""How a reward is made: named components, their weights, penalties, and a function or a service that scores."""
+"""How a reward is made: components, their weights, penalties, and a function or a service that scores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _pattern(text: str) -> str:
             compile, and the control plane checks the patterns of every author.
     """
     if _INLINE_FLAGS.search(text.replace("(?:", "")):
-        raise ValueError("flags such as (?i) are not taken; '.' matches every character, '^' and '$' the ends")
+        raise ValueError("flags such as (?i) are not taken; '.' matches every character")
     try:
         re.compile(text, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
@@ -69,10 +69,14 @@ def _pattern(text: str) -> str:
     return text
 
 
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN), AfterValidator(_pattern)]
+
+
 class OverlongPenalty(Model):
     """DAPO's soft punishment of long completions, by the number of tokens that the policy sampled.
 
-    It is 0 up to `maxTokens - bufferTokens` tokens, falls evenly to `-factor` at `maxTokens`, and stays there.
+    It is 0 up to `maxTokens - bufferTokens` tokens, falls evenly to `-factor` at `maxTokens`, and stays
+    there.
     """
 
     model_config = ConfigDict(json_schema_extra=cel(("self.bufferTokens <= self.maxTokens", _BUFFER)))
@@ -108,7 +112,7 @@ class FormatCheck(Model):
 
     name: ComponentName
     """The name of the component."""
-    pattern: Annotated[str, Field(min_length=1, max_length=MAX_PATTERN), AfterValidator(_pattern)] | None = None
+    pattern: Pattern | None = None
     """A regular expression of Python that must be found in the text. '.' matches line ends, too."""
     tags: (
         Annotated[

@@ -14,6 +14,8 @@ from rollyard_crds.lease import (
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
+    RewardRequest,
+    RewardResponse,
     RouteRequest,
     RouteResponse,
 )
@@ -57,6 +59,10 @@ class LeaseCalls(Protocol):
 
     async def route(self, request: RouteRequest) -> RouteResponse:
         """Request another backend for a rollout whose own backend does not answer."""
+        ...
+
+    async def reward(self, request: RewardRequest, seconds: float) -> RewardResponse:
+        """Return what the job's reward service says, which may take `seconds`."""
         ...
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:

@@ -21,6 +21,8 @@ from rollyard_crds.lease import (
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
+    RewardRequest,
+    RewardResponse,
     RouteRequest,
     RouteResponse,
 )
@@ -105,6 +107,10 @@ class RestControlPlane:
     async def route(self, request: RouteRequest) -> RouteResponse:
         """Request another backend for a rollout whose own backend does not answer."""
         return await _translated(lambda: self._client.route(request))
+
+    async def reward(self, request: RewardRequest, seconds: float) -> RewardResponse:
+        """Return what the job's reward service says, which may take `seconds`."""
+        return await _translated(lambda: self._client.reward(request, seconds))
 
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
         """Return a job's spec. If `uid` is given, the job of this name must have that uid."""

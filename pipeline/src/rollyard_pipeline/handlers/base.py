@@ -141,6 +141,11 @@ class Handler(ABC):
     """
     reward_range: ClassVar[tuple[float, float]] = (-MAX_REWARD, MAX_REWARD)
     """The smallest and the largest reward that `eval` returns. Any other reward is refused."""
+    components: ClassVar[tuple[str, ...]] = ()
+    """The names of all components that `eval` may return, in so far as a job may give them a weight.
+
+    One that `eval` leaves out counts as 0.
+    """
     eval_sandbox: ClassVar[EvalSandbox] = "shared"
     """The sandbox in which `eval` works if the job's `stages.eval` does not specify one.
 

@@ -27,6 +27,7 @@ class MathHandler(Handler):
 
     needs_sandbox = False
     reward_range = (0.0, 1.0)
+    components = ("answered", "verify_timeout")
 
     def __init__(self) -> None:
         self._verifiers = Verifiers()

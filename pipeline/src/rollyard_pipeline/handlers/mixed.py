@@ -19,6 +19,11 @@ class MixedHandler(Handler):
     """
 
     reward_range = (0.0, 1.0)
+    components = (
+        *CodeHandler.components,
+        *ShellHandler.components,
+        *MathHandler.components,
+    )
 
     def __init__(self) -> None:
         self._code, self._shell = CodeHandler(), ShellHandler()

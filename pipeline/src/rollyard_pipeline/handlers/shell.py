@@ -30,6 +30,7 @@ class ShellHandler(Handler):
     """
 
     reward_range = (0.0, 1.0)
+    components = ("exit_zero",)
 
     def check(self, task: Task) -> list[str]:
         """Return a problem if the task has no test script."""

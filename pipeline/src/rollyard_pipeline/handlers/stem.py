@@ -40,6 +40,7 @@ class StemHandler(Handler):
 
     needs_sandbox = False
     reward_range = (0.0, 1.0)
+    components = ("answered",)
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of the answer, which must be a letter of the choices or a number."""

@@ -27,10 +27,13 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
     EvalOutOfMemory,
+    EvalTimeout,
     InitTimeout,
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
+from rollyard_pipeline.rewards.service import service_score
+from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
@@ -89,6 +92,7 @@ class Stages:
         self._jobs = JobSpecs(control)
         self._formats = formats or FormatCache()
         self._handlers: dict[str, Handler] = {}
+        self._rewards = Rewards(extensions)
         self._vocabularies: dict[str, int] = {}
         self._met: set[str] = set()
         """The jobs of which a sandbox was started here."""
@@ -102,8 +106,9 @@ class Stages:
         )
 
     async def close(self) -> None:
-        """Close every handler, and the network of sandboxes."""
+        """Close every handler, the network of sandboxes, and the processes that make rewards."""
         self._egress.close()
+        await self._rewards.close()
         for handler in self._handlers.values():
             await handler.close()
 
@@ -136,6 +141,7 @@ class Stages:
         handler, (_, tools) = self._handler(spec), self._agent(spec)
         # Unknown names are detected here, before a sandbox is started.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
+        await self._rewards.check(handler, spec)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
         context = stage_context(lease, spec, timeout)
         try:
@@ -256,6 +262,8 @@ class Stages:
             if not await self._lost_for_memory(lease):
                 raise
             evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
+        if spec.reward is not None:
+            evaluation = await self._shaped(lease, handler, context, evaluation, timeout + self._eval_grace)
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -267,6 +275,26 @@ class Stages:
             reward_reason=evaluation.reason,
             times=times,
         )
+
+    async def _shaped(
+        self, lease: Lease, handler: Handler, context: StageContext, evaluation: Evaluation, seconds: float
+    ) -> Evaluation:
+        """Return the reward that the job's `reward` makes of an evaluation, within a limit in seconds.
+
+        Raises:
+            EvalTimeout: A function or a service took longer.
+        """
+        reward = context.spec.reward
+        service = None if reward is None else reward.service
+        ask = None if service is None else functools.partial(service_score, self._control, lease, service)
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await self._rewards.shaped(handler, context, evaluation, ask)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise EvalTimeout(f"the reward was not made within {seconds:g} s") from error
 
     async def _lost_for_memory(self, lease: Lease) -> bool:
         """Return whether a lost sandbox had used up its own memory, which is the policy's fault."""

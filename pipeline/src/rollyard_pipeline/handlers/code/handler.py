@@ -37,6 +37,7 @@ class CodeHandler(Handler):
     """
 
     reward_range = (0.0, 1.0)
+    components = ("tests_passed",)
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of the tests."""

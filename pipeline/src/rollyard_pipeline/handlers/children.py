@@ -1,0 +1,168 @@
+"""Child processes that compute what may take for ever, each one request at a time.
+
+A regular expression, a simplification of a formula or a function of a user cannot be interrupted in a thread.
+What exceeds its limit is therefore ended with its process. A child writes the line `ready`, which may be
+followed by a JSON object, and then answers each line of JSON with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any, Final
+
+from rollyard_pipeline.errors import PipelineError
+
+_LINE: Final = 1 << 20  # The limit of an answer in bytes.
+_START_SECONDS: Final = 60.0  # Importing large libraries takes long on a busy machine.
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Children:
+    """A bounded set of children, which are started when first needed and kept.
+
+    Args:
+        module: The module that the children run.
+        arguments: The arguments of the module.
+        what: The name of a child, for messages.
+        failed: The exception for a child that could not be started or died.
+        timeout: The exception for a request that was not answered in time.
+        count: The number of children, and therefore of simultaneous requests.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        what: str,
+        failed: type[PipelineError],
+        timeout: type[PipelineError],
+        count: int = 2,
+    ) -> None:
+        self._command = (sys.executable, "-P", "-m", module, *arguments)
+        self._what = what
+        self._failed = failed
+        self._timeout = timeout
+        self._places = asyncio.Semaphore(count)
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._greeting: dict[str, Any] | None = None
+
+    async def greeting(self) -> dict[str, Any]:
+        """Return what the first child says about itself, once it has started.
+
+        Raises:
+            PipelineError: The exception `failed`: the child cannot be started.
+        """
+        if self._greeting is None:
+            async with self._places:
+                if self._greeting is None:
+                    self._idle.append(await self._start())
+        return self._greeting or {}
+
+    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return a child's answer. Waiting for a free child does not count against `seconds`.
+
+        Raises:
+            PipelineError: The exception `timeout`: there is no answer within `seconds`. The exception
+                `failed`: the child could not be started or died.
+        """
+        async with self._places:
+            child = self._idle.pop() if self._idle else await self._start()
+            try:
+                answer = await self._answer(child, request, seconds)
+            except BaseException:
+                await _kill(child)
+                raise
+            self._idle.append(child)
+            return answer
+
+    async def close(self) -> None:
+        """End every child."""
+        while self._idle:
+            await _kill(self._idle.pop())
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._command, start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE,
+            )  # fmt: skip
+        except OSError as error:
+            raise self._failed(f"{self._what} cannot be started: {error}") from error
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                line = await self._line(child)
+        except TimeoutError as error:
+            await _kill(child)
+            raise self._failed(f"{self._what} was not ready within {_START_SECONDS:g} s") from error
+        except BaseException:
+            await _kill(child)
+            raise
+        word, _, about = line.partition(b" ")
+        if word.strip() != b"ready":
+            await _kill(child)
+            said = line[:500].decode(errors="replace").strip()
+            raise self._failed(f"{self._what} ended at its start: {said or 'is its package installed?'}")
+        self._greeting = json.loads(about) if about.strip() else {}
+        return child
+
+    async def _answer(
+        self, child: asyncio.subprocess.Process, request: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(seconds):
+                if child.stdin is None:
+                    raise self._failed(f"{self._what} has no input")
+                child.stdin.write(json.dumps(request).encode() + b"\n")
+                await child.stdin.drain()
+                line = await self._line(child)
+        except TimeoutError as error:
+            raise self._timeout(f"{self._what} gave no answer within {seconds:g} s") from error
+        except OSError as error:
+            raise self._failed(f"{self._what} ended: {error}") from error
+        if not line:
+            raise self._failed(f"{self._what} ended without an answer")
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise self._failed(f"{self._what} gave an answer that is no JSON") from error
+        if not isinstance(answer, dict):
+            raise self._failed(f"{self._what} gave an answer that is no object")
+        return answer
+
+    async def _line(self, child: asyncio.subprocess.Process) -> bytes:
+        if child.stdout is None:
+            raise self._failed(f"{self._what} has no output")
+        try:
+            return await child.stdout.readline()
+        except ValueError as error:
+            raise self._failed(f"{self._what} gave an answer of more than {_LINE} bytes") from error
+
+
+async def _kill(child: asyncio.subprocess.Process) -> None:
+    """End a child, and with it the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        child.kill()
+    if child.stdin is not None:
+        child.stdin.close()
+    await child.wait()
+
+
+def begin_child(memory: int = 0) -> None:
+    """Prepare this process to be a child, which ends with its parent.
+
+    Args:
+        memory: The limit of the address space in bytes; 0 stands for none.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if memory:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -1,0 +1,91 @@
+"""The checks of form, which say 1 or 0 about what the policy wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rollyard_crds.fields.reward import FormatCheck
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard_pipeline.errors import FormatCheckFailed, FormatCheckTimeout
+from rollyard_pipeline.handlers.children import Children
+
+_SECONDS: Final = 10.0
+"""The limit of one search in seconds. Usual patterns need less than a millisecond."""
+
+
+class FormatChecks:
+    """Checks forms, and keeps the processes that look for patterns.
+
+    Args:
+        seconds: The limit of one search in seconds.
+    """
+
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        self._seconds = seconds
+        self._children = Children(
+            "rollyard_pipeline.rewards.format_process",
+            what="the search for a pattern",
+            failed=FormatCheckFailed,
+            timeout=FormatCheckTimeout,
+        )
+
+    async def kept(self, check: FormatCheck, texts: Sequence[str]) -> tuple[bool, bool]:
+        """Return whether the form is kept, and whether this could be decided in time.
+
+        What cannot be decided in time is not kept: a policy could otherwise gain from a text that takes long.
+
+        Raises:
+            FormatCheckFailed: The processes cannot be started, or die whatever the text is.
+        """
+        if not texts:
+            return False, True
+        chosen = [texts[-1]] if check.messages == "last" else list(texts)
+        if check.tags is not None:
+            return all(has_tags(text, check.tags) for text in chosen), True
+        try:
+            return await self._found(check, chosen), True
+        except FormatCheckTimeout:
+            return False, False
+        except FormatCheckFailed:
+            # This is the proof: if the pattern can be looked for in an empty text, the other one ended the
+            # process.
+            await self._found(check, [""])
+            return False, False
+
+    async def _found(self, check: FormatCheck, texts: list[str]) -> bool:
+        """Return whether all texts match, with a second try in a fresh process if the first one dies."""
+        request = {"pattern": check.pattern, "texts": texts}
+        try:
+            answer = await self._children.ask(request, self._seconds)
+        except FormatCheckTimeout:
+            raise
+        except FormatCheckFailed:
+            answer = await self._children.ask(request, self._seconds)
+        return bool(answer.get("found"))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._children.close()
+
+
+def own_texts(task: Task, trajectory: Trajectory | None) -> list[str]:
+    """Return the contents of the policy's messages, without those that the task begins with."""
+    if trajectory is None:
+        return []
+    own = trajectory.messages[len(task.chat()) :]
+    return [message.content for message in own if message.role == "assistant"]
+
+
+def has_tags(text: str, tags: Sequence[str]) -> bool:
+    """Return whether each tag is opened and closed exactly once, one after the other."""
+    at = 0
+    for tag in tags:
+        for mark in (f"<{tag}>", f"</{tag}>"):
+            place = text.find(mark, at)
+            if place < 0 or text.count(mark) != 1:
+                return False
+            at = place + len(mark)
+    return True

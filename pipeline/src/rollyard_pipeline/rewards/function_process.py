@@ -1,0 +1,62 @@
+"""The process that runs a reward function: `python -m rollyard_pipeline.rewards.function_process MODULE:CLASS`.
+
+It reads an episode a line and writes `{"reward": …, "components": {…}}` or `{"error": …}` for each. What the
+function prints is thrown away.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import operator
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rollyard_pipeline.handlers.base import Evaluation
+from rollyard_pipeline.handlers.children import begin_child
+
+_ERROR_CHARACTERS = 1000
+
+
+def main(target: str) -> None:
+    """Answer requests until the input ends."""
+    begin_child()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    try:
+        module, _, name = target.partition(":")
+        function = operator.attrgetter(name)(importlib.import_module(module))()
+        about = {"components": [str(component) for component in getattr(function, "components", ())]}
+    except Exception as error:
+        _write(answers, _described(error))
+        return
+    _write(answers, f"ready {json.dumps(about)}")
+    for line in sys.stdin:
+        _write(answers, json.dumps(_score(function, json.loads(line)), default=repr))
+
+
+def _score(function: Any, episode: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        scored = function.score(episode)
+    except Exception as error:
+        return {"error": _described(error)}
+    if isinstance(scored, Evaluation):
+        return {"reward": scored.reward, "components": dict(scored.components)}
+    return {"reward": scored, "components": {}}
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS].replace("\n", " ")
+
+
+def _write(answers: TextIO, line: str) -> None:
+    answers.write(f"{line}\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

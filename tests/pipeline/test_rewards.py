@@ -1,0 +1,357 @@
+"""How a job's `reward` makes a reward of components: weights, penalties, checks of form and functions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds.fields.reward import FormatCheck, OverlongPenalty
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Message, Task
+from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_pipeline.errors import (
+    EvaluationInvalid,
+    PipelineError,
+    RewardComponentUnknown,
+    RewardFunctionFailed,
+    RewardFunctionTimeout,
+    RewardServiceFailed,
+    UnknownRewardFunction,
+)
+from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
+from rollyard_pipeline.handlers.math import MathHandler
+from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
+from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_TEXT, episode_document
+from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
+from rollyard_pipeline.rewards.shaping import Rewards
+
+FUNCTIONS = """
+import os, time
+from rollyard_pipeline.handlers import Evaluation
+from rollyard_pipeline.rewards import RewardFunction
+
+class Length(RewardFunction):
+    components = ("characters",)
+    def score(self, episode):
+        print("a line that is no answer")
+        return Evaluation(float(len(episode["final_text"]) < 10), {"characters": len(episode["final_text"])})
+
+class Raising(RewardFunction):
+    def score(self, episode):
+        raise KeyError("no such\\nthing")
+
+class Hanging(RewardFunction):
+    def score(self, episode):
+        while True:
+            pass
+
+class Dying(RewardFunction):
+    def score(self, episode):
+        os._exit(0)
+
+class Wrong(RewardFunction):
+    def score(self, episode):
+        return {"nan": float("nan"), "huge": 10**9, "none": None, "yes": True}[episode["task"]["metadata"]["give"]]
+"""
+
+
+def spec(reward: Mapping[str, Any] | None, handler: str = "math") -> RolloutJobSpec:
+    return RolloutJobSpec.model_validate(
+        {"tasks": {"stream": True}, "handler": handler, "agent": {"type": "oracle"}, "reward": reward}
+    )
+
+
+def context(reward: Mapping[str, Any] | None, *said: str, tokens: int = 0, **task: Any) -> StageContext:
+    messages = [
+        Message(role="user", content="q"),
+        *(Message(role="assistant", content=text) for text in said),
+    ]
+    segment = Segment(
+        prompt_ids=[1], response_ids=[2] * tokens, loss_mask=[1] * tokens, logprobs=[-0.5] * tokens,
+        policy_versions=["v"] * tokens,
+    )  # fmt: skip
+    trajectory = Trajectory(
+        id="r", job="j", task_id="t", group_id="t", sample_index=0, messages=messages, segments=[segment]
+    )
+    return StageContext(
+        task=Task(id="t", prompt="q", answer="4", **task), spec=spec(reward), rollout="r", sample_index=0,
+        timeout=5.0, trajectory=trajectory,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def rewards() -> AsyncIterator[Rewards]:
+    made = Rewards(Registry())
+    yield made
+    await made.close()
+
+
+async def shaped(rewards: Rewards, given: StageContext, evaluation: Evaluation, **more: Any) -> Evaluation:
+    return await rewards.shaped(MathHandler(), given, evaluation, more.get("ask"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"),
+    [(0, 0.0), (15, 0.0), (16, -0.2), (18, -0.6), (20, -1.0), (21, -1.0), (10_000, -1.0)],
+)
+def test_the_penalty_is_that_of_the_paper(tokens: int, penalty: float) -> None:
+    """DAPO, equation 13: 0 up to Lmax - Lcache, (Lmax - Lcache - |y|) / Lcache up to Lmax, then -1."""
+    assert OverlongPenalty(max_tokens=20, buffer_tokens=5).penalty(tokens) == pytest.approx(penalty)
+    assert OverlongPenalty(max_tokens=20, buffer_tokens=5, factor=0.5).penalty(tokens) == pytest.approx(
+        penalty / 2
+    )
+
+
+async def test_components_are_weighed_and_kept(rewards: Rewards) -> None:
+    reward = {
+        "weights": {"handler": 1.0, "think": 0.25, "answered": -0.5, "verify_timeout": 3.0},
+        "overlong": {"maxTokens": 10, "bufferTokens": 5},
+        "format": [{"name": "think", "tags": ["think", "answer"]}, {"name": "polite", "pattern": "please"}],
+    }
+    given = context(reward, "<think>2+2</think><answer>4</answer>", tokens=7)
+    found = await shaped(rewards, given, Evaluation(1.0, {"answered": 1.0}))
+    # The component that the handler left out counts as 0, and the check without a weight only says something.
+    assert found.reward == pytest.approx(1.0 + 0.25 - 0.5 - 0.4)
+    assert found.components == {
+        "answered": 1.0, "handler": 1.0, "overlong": pytest.approx(-0.4), "think": 1.0, "polite": 0.0,
+    }  # fmt: skip
+    assert found.reason == ""
+
+
+async def test_a_job_without_the_section_keeps_what_the_handler_says(rewards: Rewards) -> None:
+    evaluation = Evaluation(0.5, {"answered": 1.0}, "TestTimeout")
+    assert await shaped(rewards, context(None), evaluation) is evaluation
+
+
+async def test_a_penalty_is_not_avoided_by_breaking_the_sandbox(rewards: Rewards) -> None:
+    given = context({"overlong": {"maxTokens": 10, "bufferTokens": 5}}, "x", tokens=50)
+    found = await shaped(rewards, given, Evaluation(0.0, {}, "SandboxSabotaged"))
+    assert (found.reward, found.reason) == (-1.0, "SandboxSabotaged")
+
+
+async def test_the_sum_is_bounded_and_names_are_not_taken_twice(rewards: Rewards) -> None:
+    given = context({"weights": {"handler": 1e6}}, "x")
+    with pytest.raises(EvaluationInvalid, match=r"spec\.reward\.weights: the reward is 2000000\.0"):
+        await shaped(rewards, given, Evaluation(2.0))
+    with pytest.raises(EvaluationInvalid, match="component 'handler' is reserved"):
+        await shaped(rewards, context({}, "x"), Evaluation(0.0, {"handler": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (
+            {"weights": {"speling": 1.0}},
+            r"spec\.reward\.weights: there is no component 'speling'; there are answered, handler,",
+        ),
+        (
+            {"format": [{"name": "answered", "pattern": "x"}]},
+            r"spec\.reward\.format\[0\]\.name: the handler has a component 'answered', too",
+        ),
+        (
+            {"service": {"url": "http://a/", "components": ["answered"]}},
+            r"spec\.reward\.service\.components: 'answered' has another meaning",
+        ),
+    ],
+)
+async def test_names_are_checked_before_anything_starts(rewards: Rewards, reward: Any, words: str) -> None:
+    with pytest.raises(RewardComponentUnknown, match=words) as caught:
+        await rewards.check(MathHandler(), spec(reward))
+    assert not caught.value.retryable
+
+
+async def test_a_handler_that_declares_no_component_has_none_to_weigh(rewards: Rewards) -> None:
+    class Silent(Handler):
+        async def eval(self, ctx: StageContext) -> Evaluation:
+            return Evaluation(0.0)
+
+    await rewards.check(Silent(), spec({"weights": {"handler": 1.0, "test_timeout": -1.0}}))
+    with pytest.raises(RewardComponentUnknown, match="no component 'style'"):
+        await rewards.check(Silent(), spec({"weights": {"style": 1.0}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("<think>a</think><answer>b</answer>", True),
+        ("x <think>a</think> y\n<answer>b</answer> z", True),
+        ("<answer>b</answer><think>a</think>", False),
+        ("<think>a<answer>b</answer></think>", False),
+        ("<think>a</think><think>a</think><answer>b</answer>", False),
+        ("<think>a</think><answer>b", False),
+        ("", False),
+    ],
+)
+def test_tags_stand_once_each_and_in_their_order(text: str, kept: bool) -> None:
+    assert has_tags(text, ["think", "answer"]) is kept
+
+
+async def test_patterns_read_the_policys_own_messages(rewards: Rewards) -> None:
+    checks = [
+        {"name": "last", "pattern": "^done.$"},
+        {"name": "all", "pattern": "done", "messages": "every"},
+        {"name": "question", "pattern": "q"},
+    ]
+    given = context({"format": checks}, "not yet", "done\n")
+    found = await shaped(rewards, given, Evaluation(1.0))
+    assert {name: found.components[name] for name in ("last", "all", "question")} == {
+        "last": 1.0, "all": 0.0, "question": 0.0,
+    }  # fmt: skip
+    assert found.reward == 1.0
+    silent = await shaped(rewards, context({"format": checks}), Evaluation(1.0))
+    assert [silent.components[name] for name in ("last", "all")] == [0.0, 0.0]
+
+
+async def test_a_search_that_dies_is_tried_again_and_then_scored() -> None:
+    checks = FormatChecks()
+    check = FormatCheck(name="x", pattern="a")
+    try:
+        assert await checks.kept(check, ["a"]) == (True, True)
+        (child,) = checks._children._idle
+        child.kill()
+        await child.wait()
+        assert await checks.kept(check, ["a"]) == (True, True)
+    finally:
+        await checks.close()
+
+
+@pytest.fixture
+async def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rewards]:
+    """Yield rewards that know the functions above, which an installed package would bring."""
+    (tmp_path / "reward_functions_of_a_test.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    class Installed(Registry):
+        def target(self, group: str, name: str) -> str:
+            assert group == REWARD_FUNCTIONS
+            return f"reward_functions_of_a_test:{name.capitalize()}"
+
+    made = Rewards(Installed())
+    yield made
+    await made.close()
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"function": {"name": name, **more}}
+
+
+async def test_a_function_replaces_the_handlers_reward(functions: Rewards) -> None:
+    given = context(function("length"), "short")
+    await functions.check(MathHandler(), given.spec)
+    found = await shaped(functions, given, Evaluation(0.0))
+    assert (found.reward, found.components) == (1.0, {"handler": 0.0, "function": 1.0, "characters": 5.0})
+    weighed = context({**function("length"), "weights": {"characters": 0.1, "handler": 2.0}}, "short")
+    assert (await shaped(functions, weighed, Evaluation(1.0))).reward == pytest.approx(2.5)
+    # The names of its components are checked, too.
+    with pytest.raises(RewardComponentUnknown, match="no component 'length'"):
+        await functions.check(MathHandler(), spec({**function("length"), "weights": {"length": 1.0}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "give", "error", "words"),
+    [
+        ("raising", "", RewardFunctionFailed, "the reward function 'raising' raised KeyError: 'no such"),
+        ("hanging", "", RewardFunctionTimeout, "gave no answer within 0.5 s"),
+        ("dying", "", RewardFunctionFailed, "ended without an answer"),
+        ("wrong", "nan", RewardFunctionFailed, "reward is nan, expected a number of at most 1,000,000"),
+        ("wrong", "huge", RewardFunctionFailed, "reward is 1000000000, expected a number"),
+        ("wrong", "none", RewardFunctionFailed, "reward is None, expected a number"),
+        ("wrong", "yes", RewardFunctionFailed, "reward is True, expected a number"),
+        ("absent", "", RewardFunctionFailed, "ended at its start: AttributeError"),
+    ],
+)
+async def test_a_function_that_fails_gives_no_reward(
+    functions: Rewards, name: str, give: str, error: type[PipelineError], words: str
+) -> None:
+    given = context(function(name, timeoutSeconds=0.5), "x", metadata={"give": give})
+    with pytest.raises(error, match=words) as caught:
+        await shaped(functions, given, Evaluation(1.0))
+    assert caught.value.retryable
+    # A function that hangs leaves no process behind.
+    for children in functions._functions.values():
+        assert all(child.returncode is None for child in children._idle)
+        assert name not in ("hanging", "dying", "absent") or not children._idle
+
+
+async def test_an_unknown_function_is_named(rewards: Rewards) -> None:
+    with pytest.raises(UnknownRewardFunction, match="no reward function 'mine' is installed on this worker"):
+        await rewards.check(MathHandler(), spec(function("mine")))
+
+
+async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """A worker that is killed leaves no function behind that computes for ever."""
+    (tmp_path / "hang.py").write_text("class F:\n    def score(self, episode):\n        while True: pass\n")
+    program = (
+        "import asyncio\n"
+        "from rollyard_pipeline.errors import RewardFunctionFailed as F\n"
+        "from rollyard_pipeline.handlers.children import Children\n"
+        "async def main():\n"
+        "    made = Children('rollyard_pipeline.rewards.function_process', 'hang:F', what='f', failed=F,"
+        " timeout=F)\n"
+        "    await made.greeting()\n"
+        "    print(made._idle[0].pid, flush=True)\n"
+        "    await made.ask({}, 600.0)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(20.0):
+        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text():
+            await asyncio.sleep(0.02)
+
+
+async def test_the_service_gets_the_episode_and_its_answer_is_checked(rewards: Rewards) -> None:
+    sent: list[dict[str, Any]] = []
+    answer: dict[str, Any] = {"reward": 0.75, "components": {"style": 0.5, "extra": 1.0}}
+
+    async def ask(episode: dict[str, Any]) -> dict[str, Any]:
+        sent.append(episode)
+        return answer
+
+    reward = {
+        "service": {"url": "http://rewards.example/", "components": ["style"]},
+        "weights": {"service": 2.0, "style": 1.0},
+    }
+    given = context(reward, "said", tokens=3)
+    found = await shaped(rewards, given, Evaluation(0.0, {"answered": 1.0}), ask=ask)
+    assert found.reward == pytest.approx(2.0)
+    assert found.components == {
+        "answered": 1.0, "handler": 0.0, "service": 0.75, "style": 0.5, "extra": 1.0,
+    }  # fmt: skip
+    (episode,) = sent
+    assert (episode["rollout"], episode["final_text"], episode["sampled_tokens"]) == ("r", "said", 3)
+    assert (episode["task"]["answer"], episode["components"]) == ("4", {"answered": 1.0})
+    for wrong, words in (
+        ({"reward": 1e9}, "reward is 1000000000.0, expected a number"),
+        ({"reward": None}, "reward is None"),
+        ({"reward": 1.0, "components": {}}, "component 'style' is missing"),
+        ({"reward": 1.0, "components": {"style": 1.0, "handler": 1.0}}, "'handler' is no name"),
+        ({"reward": 1.0, "components": {"style": 1.0, "answered": 1.0}}, "'answered' is no name"),
+        ({"reward": 1.0, "components": {"style": 1.0, "a b": 1.0}}, "'a b' is no name"),
+        ({"reward": 1.0, "components": {f"c{n}": 1.0 for n in range(65)}}, "at most 64 numbers"),
+    ):
+        answer = wrong
+        with pytest.raises(RewardServiceFailed, match=words):
+            await shaped(rewards, given, Evaluation(0.0), ask=ask)
+
+
+def test_a_long_episode_is_shortened_and_never_refused() -> None:
+    given = context({}, *(["x" * (1 << 20)] * 12))
+    document = episode_document(given, Evaluation(0.0))
+    assert len(document["final_text"]) <= MAX_TEXT
+    assert "[…]" in document["final_text"]
+    sizes = [len(message["content"]) for message in document["messages"]]
+    assert max(sizes) <= MAX_TEXT
+    assert sum(sizes) <= MAX_MESSAGES
+    assert len(sizes) + document["messages_dropped"] == 13

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -56,7 +57,8 @@ class Dying(RewardFunction):
 
 class Wrong(RewardFunction):
     def score(self, episode):
-        return {"nan": float("nan"), "huge": 10**9, "none": None, "yes": True}[episode["task"]["metadata"]["give"]]
+        give = episode["task"]["metadata"]["give"]
+        return {"nan": float("nan"), "huge": 10**9, "none": None, "yes": True}[give]
 """
 
 
@@ -303,12 +305,15 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert parent.stdout is not None
-    child = int(await parent.stdout.readline())
+    held = os.pidfd_open(int(await parent.stdout.readline()))
     parent.kill()
     await parent.wait()
-    async with asyncio.timeout(20.0):
-        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text():
-            await asyncio.sleep(0.02)
+    ended = select.poll()
+    ended.register(held, select.POLLIN)
+    try:
+        assert ended.poll(20_000)
+    finally:
+        os.close(held)
 
 
 async def test_the_service_gets_the_episode_and_its_answer_is_checked(rewards: Rewards) -> None:

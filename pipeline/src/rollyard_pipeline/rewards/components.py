@@ -33,9 +33,7 @@ def component_problems(
         problems += [f"spec.reward.service.components: '{name}' has another meaning" for name in clashes]
     if reward.function is not None:
         clashes = sorted((handlers | own) & {*of_function})
-        problems += [
-            f"spec.reward.{FUNCTION}: its component '{name}' has another meaning" for name in clashes
-        ]
+        problems += [f"spec.reward.{FUNCTION}: component '{name}' has another meaning" for name in clashes]
     known = own | handlers | {*of_function}
     for name in reward.weights or {}:
         if name not in known:

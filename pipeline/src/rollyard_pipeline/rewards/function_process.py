@@ -1,4 +1,4 @@
-"""The process that runs a reward function: `python -m rollyard_pipeline.rewards.function_process MODULE:CLASS`.
+"""The process that runs a reward function, whose class is its argument, as MODULE:CLASS.
 
 It reads an episode a line and writes `{"reward": …, "components": {…}}` or `{"error": …}` for each. What the
 function prints is thrown away.

@@ -56,7 +56,7 @@ def checked_score(
 def _number(value: Any, field: str, what: str, failed: type[PipelineError]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value):
         raise failed(
-            f"{what}: {field} is {_shown(value)}, expected a finite number of at most {MAX_REWARD:,.0f} in size"
+            f"{what}: {field} is {_shown(value)}, expected a number of at most {MAX_REWARD:,.0f} in size"
         )
     return float(value)
 

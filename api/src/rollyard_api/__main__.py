@@ -173,6 +173,21 @@ def parser() -> argparse.ArgumentParser:
         "be given several times (default: nothing)",
     )
     made.add_argument(
+        "--allow-rewards-from",
+        action="append",
+        default=[],
+        metavar="URL-PREFIX",
+        help="what spec.reward.service.url of jobs may name, as https://host/path/; '{namespace}' stands for "
+        "the job's; may be given several times (default: nothing)",
+    )
+    made.add_argument(
+        "--allow-rewards-network",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="a network in which the hosts of these prefixes may be, beside public addresses",
+    )
+    made.add_argument(
         "--max-task-bytes",
         type=int,
         default=task_reader.TaskFileLimits().file_bytes,
@@ -316,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),
         allow_sandbox_hosts=tuple(given.allow_sandbox_host),
+        allow_rewards_from=tuple(given.allow_rewards_from),
+        allow_rewards_networks=tuple(given.allow_rewards_network),
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,
@@ -332,6 +349,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _ = settings.sandbox_hosts
     except HostPatternError as error:
         print(f"--allow-sandbox-host: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        _ = settings.reward_services
+    except PrefixError as error:
+        print(f"--allow-rewards-from, --allow-rewards-network: {error}", file=sys.stderr)
         return EXIT_USAGE
     if sock.family != socket.AF_UNIX:
         cut_off_stalled(sock, given.stall_seconds)

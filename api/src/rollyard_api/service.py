@@ -26,6 +26,7 @@ from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavaila
 from rollyard_api.core.wakeups import Bus
 from rollyard_api.jobs import cancellation
 from rollyard_api.jobs.events import EventHub
+from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
 from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
@@ -99,6 +100,13 @@ class ControlPlane:
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.sandbox_hosts = settings.sandbox_hosts
+        self.reward_services = RewardServices(settings.reward_services)
+        self.reward_turns = Turns(
+            "requests to reward services",
+            each=settings.max_reward_calls_per_namespace,
+            total=settings.max_reward_calls,
+            seconds=settings.store_seconds,
+        )
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
         self.unclaimed = lease_expiry.Unclaimed()
@@ -319,6 +327,7 @@ async def _opened(settings: Settings, tokens: TokenFile) -> AsyncIterator[Contro
                 await asyncio.gather(*background, return_exceptions=True)
                 await plane.coordinator.close()
                 plane.task_reader.close()
+                plane.reward_services.close()
                 plane.uploads.close()
     finally:
         stack.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.sandbox_hosts import SandboxHosts
+from rollyard_api.jobs.reward_services import ServiceAllowList
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.limits import UpdateLimits
 
@@ -98,6 +99,13 @@ class Settings:
     """The networks in which hosts of these prefixes may be, in addition to public addresses."""
     allow_sandbox_hosts: tuple[str, ...] = ()
     """The hosts that `spec.sandbox.allowedHosts` of a job may name; see `SandboxHosts`."""
+    allow_rewards_from: tuple[str, ...] = ()
+    """The URL prefixes with which `spec.reward.service.url` of a job may begin."""
+    allow_rewards_networks: tuple[str, ...] = ()
+    """The networks in which hosts of these prefixes may be, in addition to public addresses."""
+    max_reward_calls: int = 256
+    """The largest number of simultaneous requests to reward services. Further ones wait."""
+    max_reward_calls_per_namespace: int = 64
     task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
     """The limits on what is read for jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
@@ -131,6 +139,15 @@ class Settings:
             HostPatternError: An entry cannot be used.
         """
         return SandboxHosts.of(self.allow_sandbox_hosts)
+
+    @property
+    def reward_services(self) -> ServiceAllowList:
+        """The reward services that jobs may name.
+
+        Raises:
+            PrefixError: An entry cannot be used.
+        """
+        return ServiceAllowList.of(self.allow_rewards_from, self.allow_rewards_networks)
 
     @property
     def trajectories_url(self) -> str:

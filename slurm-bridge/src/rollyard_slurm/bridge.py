@@ -272,8 +272,10 @@ class Bridge:
             listen,
             port,
             options.lease_seconds,
-            allow_sandbox_hosts=options.allow_sandbox_hosts,
             no_backend_seconds=options.no_backend_seconds,
+            allow_sandbox_hosts=options.allow_sandbox_hosts,
+            allow_rewards_from=options.allow_rewards_from,
+            allow_rewards_networks=options.allow_rewards_networks,
         )
         return ControlPlaneProcess(self._home, settings, http)
 

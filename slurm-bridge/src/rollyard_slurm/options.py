@@ -69,6 +69,10 @@ class BridgeOptions:
 
     It applies to a control plane that the bridge starts.
     """
+    allow_rewards_from: tuple[str, ...] = ()
+    """The URL prefixes that reward services of jobs may have, with a control plane that the bridge starts."""
+    allow_rewards_networks: tuple[str, ...] = ()
+    """The networks in which these services may be, in addition to public addresses."""
     timeout: float = DEFAULT_TIMEOUT
     """The time limit of one Slurm command or one call of slurmrestd, in seconds."""
     max_jobs: int = 16

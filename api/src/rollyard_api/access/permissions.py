@@ -53,6 +53,9 @@ FAILURES: Final = 4 << 20
 BEATS: Final = 16 << 20
 """The number of bytes that all leases and sandboxes in one heartbeat may need."""
 
+EPISODE: Final = 32 << 20
+"""The number of bytes that an episode for a reward service may need, however its texts are escaped."""
+
 JOBS: Final = "/v1/rolloutjobs"
 POOLS: Final = "/v1/backendpools"
 BLOBS: Final = "/v1/blobs"
@@ -67,6 +70,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", "/v1/leases"): replace(LEARN, max_body=SMALL),
     ("GET", "/v1/leases/job"): LEARN,
     ("POST", "/v1/leases/route"): replace(WORK, max_body=SMALL),
+    ("POST", "/v1/leases/reward"): replace(WORK, max_body=EPISODE),
     ("POST", "/v1/leases/heartbeat"): replace(REPORT, max_body=BEATS),
     ("POST", "/v1/leases/complete"): REPORT,
     ("POST", "/v1/leases/fail"): replace(REPORT, max_body=FAILURES),

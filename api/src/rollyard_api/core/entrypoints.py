@@ -14,6 +14,7 @@ GROUPS = {
     "tool": "rollyard.tools",
     "tool parser": "rollyard.tool_parsers",
     "task format": registry.GROUP,
+    "reward function": "rollyard.reward_functions",
 }
 
 Installed = Mapping[str, frozenset[str]]
@@ -32,11 +33,14 @@ def problems(spec: RolloutJobSpec, available: Installed) -> list[str]:
     """Return a line for each name in the spec that no installed distribution provides."""
     # The default format is part of this package, also where the metadata is that of an older version.
     formats = [] if spec.tasks.format in (None, registry.DEFAULT) else [spec.tasks.format]
+    function = None if spec.reward is None else spec.reward.function
+    functions = [] if function is None else [function.name]
     asked = [
         *(("spec.tasks.format", "task format", name) for name in formats),
         ("spec.handler", "handler", spec.handler),
         ("spec.agent.type", "agent", spec.agent.type),
         ("spec.agent.toolParser", "tool parser", spec.agent.tool_parser),
+        *(("spec.reward.function.name", "reward function", name) for name in functions),
         *((f"spec.agent.tools[{i}]", "tool", tool) for i, tool in enumerate(spec.agent.tools)),
     ]
     return [

@@ -178,6 +178,11 @@ def limits_of(spec: RolloutJobSpec) -> bytes:
             "deadline": spec.active_deadline_seconds,
             "max_policy_lag": spec.max_policy_lag,
             "stale_rollouts": spec.stale_rollouts,
+            **(
+                {}
+                if spec.reward is None or spec.reward.service is None
+                else {"reward_service": spec.reward.service.to_json()}
+            ),
             **({} if spec.dynamic_sampling is None else {"dynamic": _rules(spec, spec.dynamic_sampling)}),
         }
     )

@@ -177,7 +177,7 @@ def _open_object(source: Source) -> _File:
     return opened
 
 
-class _Checked(httpcore.AsyncNetworkBackend):
+class CheckedNetwork(httpcore.AsyncNetworkBackend):
     """A network backend that connects to checked addresses only; it resolves each name once, itself."""
 
     def __init__(self, source: Source, allowed: AllowList, blocking: Blocking) -> None:
@@ -257,7 +257,7 @@ async def _get(
     location = source.location
     pool = httpcore.AsyncConnectionPool(
         ssl_context=ssl.create_default_context(),
-        network_backend=_Checked(source, allowed, blocking),
+        network_backend=CheckedNetwork(source, allowed, blocking),
         max_connections=1,
         max_keepalive_connections=0,
     )

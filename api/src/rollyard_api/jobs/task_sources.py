@@ -238,9 +238,9 @@ class AllowList:
                 return Source(url, location, prefix)
         raise self.refusal(url)
 
-    def refusal(self, url: str, why: str = "") -> TasksNotAllowed:
+    def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
-        allowed = [_written(prefix) for prefix in self.prefixes]
+        allowed = allowed_prefixes(self)
         # Older clients look for "cannot be read" and then send the tasks with the job.
         text = (
             f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
@@ -297,6 +297,11 @@ def _holds(prefix: Location, location: Location) -> bool:
 
 def _beneath(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder if folder.endswith("/") else f"{folder}/")
+
+
+def allowed_prefixes(allowed: AllowList) -> list[str]:
+    """Return the entries of a list as they are written, for messages."""
+    return [_written(prefix) for prefix in allowed.prefixes]
 
 
 def _written(prefix: Location) -> str:

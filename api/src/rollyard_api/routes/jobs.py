@@ -168,10 +168,21 @@ async def submit(request: Request) -> Response:
         made = False
     else:
         plane.sandbox_hosts.check(job.spec)
+        _check_service(plane, job)
         new: NewJob = jobs.prepare(job, await _tasks(plane, job))
         made = await plane.database.write(partial(jobs.create, new=new, max_queued=plane.settings.max_queued))
     read = partial(_read, namespace=meta.namespace, name=meta.name)
     return answer(await plane.database.read(read), 201 if made else 200)
+
+
+def _check_service(plane: ControlPlane, job: RolloutJob) -> None:
+    """Check that the installer allows the reward service that a job names, if it names one.
+
+    Raises:
+        RewardServiceNotAllowed: The installer does not allow it.
+    """
+    service = None if job.spec.reward is None else job.spec.reward.service
+    plane.reward_services.check(service, job.metadata.namespace)
 
 
 class Registration(BaseModel):
@@ -206,6 +217,7 @@ async def register(request: Request, name: str) -> Response:
         if missing:
             raise Invalid(missing[0], reason="NotInstalled", errors=missing)
         plane.sandbox_hosts.check(job.spec)
+        _check_service(plane, job)
         new = replace(new, tasks=await _registered_tasks(plane, job, asked.tasks))
         told = await plane.database.write(partial(op, new=new, with_tasks=True))
     if told.replaced is not None:

@@ -18,6 +18,8 @@ from rollyard_crds.lease import (
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
+    RewardRequest,
+    RewardResponse,
     RouteRequest,
     RouteResponse,
 )
@@ -30,7 +32,7 @@ from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
-from rollyard_api.jobs import job_views, jobs
+from rollyard_api.jobs import job_views, jobs, reward_services
 from rollyard_api.rollouts import lease_expiry, leasing, node_loss, outcomes, staleness, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
@@ -210,6 +212,26 @@ async def route(request: Request) -> Response:
         )
     answered = {"backend": told.backend, "retry_after": told.retry_after, "reason": told.reason}
     return _reply(request, answered)
+
+
+@router.post(
+    "/reward",
+    responses={200: {"model": RewardResponse}},
+    openapi_extra=body_schema(RewardRequest),
+)
+async def reward(request: Request) -> Response:
+    """Send an episode to the reward service of its job, and return the score or why there is none.
+
+    The call takes up to the service's `timeoutSeconds`, and the wait for a place before that.
+    """
+    plane = plane_of(request)
+    asked = validated(RewardRequest, await body_of(request))
+    await refuse_others(request, [asked.rollout])
+    call = await plane.database.read(
+        partial(reward_services.service_of, rollout=asked.rollout, token=asked.token)
+    )
+    turn = partial(plane.reward_turns.held, call.namespace)
+    return _reply(request, await plane.reward_services.ask(call, asked.episode, turn))
 
 
 @router.get("/job")

@@ -102,6 +102,19 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
     "one; repeatable [none].",
 )
 @click.option(
+    "--allow-rewards-from",
+    multiple=True,
+    metavar="URL",
+    help="What `reward.service.url` of jobs may begin with, as http://127.0.0.1:9000/; repeatable.",
+)
+@click.option(
+    "--allow-rewards-network",
+    "allow_rewards_networks",
+    multiple=True,
+    metavar="CIDR",
+    help="Network in which these services may be, beside public addresses; repeatable.",
+)
+@click.option(
     "--ready-workers",
     type=click.IntRange(0, 64),
     default=1,
@@ -131,6 +144,8 @@ def command(
     lease_seconds: float,
     no_backend_seconds: float,
     allow_sandbox_hosts: tuple[str, ...],
+    allow_rewards_from: tuple[str, ...],
+    allow_rewards_networks: tuple[str, ...],
     ready_workers: int,
     home: Path | None,
     detach: bool,
@@ -222,6 +237,8 @@ def command(
         lease_seconds=lease_seconds,
         no_backend_seconds=no_backend_seconds,
         allow_sandbox_hosts=allow_sandbox_hosts,
+        allow_rewards_from=allow_rewards_from,
+        allow_rewards_networks=allow_rewards_networks,
         ready_workers=ready_workers,
     )
     if detach:
@@ -273,6 +290,8 @@ def _detach(home: Home, options: Options) -> None:
         "--gpus",
         str(options.gpus),
     ]
+    arguments += [f"--allow-rewards-from={prefix}" for prefix in options.allow_rewards_from]
+    arguments += [f"--allow-rewards-network={network}" for network in options.allow_rewards_networks]
     arguments += [f"--engine-arg={argument}" for argument in options.engine_args]
     arguments += [f"--engine-env={name}={value}" for name, value in options.engine_env]
 

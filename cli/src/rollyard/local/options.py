@@ -60,6 +60,10 @@ class Options:
     """The time in seconds for which rollouts of a job without a deadline wait for a ready backend."""
     allow_sandbox_hosts: tuple[str, ...] = ()
     """The hosts that `spec.sandbox.allowedHosts` of a job may name. By default no sandbox gets a network."""
+    allow_rewards_from: tuple[str, ...] = ()
+    """The URL prefixes that reward services of jobs may have."""
+    allow_rewards_networks: tuple[str, ...] = ()
+    """The networks in which these services may be, in addition to public addresses."""
     ready_workers: int = DEFAULT_READY_WORKERS
     """The number of processes that stand ready to become stage workers. With 0, none stands ready, and no
     other process does either."""

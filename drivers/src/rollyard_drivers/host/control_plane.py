@@ -47,6 +47,10 @@ class ControlPlaneSettings:
     """The URL prefixes that `spec.tasks.url` of a job may begin with, in addition to uploads."""
     allow_sandbox_hosts: tuple[str, ...] = ()
     """The hosts that `spec.sandbox.allowedHosts` of a job may name."""
+    allow_rewards_from: tuple[str, ...] = ()
+    """The URL prefixes that `spec.reward.service.url` of a job may begin with."""
+    allow_rewards_networks: tuple[str, ...] = ()
+    """The networks in which hosts of these prefixes may be, in addition to public addresses."""
     no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
     """The time in seconds for which rollouts of a job without a deadline wait while their pool has no ready
     backend. Then they end as failed with the reason NoBackend."""
@@ -200,6 +204,8 @@ class ControlPlaneProcess:
         arguments += ["--open-docs"] if self._settings.open_docs else []
         arguments += [f"--allow-tasks-from={prefix}" for prefix in self._settings.allow_tasks_from]
         arguments += [f"--allow-sandbox-host={host}" for host in self._settings.allow_sandbox_hosts]
+        arguments += [f"--allow-rewards-from={prefix}" for prefix in self._settings.allow_rewards_from]
+        arguments += [f"--allow-rewards-network={net}" for net in self._settings.allow_rewards_networks]
         try:
             child = await self._ready.start(PROGRAM, NAME, arguments, on_exit=self._ended.set)
         except OSError as error:

@@ -123,6 +123,19 @@ def command() -> None:
     help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
 @click.option(
+    "--allow-rewards-from",
+    multiple=True,
+    metavar="URL",
+    help="What `reward.service.url` of jobs may begin with, as http://127.0.0.1:9000/; repeatable.",
+)
+@click.option(
+    "--allow-rewards-network",
+    "allow_rewards_networks",
+    multiple=True,
+    metavar="CIDR",
+    help="Network in which these services may be, beside public addresses; repeatable.",
+)
+@click.option(
     "--no-backend-seconds",
     type=NO_BACKEND_SECONDS,
     help="While no backend is ready, rollouts of a job without a deadline wait so long, and then fail "

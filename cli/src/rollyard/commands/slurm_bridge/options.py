@@ -66,6 +66,11 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
             installers_rule(host)
         except ValueError as error:
             raise UsageProblem(f"--allow-sandbox-host: {error}") from error
+    if given["join"] and (given["allow_rewards_from"] or given["allow_rewards_networks"]):
+        raise UsageProblem(
+            "--allow-rewards-from and --allow-rewards-network are for a control plane of its own; --join names "
+            "one whose installer decides"
+        )
     if given["listen"] == "unix" and (given["advertise"] or given["port"]):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     names = ("partition", "account", "qos", "time_limit", "constraint", "start")
@@ -103,6 +108,8 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         lease_seconds=given["lease_seconds"],
         no_backend_seconds=given["no_backend_seconds"] or DEFAULT_NO_BACKEND_SECONDS,
         allow_sandbox_hosts=tuple(given["allow_sandbox_hosts"]),
+        allow_rewards_from=given["allow_rewards_from"],
+        allow_rewards_networks=given["allow_rewards_networks"],
         timeout=given["command_timeout"],
         max_jobs=given["max_jobs"],
     )

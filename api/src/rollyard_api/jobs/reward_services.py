@@ -1,0 +1,301 @@
+"""The control plane asks the reward services of jobs, within the installer's list and bounded in every way.
+
+Workers do not ask them. They may run anywhere, and only the control plane knows what the installer allows
+and from where a service can be reached. What a service answers is reduced to numbers, so that nothing else
+of it reaches the author of a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpcore
+import orjson
+import sqlalchemy as sa
+from rollyard_crds.fields.reward import MAX_COMPONENTS, RewardServiceSpec
+from rollyard_crds.trajectory import MAX_REWARD
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.states import RolloutState
+from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable
+from rollyard_api.jobs.task_sources import AllowList, PrefixError, Source, allowed_prefixes, shown
+from rollyard_api.storage.schema import jobs, rollouts
+
+FIELD: Final = "spec.reward.service.url"
+MAX_ANSWER_BYTES: Final = 256 << 10
+"""The largest answer of a service in bytes."""
+CONNECT_SECONDS: Final = 10.0
+WAIT_SECONDS: Final = 15.0
+"""The longest wait for a job's own place in seconds. Then the worker asks again."""
+RESOLVERS: Final = 16
+"""The number of threads that resolve the names of services."""
+_RETRYABLE: Final = frozenset({408, 425, 429})
+"""The answers with a status of 4xx after which another request may succeed."""
+
+
+class RewardServiceNotAllowed(Invalid):
+    """The job names a reward service that the installer's list does not contain."""
+
+    reason = "RewardServiceNotAllowed"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAllowList(AllowList):
+    """The reward services that the installer allows jobs to name. An empty list allows none."""
+
+    @classmethod
+    def of(
+        cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()
+    ) -> ServiceAllowList:
+        """Return the list as it is written on a command line.
+
+        Raises:
+            PrefixError: An entry cannot be used.
+        """
+        found = AllowList.of(prefixes, networks)
+        for text, prefix in zip(prefixes, found.prefixes, strict=True):
+            if prefix.kind != "web":
+                raise PrefixError(f"{text!r}: a reward service has an http or https URL")
+        return cls(found.prefixes, found.networks)
+
+    def refusal(self, url: str, why: str = "") -> RewardServiceNotAllowed:
+        """Return the error for a URL that the list does not contain."""
+        allowed = ", ".join(allowed_prefixes(self)) or "no URLs at all"
+        text = (
+            f"{FIELD}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; allowed "
+            f"are {allowed}"
+        )
+        return RewardServiceNotAllowed(text, errors=[text])
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCall:
+    """A request that a worker may make: the job's service, for a rollout whose Eval lease is held."""
+
+    job_id: int
+    namespace: str
+    service: RewardServiceSpec
+
+
+def service_of(conn: Connection, rollout: str, token: int) -> ServiceCall:
+    """Return the service of a rollout's job.
+
+    Raises:
+        NotFound: There is no such rollout.
+        Conflict: Its Eval lease is not held with this token, or its job has no service.
+    """
+    columns = (rollouts.c.token, rollouts.c.state, rollouts.c.job_id, jobs.c.namespace, jobs.c.limits)
+    row = conn.execute(
+        sa.select(*columns)
+        .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+        .where(rollouts.c.id == rollout)
+    ).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no rollout {rollout!r}", reason="RolloutNotFound")
+    if row.token != token or row.state != RolloutState.LEASED_EVAL:
+        raise Conflict(f"the Eval lease of {rollout!r} with token {token} is not held", reason="LeaseLost")
+    service = loads(row.limits).get("reward_service")
+    if service is None:
+        raise Conflict(f"the job of {rollout!r} has no reward service", reason="NoRewardService")
+    return ServiceCall(row.job_id, row.namespace, RewardServiceSpec.model_validate(service))
+
+
+class _NoScore(Exception):
+    """A request gave no score. The message quotes nothing of the service's."""
+
+    def __init__(self, why: str, *, retryable: bool = True) -> None:
+        super().__init__(why)
+        self.retryable = retryable
+
+
+@dataclass(slots=True)
+class _Line:
+    places: asyncio.Semaphore
+    users: int = field(default=0)
+
+
+class RewardServices:
+    """Sends episodes to reward services.
+
+    Args:
+        allowed: The installer's list.
+    """
+
+    def __init__(self, allowed: ServiceAllowList) -> None:
+        self._allowed = allowed
+        self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="reward")
+        self._jobs: dict[int, _Line] = {}
+
+    def check(self, service: RewardServiceSpec | None, namespace: str) -> None:
+        """Check the service that a job names, without connecting to it.
+
+        Raises:
+            RewardServiceNotAllowed: The installer's list does not contain it.
+        """
+        if service is not None:
+            self._allowed.source(service.url, namespace)
+
+    async def ask(
+        self,
+        call: ServiceCall,
+        episode: dict[str, Any],
+        turn: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> dict[str, Any]:
+        """Return the fields of a RewardResponse: the service's score, or why there is none.
+
+        Args:
+            call: The rollout's job and its service.
+            episode: The JSON object to send.
+            turn: Holds one of the places that all jobs share.
+
+        Raises:
+            QueueFull: The job's own places did not become free in time, or those that all jobs share.
+        """
+        body = dumps(episode)
+        # A job's own place comes first: what waits for it must not hold a place that others could have.
+        async with self._own_place(call), turn():
+            try:
+                async with asyncio.timeout(call.service.timeout_seconds):
+                    answer = await self._answer(call, body)
+                return _score(answer)
+            except TimeoutError:
+                seconds = f"{call.service.timeout_seconds:g} s"
+                return _failure(f"the service did not answer within {seconds}", retryable=True)
+            except RewardServiceNotAllowed as error:
+                return _failure(error.detail, retryable=False)
+            except SourceUnreadable as error:
+                return _failure(str(error), retryable=True)
+            except _NoScore as error:
+                return _failure(str(error), retryable=error.retryable)
+
+    @asynccontextmanager
+    async def _own_place(self, call: ServiceCall) -> AsyncIterator[None]:
+        """Hold one of the places that the job allows itself.
+
+        Raises:
+            QueueFull: None became free in time.
+        """
+        line = self._jobs.setdefault(call.job_id, _Line(asyncio.Semaphore(call.service.concurrency)))
+        line.users += 1
+        try:
+            try:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await line.places.acquire()
+            except TimeoutError as error:
+                raise QueueFull(
+                    f"{call.service.concurrency} requests to the reward service are under way, as "
+                    "'concurrency' says; ask again in a moment",
+                    reason="ServiceBusy",
+                    headers={"Retry-After": "1"},
+                ) from error
+            try:
+                yield
+            finally:
+                line.places.release()
+        finally:
+            line.users -= 1
+            if not line.users:
+                del self._jobs[call.job_id]
+
+    async def _answer(self, call: ServiceCall, body: bytes) -> bytes:
+        source = self._allowed.source(call.service.url, call.namespace)
+        blocking = Blocking(self._resolvers, lambda: None)
+        try:
+            async with AsyncExitStack() as stack:
+                response = await self._response(source, body, blocking, stack, call.service.timeout_seconds)
+                if response.status != 200:
+                    raise _refused(response.status)
+                answer = bytearray()
+                async for data in response.aiter_stream():
+                    answer += data
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise _NoScore(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+                return bytes(answer)
+        except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
+            raise _NoScore(f"the service cannot be reached ({type(error).__name__})") from error
+        except httpcore.ProtocolError as error:
+            raise _NoScore("the service does not speak HTTP") from error
+        finally:
+            blocking.finish()
+
+    async def _response(
+        self, source: Source, body: bytes, blocking: Blocking, stack: AsyncExitStack, seconds: float
+    ) -> httpcore.Response:
+        location = source.location
+        pool = httpcore.AsyncConnectionPool(
+            ssl_context=ssl.create_default_context() if location.scheme == "https" else None,
+            network_backend=CheckedNetwork(source, self._allowed, blocking),
+            max_connections=1,
+            max_keepalive_connections=0,
+        )
+        await stack.enter_async_context(pool)
+        target = location.path + (f"?{location.query}" if location.query else "")
+        limits = {"connect": min(CONNECT_SECONDS, seconds), "read": seconds, "write": seconds, "pool": 1.0}
+        host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
+        return await stack.enter_async_context(
+            pool.stream(
+                "POST",
+                f"{location.scheme}://{location.authority}{target}",
+                headers={
+                    "Host": host,
+                    "User-Agent": "rollyard",
+                    "Accept": "application/json",
+                    "Accept-Encoding": "identity",
+                    "Content-Type": "application/json",
+                    "Content-Length": str(len(body)),
+                },
+                content=body,
+                extensions={"timeout": limits},
+            )
+        )
+
+    def close(self) -> None:
+        """Stop the threads without waiting for name servers that hang."""
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
+
+
+def _refused(status: int) -> _NoScore:
+    if 300 <= status < 400:
+        # A redirect would lead to a place that the installer has not allowed.
+        return _NoScore(f"the service answered {status}; redirects are not followed", retryable=False)
+    return _NoScore(f"the service answered {status}", retryable=status >= 500 or status in _RETRYABLE)
+
+
+def _failure(why: str, *, retryable: bool) -> dict[str, Any]:
+    return {"reward": None, "components": {}, "error": why[:1024], "retryable": retryable}
+
+
+def _score(answer: bytes) -> dict[str, Any]:
+    """Return the fields of a RewardResponse for a service's answer.
+
+    Raises:
+        _NoScore: The answer is no score.
+    """
+    try:
+        document = orjson.loads(answer)  # This refuses NaN and Infinity, which JSON does not have.
+    except orjson.JSONDecodeError as error:
+        raise _NoScore("its answer is no JSON") from error
+    if not isinstance(document, dict):
+        raise _NoScore("its answer is no JSON object")
+    reward, components = document.get("reward"), document.get("components") or {}
+    if not _is_number(reward):
+        raise _NoScore(f"its answer has no 'reward' that is a number of at most {MAX_REWARD:,.0f} in size")
+    if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
+        raise _NoScore(f"the 'components' of its answer are no object of at most {MAX_COMPONENTS} numbers")
+    if not all(len(name) <= 128 and _is_number(value) for name, value in components.items()):
+        raise _NoScore(f"a component of its answer is no number of at most {MAX_REWARD:,.0f} in size")
+    return {"reward": reward, "components": components, "error": "", "retryable": True}
+
+
+def _is_number(value: Any) -> bool:
+    # A comparison with an infinite number is false, and it is therefore refused here, too.
+    return type(value) in (int, float) and -MAX_REWARD <= value <= MAX_REWARD

@@ -68,8 +68,8 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
             raise UsageProblem(f"--allow-sandbox-host: {error}") from error
     if given["join"] and (given["allow_rewards_from"] or given["allow_rewards_networks"]):
         raise UsageProblem(
-            "--allow-rewards-from and --allow-rewards-network are for a control plane of its own; --join names "
-            "one whose installer decides"
+            "--allow-rewards-from and --allow-rewards-network are for a control plane of its own; the one "
+            "that --join names has its own list"
         )
     if given["listen"] == "unix" and (given["advertise"] or given["port"]):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")

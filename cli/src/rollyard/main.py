@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "scale": "Change the number of a pool's backends",
     "watch": "Follow a job's progress until it ends",
     "trajectories": "Write a job's trajectories to a file (.parquet or .jsonl)",
+    "rescore": "Evaluate a job's kept trajectories again, into a new file",
     "view": "Read a trajectory turn by turn, sampled tokens marked",
     "cancel": "Cancel a job, a group or a rollout",
     "weights": "Update a pool's weights, list its updates, pause or resume it",

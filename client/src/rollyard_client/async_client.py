@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -232,6 +232,13 @@ class AsyncClient:
         return self._walk(
             Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
         )
+
+    async def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
+        """Return the tasks of a job with these ids, at most 32.
+
+        An unknown id is left out, and so are tasks beyond the bytes of a page: ask again for those.
+        """
+        return await self._transport.send(results.tasks(name, namespace or self.namespace, ids))
 
     async def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
         """Return the trajectory of one ended rollout."""

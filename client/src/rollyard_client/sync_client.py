@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -230,6 +230,13 @@ class Client:
         return self._walk(
             Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
         )
+
+    def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
+        """Return the tasks of a job with these ids, at most 32.
+
+        An unknown id is left out, and so are tasks beyond the bytes of a page: ask again for those.
+        """
+        return self._transport.send(results.tasks(name, namespace or self.namespace, ids))
 
     def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
         """Return the trajectory of one ended rollout."""

@@ -7,6 +7,7 @@ read and sampled.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -184,3 +185,27 @@ class Trajectory(Record):
     def sampled_tokens(self) -> int:
         """The number of tokens that the policy sampled, in all segments."""
         return sum(sum(segment.loss_mask) for segment in self.segments)
+
+
+class Rescored(Record):
+    """What a trajectory's reward was before it was evaluated again, and who did that when with what."""
+
+    handler: str
+    """The handler that evaluated it again."""
+    by: str
+    """The user and the host."""
+    at: datetime
+    """When it began."""
+    reward: float | None
+    """The reward before."""
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    """The components before."""
+    reward_reason: RewardReason = ""
+    """The reason before; see `Trajectory.reward_reason`."""
+
+
+class RescoredTrajectory(Trajectory):
+    """A trajectory that may have been evaluated again, as files hold it; the control plane keeps the first."""
+
+    rescored: Rescored | None = None
+    """What it was before; it is None for a trajectory that was not evaluated again."""

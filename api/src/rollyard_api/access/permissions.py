@@ -90,6 +90,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("PATCH", f"{JOBS}/{{name}}"): ADMIN,
     ("DELETE", f"{JOBS}/{{name}}"): DRIVER,
     ("POST", f"{JOBS}/{{name}}/tasks"): ADMIN,
+    ("GET", f"{JOBS}/{{name}}/tasks"): ADMIN,
     ("POST", f"{JOBS}/{{name}}/targets"): replace(ADMIN, max_body=SMALL),
     ("POST", f"{JOBS}/{{name}}/close"): ADMIN,
     ("POST", f"{JOBS}/{{name}}/cancel"): DRIVER,

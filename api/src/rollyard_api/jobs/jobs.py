@@ -15,7 +15,7 @@ from rollyard_crds.fields.dynamic_sampling import DynamicSampling
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.conditions import merge_conditions
 from rollyard_api.core.problems import Conflict, NotFound, QueueFull
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
@@ -166,6 +166,30 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
         _enqueue(tx, JobRow(*row), new.tasks, max_queued)
     tx.wake(UNFINISHED)
     return True
+
+
+def tasks_of(conn: Connection, namespace: str, name: str, ids: Sequence[str], max_bytes: int) -> list[bytes]:
+    """Return the tasks of a job that have these ids, as JSON, in the order of the ids.
+
+    There are as many as `max_bytes` bytes hold, and at least one. Unknown ids are left out.
+
+    Raises:
+        NotFound: There is no such job in this namespace.
+    """
+    job = find(conn, namespace, name)
+    found: list[bytes] = []
+    total = 0
+    for task_id in ids:
+        query = sa.select(groups.c.task).where(groups.c.job_id == job.id, groups.c.task_id == task_id)
+        packed = conn.execute(query).scalar_one_or_none()
+        if packed is None:
+            continue
+        task = unpack(packed)
+        total += len(task)
+        if found and total > max_bytes:
+            break
+        found.append(task)
+    return found
 
 
 def limits_of(spec: RolloutJobSpec) -> bytes:

@@ -56,6 +56,8 @@ class Target(BaseModel):
     """The number of groups with a signal that the step wants; default: the job's `targetGroups`."""
 
 
+MAX_TASKS_READ = 32
+"""The largest number of tasks that one request may read."""
 MAX_YAML_BYTES = 4 << 20
 
 
@@ -320,6 +322,26 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
         partial(jobs.push, namespace=namespace, name=name, tasks=rows, max_queued=plane.settings.max_queued)
     )
     return answer(told)
+
+
+@router.get("/{name}/tasks")
+async def get_tasks(
+    plane: Plane,
+    name: str,
+    task_id: Annotated[list[str], Query(alias="id", min_length=1, max_length=MAX_TASKS_READ)],
+    namespace: Namespace = "default",
+) -> Response:
+    """Return the tasks with these ids as NDJSON, with their answers and hidden tests.
+
+    Unknown ids are left out. The answer may hold fewer tasks than were asked for, because it is limited in
+    bytes too; ask again for the others.
+    """
+    read = partial(
+        jobs.tasks_of, namespace=namespace, name=name, ids=task_id, max_bytes=plane.settings.page_bytes
+    )
+    async with plane.looks.held(namespace):
+        lines = await plane.database.read(read)
+    return Response(b"".join(line + b"\n" for line in lines), media_type="application/x-ndjson")
 
 
 @router.post("/{name}/targets", openapi_extra=body_schema(Target))

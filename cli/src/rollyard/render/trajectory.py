@@ -114,6 +114,14 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
     reasons = why(trajectory)
     if reasons:
         yield Text(reasons, style="yellow")
+    rescored = getattr(trajectory, "rescored", None)
+    if rescored is not None:
+        before = "none" if rescored.reward is None else f"{rescored.reward:g}"
+        yield Text(
+            f"evaluated again with {rescored.handler} by {rescored.by}, {rescored.at:%Y-%m-%d %H:%M}; reward "
+            f"before: {before}",
+            style=DIM,
+        )
     if trajectory.reward_components:
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_components.items())
         yield Text(f"reward components: {parts}", style=DIM)

@@ -16,6 +16,34 @@ if TYPE_CHECKING:
     from rollyard_client import Client
 
 
+LINES = (".jsonl", ".jsonl.gz")
+"""The endings of files with JSON lines."""
+
+
+def write_lines(lines: Iterator[bytes], path: Path) -> int:
+    """Write lines to a .jsonl or .jsonl.gz file, and return their number.
+
+    Raises:
+        UsageProblem: The file's name has another ending.
+        CliError: The file cannot be written.
+    """
+    if not path.name.endswith(LINES):
+        raise UsageProblem(f"--output must end in .jsonl or .jsonl.gz (got {path.name!r})")
+    count = 0
+    try:
+        with _whole(path) as file, _packed(file, path.suffix == ".gz") as out:
+            for line in lines:
+                out.write(line + b"\n")
+                count += 1
+    except OSError as error:
+        raise CliError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return count
+
+
+def _packed(file: IO[bytes], packed: bool) -> contextlib.AbstractContextManager[IO[bytes] | gzip.GzipFile]:
+    return gzip.GzipFile(fileobj=file, mode="wb") if packed else contextlib.nullcontext(file)
+
+
 def write(client: Client, name: str, namespace: str, path: Path, follow: bool = False) -> int:
     """Write a .parquet, .jsonl or .jsonl.gz file, and return the number of its trajectories.
 
@@ -23,7 +51,7 @@ def write(client: Client, name: str, namespace: str, path: Path, follow: bool = 
         UsageProblem: The file's name has another ending.
         CliError: The file cannot be written.
     """
-    if not path.name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
+    if not path.name.endswith((".parquet", *LINES)):
         raise UsageProblem(f"--output must end in .parquet, .jsonl or .jsonl.gz (got {path.name!r})")
     try:
         with _whole(path) as file:
@@ -48,7 +76,7 @@ def _whole(path: Path) -> Iterator[IO[bytes]]:
 
 def _lines(client: Client, name: str, namespace: str, file: IO[bytes], packed: bool, follow: bool) -> int:
     count = 0
-    with gzip.GzipFile(fileobj=file, mode="wb") if packed else contextlib.nullcontext(file) as out:
+    with _packed(file, packed) as out:
         for trajectory in client.trajectories(name, follow=follow, namespace=namespace):
             out.write(trajectory.model_dump_json().encode() + b"\n")
             count += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.manifests import text_file
@@ -38,7 +38,7 @@ def _lines(path: Path) -> Iterator[Trajectory]:
             if not line.strip():
                 continue
             try:
-                yield Trajectory.model_validate_json(line)
+                yield RescoredTrajectory.model_validate_json(line)
             except ValidationError as error:
                 raise InvalidInput(f"{path}: line {number}: {describe(error, 'trajectory')[0]}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from rollyard_client.requests.jobs import JOBS, NDJSON
 
 if TYPE_CHECKING:
     import httpx
+    from rollyard_crds.task import Task
     from rollyard_crds.trajectory import Attempt, Trajectory
 
 PARQUET = "application/vnd.apache.parquet"
@@ -69,6 +70,15 @@ class RolloutSummary:
         known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
         listed = [crds.Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
         return cls(**known, attempts=listed)
+
+
+def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:
+    """Return the call that reads tasks by their ids, at most 32."""
+
+    def parse(answer: httpx.Response) -> list[Task]:
+        return [crds.Task.model_validate_json(line) for line in answer.content.split(b"\n") if line]
+
+    return Call("GET", f"{JOBS}/{segment(name)}/tasks", parse, query={"namespace": namespace, "id": [*ids]})
 
 
 def _page(answer: httpx.Response) -> Page:

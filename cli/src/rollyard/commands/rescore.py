@@ -1,0 +1,48 @@
+"""The command `rollyard rescore`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollyard.connection import connect, server_options
+
+
+@click.command()
+@click.argument("name")
+@click.option("--handler", required=True, help="The handler; it must need no sandbox, as math and stem.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A .jsonl or .jsonl.gz file."
+)
+@click.option(
+    "--reward",
+    "reward_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="YAML with a section `reward`, in place of the job's.",
+)
+@server_options
+def command(
+    name: str,
+    handler: str,
+    output: Path,
+    reward_file: Path | None,
+    url: str | None,
+    home: Path | None,
+    namespace: str,
+) -> None:
+    """Evaluate a job's kept trajectories again on this machine, into a new file.
+
+    No rollout runs, and the control plane keeps the rewards that it has. Each trajectory in the file
+    says what its reward was, and who evaluated it again, when and with which handler.
+    """
+    from rollyard.errors import CliError
+    from rollyard.extras import require
+    from rollyard.trajectories.rescoring import rescore
+
+    require("`rollyard rescore`", "worker")
+    with connect(url, home, namespace) as client:
+        count, failed = rescore(client, name, namespace, handler, output, reward_file)
+    click.echo(f"{count} trajectories in {output}")
+    if failed:
+        raise CliError(f"{failed} of them could not be evaluated: their status is failed, with the reason")

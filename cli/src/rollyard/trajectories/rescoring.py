@@ -1,0 +1,131 @@
+"""Kept trajectories are evaluated again on this machine, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import itertools
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pydantic import ValidationError
+from rollyard_crds.fields.reward import RewardSpec
+from rollyard_crds.reading.manifest import describe
+from rollyard_crds.reading.yaml_text import YamlError, load_one
+
+from rollyard.errors import InvalidInput, LookupFailed
+from rollyard.trajectories.export import write_lines
+
+if TYPE_CHECKING:
+    from rollyard_client import Client
+    from rollyard_crds.task import Task
+    from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
+    from rollyard_pipeline.stages.rescoring import Rescorer
+
+CHUNK: Final = 64
+"""The number of trajectories that are in memory at the same time."""
+TASKS: Final = 32
+"""The number of tasks that one request reads."""
+MAX_REWARD_FILE: Final = 1 << 20
+
+
+def rescore(
+    client: Client, name: str, namespace: str, handler: str, output: Path, reward_file: Path | None
+) -> tuple[int, int]:
+    """Write a job's trajectories with new rewards, and return their number and that of failed evaluations.
+
+    Args:
+        client: The client of the control plane.
+        name: The job.
+        namespace: The namespace of the job.
+        handler: The name of the handler.
+        output: The file to write, with JSON lines. It is there whole or not at all.
+        reward_file: A file with a section `reward`. None stands for the job's own.
+
+    Raises:
+        LookupFailed: There is no such job or file, or the control plane has lost a task.
+        InvalidInput: The handler needs a sandbox, the reward needs a service, or a name stands for nothing.
+    """
+    from rollyard_pipeline.errors import PipelineError
+    from rollyard_pipeline.stages.rescoring import Rescorer
+
+    job = client.job(name, namespace)
+    reward = job.spec.reward if reward_file is None else read_reward(reward_file)
+    failed = 0
+    with asyncio.Runner() as runner:
+        try:
+            rescorer = Rescorer(handler, job.spec, reward, by=f"{getpass.getuser()}@{socket.gethostname()}")
+        except PipelineError as error:
+            raise InvalidInput(str(error)) from error
+        try:
+            try:
+                runner.run(rescorer.check())
+            except PipelineError as error:
+                raise InvalidInput(str(error)) from error
+
+            def lines() -> Iterator[bytes]:
+                nonlocal failed
+                for before, now in _rescored(client, name, namespace, rescorer, runner):
+                    failed += now.status != before.status
+                    yield now.model_dump_json().encode()
+
+            count = write_lines(lines(), output)
+        finally:
+            runner.run(rescorer.close())
+    return count, failed
+
+
+def _rescored(
+    client: Client, name: str, namespace: str, rescorer: Rescorer, runner: asyncio.Runner
+) -> Iterator[tuple[Trajectory, RescoredTrajectory]]:
+    """Yield each trajectory before and after, in the order of the control plane."""
+    begun = datetime.now(UTC)
+    known: dict[str, Task] = {}
+    kept = client.trajectories(name, namespace=namespace)
+    while some := list(itertools.islice(kept, CHUNK)):
+        wanted = list(dict.fromkeys(one.task_id for one in some))
+        known = {task_id: known[task_id] for task_id in wanted if task_id in known}
+        known |= _tasks(client, name, namespace, [task_id for task_id in wanted if task_id not in known])
+        pairs = [(trajectory, known[trajectory.task_id]) for trajectory in some]
+        yield from zip(some, runner.run(rescorer.rescored(pairs, begun)), strict=True)
+
+
+def _tasks(client: Client, name: str, namespace: str, wanted: list[str]) -> dict[str, Task]:
+    """Return tasks by their ids.
+
+    Raises:
+        LookupFailed: The control plane does not have one of them.
+    """
+    found: dict[str, Task] = {}
+    while missing := [task_id for task_id in wanted if task_id not in found]:
+        some = client.tasks(name, missing[:TASKS], namespace)
+        if not some:
+            raise LookupFailed(f"the control plane does not have the task {missing[0]!r} of {name!r}")
+        found |= {task.id: task for task in some}
+    return found
+
+
+def read_reward(path: Path) -> RewardSpec:
+    """Return the section `reward` that a YAML file holds, with or without the key `reward`.
+
+    Raises:
+        LookupFailed: There is no such file.
+        InvalidInput: It is no such section. The message names the field.
+    """
+    try:
+        if path.stat().st_size > MAX_REWARD_FILE:
+            raise InvalidInput(f"{path}: larger than {MAX_REWARD_FILE >> 20} MiB; is it a section `reward`?")
+        document = load_one(path.read_bytes())
+    except YamlError as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    except OSError as error:
+        raise LookupFailed(f"{path}: {error.strerror}") from error
+    if isinstance(document, dict) and document.keys() == {"reward"}:
+        document = document["reward"]
+    try:
+        return RewardSpec.model_validate({} if document is None else document)
+    except ValidationError as error:
+        raise InvalidInput(f"{path}: {describe(error, 'reward')[0]}") from error

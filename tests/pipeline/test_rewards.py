@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.fields.reward import FormatCheck, OverlongPenalty
+from rollyard_crds.fields.reward import FormatCheck, OverlongPenalty, RewardServiceSpec
+from rollyard_crds.lease import Lease, RewardRequest, RewardResponse, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.errors import (
     EvaluationInvalid,
     PipelineError,
@@ -29,7 +31,9 @@ from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
 from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_TEXT, episode_document
 from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
+from rollyard_pipeline.rewards.service import service_score
 from rollyard_pipeline.rewards.shaping import Rewards
+from rollyard_pipeline.worker.failures import stage_failure
 
 FUNCTIONS = """
 import os, time
@@ -360,3 +364,63 @@ def test_a_long_episode_is_shortened_and_never_refused() -> None:
     assert max(sizes) <= MAX_TEXT
     assert sum(sizes) <= MAX_MESSAGES
     assert len(sizes) + document["messages_dropped"] == 13
+
+
+class Control:
+    """A control plane that gives these answers, one after the other."""
+
+    def __init__(self, *answers: RewardResponse | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[RewardRequest, float]] = []
+
+    async def reward(self, request: RewardRequest, seconds: float) -> RewardResponse:
+        self.asked.append((request, seconds))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+LEASE = Lease(
+    rollout="r", token=7, stage="eval", job="j", namespace="default", job_uid="u", group_id="g",
+    sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0, task=Task(id="t", prompt="q"),
+)  # fmt: skip
+SERVICE = RewardServiceSpec(url="http://rewards.example/", timeout_seconds=9.0, max_attempts=2)
+
+
+async def service_said(*answers: RewardResponse | Exception) -> tuple[dict[str, Any], Control]:
+    control: Any = Control(*answers)
+    return await service_score(control, LEASE, SERVICE, {"a": 1}), control
+
+
+async def test_a_service_is_asked_again_as_often_as_the_job_says() -> None:
+    broken = RewardResponse(error="the service answered 500")
+    good = RewardResponse(reward=0.5, components={"style": 1.0})
+    away = ControlPlaneUnavailable("it restarts", 0.0)
+    # That the control plane is away is no failure of the service.
+    found, control = await service_said(away, broken, away, good)
+    assert found == {"reward": 0.5, "components": {"style": 1.0}}
+    assert [(asked.rollout, asked.token, asked.episode, seconds) for asked, seconds in control.asked] == [
+        ("r", 7, {"a": 1}, 9.0)
+    ] * 4
+    with pytest.raises(RewardServiceFailed, match="no score in 2 tries; last: the service answered 500"):
+        await service_said(broken, broken, good)
+    moved = RewardResponse(error="the service answered 307", retryable=False)
+    with pytest.raises(RewardServiceFailed, match="no score in 1 try; last: the service answered 307"):
+        await service_said(moved, good)
+
+
+async def test_a_failure_of_a_function_or_a_service_is_reported_as_one(functions: Rewards) -> None:
+    """The report is that of the infrastructure, so the rollout ends as Failed and has no reward."""
+    errors: list[PipelineError] = []
+    with pytest.raises(RewardFunctionFailed) as raised:
+        await shaped(functions, context(function("raising"), "x"), Evaluation(1.0))
+    errors.append(raised.value)
+    with pytest.raises(RewardServiceFailed) as refused:
+        await service_said(RewardResponse(error="no", retryable=False))
+    errors.append(refused.value)
+    for error in errors:
+        failure = stage_failure(LEASE, error, StageTimes())
+        assert (failure.reason, failure.retryable, failure.counts, failure.return_to) == (
+            type(error).__name__, True, True, None,
+        )  # fmt: skip

@@ -205,7 +205,7 @@ class Rescored(Record):
 
 
 class RescoredTrajectory(Trajectory):
-    """A trajectory that may have been evaluated again, as files hold it; the control plane keeps the first."""
+    """A trajectory that may have been evaluated again, as files hold it."""
 
     rescored: Rescored | None = None
     """What it was before; it is None for a trajectory that was not evaluated again."""

@@ -134,6 +134,9 @@ def entry_point_problems(job: RolloutJob) -> list[str]:
         *(("spec.tasks.format", "task_formats", name) for name in _formats_of(job)),
         *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(job.spec.agent.tools)),
     ]
+    function = None if job.spec.reward is None else job.spec.reward.function
+    if function is not None:
+        wanted.append(("spec.reward.function.name", "reward_functions", function.name))
     problems = []
     for field, group, name in wanted:
         installed = names_of(group)
@@ -166,10 +169,35 @@ def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
     return problems
 
 
+def reward_problems(job: RolloutJob) -> list[str]:
+    """Return the problems of the names of a job's reward components.
+
+    Its handler and its reward function must be installed here.
+    """
+    reward = job.spec.reward
+    if reward is None:
+        return []
+    from rollyard_pipeline.rewards.components import component_problems
+
+    handler = _loaded("rollyard.handlers", job.spec.handler)
+    of_function: tuple[str, ...] = ()
+    if reward.function is not None:
+        function = _loaded("rollyard.reward_functions", reward.function.name)
+        of_function = getattr(function, "components", ())
+    return component_problems(reward, getattr(handler, "components", ()), of_function)
+
+
+def _loaded(group: str, name: str) -> Any:
+    (point, *_) = entry_points(group=group, name=name)
+    return point.load()
+
+
 def check_job(job: RolloutJob) -> CheckReport:
     """Check one job and its tasks, as far as that is possible on this machine."""
     where = f"RolloutJob {job.metadata.name!r}"
     problems = [f"{where}: {problem}" for problem in entry_point_problems(job)]
+    if not problems:
+        problems += [f"{where}: {problem}" for problem in reward_problems(job)]
     source = job.spec.tasks
     path = local_path(source.url) if source.url is not None else None
     tasks: list[Task] = []

@@ -1,0 +1,245 @@
+"""`rollyard rescore`: kept trajectories are evaluated again, and the control plane keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard.main import main
+from rollyard.trajectories.reading import read_file
+from rollyard_client import Client
+from rollyard_crds.trajectory import RescoredTrajectory
+
+SAID = ["the answer is 4", "I do not know", r"so \boxed{8/2}", "(failed)"]
+SEGMENT = {"prompt_ids": [1], "response_ids": [2] * 10, "loss_mask": [1] * 10, "logprobs": [-0.5] * 10,
+           "policy_versions": ["v"] * 10}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    tokens: dict[str, str]
+
+    def post(self, path: str, **body: Any) -> Any:
+        headers = {"Authorization": f"Bearer {self.tokens['worker']}"}
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def lease(self, **capacity: int) -> list[dict[str, Any]]:
+        leases: list[dict[str, Any]] = self.post(
+            "/v1/leases", worker="w", node="n", capacity=capacity, wait=0.0
+        )["leases"]
+        return leases
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("api")
+    port_file = folder / "port"
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + 60
+        while not port_file.exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        tokens = json.loads((folder / "tokens.json").read_text())
+        yield Server(f"http://127.0.0.1:{port_file.read_text().strip()}", tokens)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def finished(server: Server) -> Server:
+    """Return the server with the ended job `kept`: three rollouts with reward 0.25, and one that failed."""
+    tasks = [{"id": f"t{number}", "prompt": "2 + 2?", "answer": "4"} for number in range(len(SAID))]
+    manifest = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "kept"},
+        "spec": {
+            "tasks": {"inline": tasks}, "handler": "math", "agent": {"type": "oracle"},
+            "failurePolicy": {"maxFailedFraction": 1.0},
+        },
+    }  # fmt: skip
+    with Client(server.url, server.tokens["admin"]) as client:
+        client.submit(manifest)
+    common = {"worker": "w"}
+    for stage in ("init", "run", "eval"):
+        results, failures = [], []
+        for lease in server.lease(**{stage: 16}):
+            item: dict[str, Any] = {key: lease[key] for key in ("rollout", "token", "stage")}
+            said = SAID[int(lease["task"]["id"][1:])]
+            messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": said}]
+            if stage == "run":
+                item["trajectory"] = {
+                    "id": lease["rollout"], "job": "kept", "task_id": lease["task"]["id"],
+                    "group_id": lease["group_id"], "sample_index": 0, "segments": [SEGMENT],
+                    "messages": messages,
+                }  # fmt: skip
+            elif stage == "eval" and said == "(failed)":
+                failures.append({**item, "reason": "VerifierFailed", "retryable": False})
+                continue
+            elif stage == "eval":
+                item |= {"reward": 0.25, "reward_components": {"old": 1.0}, "reward_reason": "TestTimeout"}
+            results.append(item)
+        server.post("/v1/leases/complete", **common, results=results)
+        if failures:
+            server.post("/v1/leases/fail", **common, failures=failures)
+    return server
+
+
+@pytest.fixture
+def run(
+    finished: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Any:
+    monkeypatch.setenv("ROLLYARD_URL", finished.url)
+    monkeypatch.setenv("ROLLYARD_TOKEN", finished.tokens["admin"])
+
+    def rescore(name: str = "kept", handler: str = "math", **options: Any) -> tuple[int, str]:
+        words = [
+            "rescore",
+            name,
+            "--handler",
+            handler,
+            "-o",
+            str(options.pop("output", tmp_path / "new.jsonl")),
+        ]
+        for option, value in options.items():
+            words += [f"--{option}", str(value)]
+        status = main(words)
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return rescore
+
+
+def rewards(path: Path) -> list[float | None]:
+    return [one.reward for one in read_file(path)]
+
+
+def kept(server: Server) -> list[dict[str, Any]]:
+    with Client(server.url, server.tokens["admin"]) as client:
+        return [one.model_dump() for one in client.trajectories("kept")]
+
+
+def test_rewards_are_made_again_and_the_first_ones_are_kept(
+    run: Any, finished: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = kept(finished)
+    status, said = run()
+    assert (status, "4 trajectories in" in said) == (0, True), said
+    found = list(read_file(tmp_path / "new.jsonl"))
+    assert [one.id for one in found] == [one["id"] for one in before], (
+        "the order is that of the control plane"
+    )
+    by_task = {one.task_id: one for one in found}
+    assert [by_task[f"t{number}"].reward for number in range(4)] == [1.0, 0.0, 1.0, None]
+    first, last = by_task["t0"], by_task["t3"]
+    assert isinstance(first, RescoredTrajectory)
+    assert first.rescored is not None
+    assert (first.rescored.handler, first.rescored.reward) == ("math", 0.25)
+    assert (first.rescored.reward_components, first.rescored.reward_reason) == ({"old": 1.0}, "TestTimeout")
+    assert "@" in first.rescored.by
+    assert (first.reward_components, first.reward_reason) == ({"answered": 1.0}, "")
+    assert first.segments == RescoredTrajectory.model_validate(before[0]).segments
+    # A failure of the infrastructure is no reward now either.
+    assert isinstance(last, RescoredTrajectory)
+    assert (last.status, last.reason, last.rescored) == ("failed", "VerifierFailed", None)
+    assert kept(finished) == before
+    assert main(["view", "--from", str(tmp_path / "new.jsonl"), "t0"]) == 0
+    assert "evaluated again with math" in capsys.readouterr().out
+
+
+def test_a_second_time_gives_the_same(run: Any, tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert run(output=tmp_path / name)[0] == 0
+    assert rewards(tmp_path / "a.jsonl") == rewards(tmp_path / "b.jsonl.gz")
+
+
+def test_another_section_reward_counts(run: Any, tmp_path: Path) -> None:
+    section = tmp_path / "reward.yaml"
+    section.write_text(
+        "reward:\n  weights: {handler: 1.0, boxed: 0.5}\n"
+        "  overlong: {maxTokens: 20, bufferTokens: 20}\n"
+        "  format: [{name: boxed, pattern: 'boxed'}]\n"
+    )
+    assert run(reward=section)[0] == 0
+    found = {one.task_id: one for one in read_file(tmp_path / "new.jsonl")}
+    assert [found[f"t{number}"].reward for number in range(3)] == [0.5, -0.5, 1.0]
+    assert found["t2"].reward_components == {"answered": 1.0, "handler": 1.0, "overlong": -0.5, "boxed": 1.0}
+
+
+def test_what_cannot_be_evaluated_is_failed_and_never_0(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising_function.py").write_text("class F:\n    def score(self, episode):\n        1 / 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    from rollyard_pipeline.registry import Registry
+
+    monkeypatch.setattr(Registry, "target", lambda *_: "raising_function:F")
+    section = tmp_path / "reward.yaml"
+    section.write_text("function: {name: raising}\n")
+    status, said = run(reward=section)
+    assert (status, "3 of them could not be evaluated" in said) == (1, True), said
+    for one in read_file(tmp_path / "new.jsonl"):
+        assert (one.status, one.reward) == ("failed", None)
+        if one.task_id != "t3":
+            assert one.reason == "RewardFunctionFailed"
+            assert "ZeroDivisionError" in one.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reward", "words"),
+    [
+        ({"name": "nosuch"}, None, "no RolloutJob 'nosuch'"),
+        (
+            {"handler": "code"},
+            None,
+            "the handler 'code' needs a sandbox, and what Run left in it is not kept",
+        ),
+        ({"handler": "shell"}, None, "the handler 'shell' needs a sandbox"),
+        ({"handler": "nobodys"}, None, "no handler 'nobodys' is installed"),
+        ({}, "weights: {style: 1.0}", "spec.reward.weights: there is no component 'style'"),
+        ({}, "overlong: {maxTokens: 8, bufferTokens: -1}", "reward.overlong.bufferTokens"),
+        ({}, "service: {url: 'http://a/'}", "reward services during Eval only"),
+        ({}, "function: {name: nobodys}", "no reward function 'nobodys' is installed"),
+        ({}, "- 1", "reward"),
+        ({"output": Path("x.parquet")}, None, "--output must end in .jsonl or .jsonl.gz"),
+    ],
+)
+def test_refusals_are_one_line_and_write_nothing(
+    run: Any, tmp_path: Path, arguments: dict[str, Any], reward: str | None, words: str
+) -> None:
+    if reward is not None:
+        (tmp_path / "reward.yaml").write_text(reward)
+        arguments = {**arguments, "reward": tmp_path / "reward.yaml"}
+    status, said = run(**arguments)
+    assert status in (1, 2)
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_tasks_are_read_by_their_ids(finished: Server) -> None:
+    with Client(finished.url, finished.tokens["admin"]) as client:
+        found = client.tasks("kept", ["t2", "nosuch", "t0"])
+        assert [(task.id, task.answer) for task in found] == [("t2", "4"), ("t0", "4")]
+    for token in (finished.tokens["worker"], finished.tokens["driver"]):
+        headers = {"Authorization": f"Bearer {token}"}
+        refused = httpx.get(
+            f"{finished.url}/v1/rolloutjobs/kept/tasks", params={"id": "t0"}, headers=headers, trust_env=False
+        )
+        assert refused.status_code == 403, "answers and hidden tests are for the author alone"

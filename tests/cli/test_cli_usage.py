@@ -97,6 +97,13 @@ def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixtu
             "no handler 'swedish' is installed; installed: code, math, mixed, shell, stem",
         ),
         (changed(agent={"type": "oracle", "tools": ["bash", "hammer"]}), "no tool 'hammer' is installed"),
+        (
+            changed(reward={"weights": {"exit_zero": 1.0, "style": 1.0}}),
+            "spec.reward.weights: there is no component 'style'; there are exit_zero, handler, test_timeout",
+        ),
+        (changed(reward={"overlong": {"maxTokens": 8, "bufferTokens": -1}}), "reward.overlong.bufferTokens"),
+        (changed(reward={"format": [{"name": "a", "pattern": "("}]}), "reward.format[0].pattern"),
+        (changed(reward={"function": {"name": "nobodys"}}), "no reward-function 'nobodys' is installed"),
         (changed(tasks={"url": "nowhere.jsonl"}), "nowhere.jsonl: No such file"),
         ({**JOB, "kind": "Job"}, "kind: must be one of BackendPool, RolloutJob"),
         ({**JOB, "metadata": {"name": "Under_score"}}, "metadata.name"),

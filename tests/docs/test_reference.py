@@ -47,6 +47,7 @@ def documented(site: Path) -> set[str]:
         "rollyard_pipeline.agents",
         "rollyard_pipeline.tools",
         "rollyard_pipeline.tool_parsers",
+        "rollyard_pipeline.rewards",
     ],
 )
 def test_the_reference_describes_every_public_name(documented: set[str], package: str) -> None:

@@ -295,10 +295,10 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import asyncio\n"
         "from rollyard_pipeline.errors import RewardFunctionFailed as F\n"
-        "from rollyard_pipeline.handlers.children import Children\n"
+        "from rollyard_pipeline.handlers.child_processes import ChildProcesses\n"
         "async def main():\n"
-        "    made = Children('rollyard_pipeline.rewards.function_process', 'hang:F', what='f', failed=F,"
-        " timeout=F)\n"
+        "    module = 'rollyard_pipeline.rewards.function_process'\n"
+        "    made = ChildProcesses(module, 'hang:F', what='f', failed=F, timeout=F)\n"
         "    await made.greeting()\n"
         "    print(made._idle[0].pid, flush=True)\n"
         "    await made.ask({}, 600.0)\n"

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.lease import BackendAssignment, Lease, RouteRequest, RouteResponse, StageResult, StageTimes
+from rollyard_crds.lease import (
+    BackendAssignment,
+    Lease,
+    RewardRequest,
+    RewardResponse,
+    RouteRequest,
+    RouteResponse,
+    StageResult,
+    StageTimes,
+)
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
@@ -19,7 +28,7 @@ from rollyard_inference.errors import BackendUnavailable
 from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import SetupFailed, TemplateError, TokenizerUnavailable
+from rollyard_pipeline.errors import RewardComponentUnknown, SetupFailed, TemplateError, TokenizerUnavailable
 from rollyard_pipeline.registry import AGENTS, Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
@@ -388,6 +397,42 @@ async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None
     assert rollout.provider.claimed() == []
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
     assert (await rollout.score()).reward == 1.0
+
+
+async def test_a_jobs_reward_is_made_of_components(
+    rollout: Rollout, model: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = {
+        "weights": {"handler": 1.0, "boxed": 0.5, "service": 0.25},
+        "overlong": {"maxTokens": 100, "bufferTokens": 100, "factor": 100.0},
+        "format": [{"name": "boxed", "pattern": r"boxed\{\d+\}"}],
+        "service": {"url": "http://rewards.example/"},
+    }
+    said = "2 + 2 = \\boxed{4}" + END
+    model(lambda prompt: said, {"type": "single_turn"}, {"answer": "4"}, handler="math", reward=reward)
+    trajectory = await rollout.play()
+    asked: list[RewardRequest] = []
+
+    async def service(request: RewardRequest, seconds: float) -> RewardResponse:
+        asked.append(request)
+        return RewardResponse(reward=2.0)
+
+    monkeypatch.setattr(rollout.plane, "reward", service, raising=False)
+    result = await rollout.score()
+    tokens = trajectory.sampled_tokens
+    assert tokens > 0
+    assert result.reward == pytest.approx(1.0 + 0.5 + 0.5 - tokens)
+    assert result.reward_components == {
+        "answered": 1.0, "handler": 1.0, "boxed": 1.0, "service": 2.0, "overlong": pytest.approx(-tokens),
+    }  # fmt: skip
+    assert (asked[0].rollout, asked[0].token, asked[0].episode["reward"]) == ("r", 1, 1.0)
+
+
+async def test_a_weight_for_nothing_ends_init_before_a_sandbox_starts(rollout: Rollout) -> None:
+    rollout.configure(reward={"weights": {"exit_zero": 1.0, "style": 1.0}})
+    with pytest.raises(RewardComponentUnknown, match="no component 'style'"):
+        await rollout.stage("init")
+    assert rollout.provider.claimed() == []
 
 
 @pytest.mark.parametrize("then", ["run", "init"])

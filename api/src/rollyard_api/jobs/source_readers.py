@@ -194,6 +194,12 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
+        """Connect to an address of the host, if all of its addresses are permitted.
+
+        Raises:
+            Invalid: One of them is not permitted.
+            SourceUnreadable: The host has no address.
+        """
         failure: Exception = SourceUnreadable("its host has no address")
         for address in await self._addresses(host, port):
             try:
@@ -216,9 +222,11 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
         return found
 
     async def connect_unix_socket(self, *_arguments: Any, **_options: Any) -> httpcore.AsyncNetworkStream:
+        """Refuse to connect: no source is behind a Unix socket."""
         raise SourceUnreadable("Unix sockets are not read")
 
     async def sleep(self, seconds: float) -> None:
+        """Wait, as httpcore asks for it between two tries."""
         await asyncio.sleep(seconds)
 
 

@@ -14,7 +14,7 @@ import sys
 from typing import Final
 
 from rollyard_pipeline.errors import VerifierFailed
-from rollyard_pipeline.handlers.children import Children, begin_child
+from rollyard_pipeline.handlers.child_processes import ChildProcesses, begin_child
 
 _MEMORY: Final = 2 << 30  # The size of a child's address space in bytes.
 
@@ -33,7 +33,7 @@ class Verifiers:
     """
 
     def __init__(self, count: int = 2) -> None:
-        self._children = Children(
+        self._children = ChildProcesses(
             __name__, what="the verifier", failed=VerifierFailed, timeout=VerifierTimeout, count=count
         )
 

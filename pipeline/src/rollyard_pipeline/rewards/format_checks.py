@@ -10,7 +10,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard_pipeline.errors import FormatCheckFailed, FormatCheckTimeout
-from rollyard_pipeline.handlers.children import Children
+from rollyard_pipeline.handlers.child_processes import ChildProcesses
 
 _SECONDS: Final = 10.0
 """The limit of one search in seconds. Usual patterns need less than a millisecond."""
@@ -25,7 +25,7 @@ class FormatChecks:
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
-        self._children = Children(
+        self._children = ChildProcesses(
             "rollyard_pipeline.rewards.format_process",
             what="the search for a pattern",
             failed=FormatCheckFailed,

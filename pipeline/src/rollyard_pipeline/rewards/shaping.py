@@ -18,7 +18,7 @@ from rollyard_pipeline.errors import (
     RewardServiceFailed,
 )
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-from rollyard_pipeline.handlers.children import Children
+from rollyard_pipeline.handlers.child_processes import ChildProcesses
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
 from rollyard_pipeline.rewards.components import TEST_TIMEOUT_COMPONENT, component_problems
 from rollyard_pipeline.rewards.episode import episode_document
@@ -42,7 +42,7 @@ class Rewards:
     def __init__(self, extensions: Registry, format_checks: FormatChecks | None = None) -> None:
         self._extensions = extensions
         self._format = format_checks or FormatChecks()
-        self._functions: dict[str, Children] = {}
+        self._functions: dict[str, ChildProcesses] = {}
 
     async def check(self, handler: Handler, spec: RolloutJobSpec) -> None:
         """Check the names of a job's components, before anything is spent on a rollout.
@@ -66,10 +66,10 @@ class Rewards:
         about = await self._children(reward.function).greeting()
         return tuple(about.get("components", ()))
 
-    def _children(self, function: RewardFunctionSpec) -> Children:
+    def _children(self, function: RewardFunctionSpec) -> ChildProcesses:
         target = self._extensions.target(REWARD_FUNCTIONS, function.name)
         if target not in self._functions:
-            self._functions[target] = Children(
+            self._functions[target] = ChildProcesses(
                 "rollyard_pipeline.rewards.function_process",
                 target,
                 what=f"the reward function '{function.name}'",

@@ -24,7 +24,7 @@ _START_SECONDS: Final = 60.0  # Importing large libraries takes long on a busy m
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Children:
+class ChildProcesses:
     """A bounded set of children, which are started when first needed and kept.
 
     Args:

@@ -36,7 +36,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_part_is_about_twenty_lines() -> None:
-    assert len(MODULES) == 4
+    assert len(MODULES) == 5
     lengths = {path.name: len(path.read_text().splitlines()) for path in MODULES}
     assert {name: length for name, length in lengths.items() if length > 28} == {}
 
@@ -112,7 +112,7 @@ def policy(prompt: str) -> str:
 
 
 @pytest.mark.usefixtures("bubblewrap_works")
-async def test_all_four_parts_in_one_job(
+async def test_all_five_parts_in_one_job(
     installed: Path, tmp_path: Path, scripted: Callable[[Callable[[str], str]], Any], model_folder: Path
 ) -> None:
     model = scripted(policy)
@@ -122,8 +122,11 @@ async def test_all_four_parts_in_one_job(
             installed, tmp_path / "out", "job.yaml", 2, "--backend", model.url, "--model", "scripted"
         )
     for trajectory in trajectories:
-        assert trajectory["reward"] == (0.5 if trajectory["task_id"] == "empty" else 1.0)
-        assert trajectory["reward_components"] == {"answered": 1.0}
+        right = 0.5 if trajectory["task_id"] == "empty" else 1.0
+        assert trajectory["reward"] == right + 0.25
+        characters = trajectory["reward_components"].pop("characters")
+        assert characters == len(trajectory["messages"][-1]["content"])
+        assert trajectory["reward_components"] == {"answered": 1.0, "handler": right, "function": 1.0}
         roles = [message["role"] for message in trajectory["messages"] if message["role"] != "system"]
         assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant", "user", "assistant"]
         wrong, right = [m["content"] for m in trajectory["messages"] if m["role"] == "tool"]

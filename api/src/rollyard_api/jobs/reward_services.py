@@ -134,6 +134,8 @@ class RewardServices:
         self._allowed = allowed
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="reward")
         self._jobs: dict[int, _Line] = {}
+        self._tls: ssl.SSLContext | None = None
+        """The context of all requests. It is read from the system once, which takes some milliseconds."""
 
     def check(self, service: RewardServiceSpec | None, namespace: str) -> None:
         """Check the service that a job names, without connecting to it.
@@ -232,7 +234,7 @@ class RewardServices:
     ) -> httpcore.Response:
         location = source.location
         pool = httpcore.AsyncConnectionPool(
-            ssl_context=ssl.create_default_context() if location.scheme == "https" else None,
+            ssl_context=self._context() if location.scheme == "https" else None,
             network_backend=CheckedNetwork(source, self._allowed, blocking),
             max_connections=1,
             max_keepalive_connections=0,
@@ -257,6 +259,11 @@ class RewardServices:
                 extensions={"timeout": limits},
             )
         )
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
 
     def close(self) -> None:
         """Stop the threads without waiting for name servers that hang."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -162,6 +161,8 @@ def begin_child(memory: int = 0) -> None:
     Args:
         memory: The limit of the address space in bytes; 0 stands for none.
     """
+    import ctypes  # Workers do without it.
+
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if memory:

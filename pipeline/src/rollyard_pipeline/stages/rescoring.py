@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.rolloutjob import RolloutJobSpec
@@ -96,7 +96,7 @@ class Rescorer:
     async def _one(self, trajectory: Trajectory, task: Task, at: datetime) -> RescoredTrajectory:
         if trajectory.status != "succeeded":
             return RescoredTrajectory.model_validate(trajectory.model_dump())
-        changes = {
+        changes: dict[str, Any] = {
             "rescored": Rescored(
                 handler=self._name,
                 by=self._by,

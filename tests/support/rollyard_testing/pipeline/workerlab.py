@@ -19,6 +19,8 @@ from rollyard_crds.lease import (
     LeaseResponse,
     OutcomeItem,
     OutcomeResponse,
+    RewardRequest,
+    RewardResponse,
     RouteRequest,
     RouteResponse,
     SandboxHandle,
@@ -117,6 +119,9 @@ class Plane:
 
     async def route(self, request: RouteRequest) -> RouteResponse:
         return RouteResponse(backend=None)
+
+    async def reward(self, request: RewardRequest, seconds: float) -> RewardResponse:
+        return RewardResponse(error="there is no service")
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
         self._check()

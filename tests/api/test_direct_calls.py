@@ -9,7 +9,7 @@ from fastapi import Request
 from rollyard_api import app
 from rollyard_api.rollouts import leasing
 
-CALLS = ("", "/heartbeat", "/complete", "/fail", "/route")
+CALLS = ("", "/heartbeat", "/complete", "/fail", "/route", "/reward")
 
 
 def test_exactly_these_calls_are_answered_directly() -> None:

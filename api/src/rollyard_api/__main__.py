@@ -340,21 +340,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             namespace_count=given.max_namespace_blobs,
         ),
     )
-    try:
-        _ = settings.task_sources
-    except PrefixError as error:
-        print(f"--allow-tasks-from, --allow-tasks-network: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    try:
-        _ = settings.sandbox_hosts
-    except HostPatternError as error:
-        print(f"--allow-sandbox-host: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    try:
-        _ = settings.reward_services
-    except PrefixError as error:
-        print(f"--allow-rewards-from, --allow-rewards-network: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    for options, name in (
+        ("--allow-tasks-from, --allow-tasks-network", "task_sources"),
+        ("--allow-sandbox-host", "sandbox_hosts"),
+        ("--allow-rewards-from, --allow-rewards-network", "reward_services"),
+    ):
+        try:
+            getattr(settings, name)
+        except (PrefixError, HostPatternError) as error:
+            print(f"{options}: {error}", file=sys.stderr)
+            return EXIT_USAGE
     if sock.family != socket.AF_UNIX:
         cut_off_stalled(sock, given.stall_seconds)
     open_many_files()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard_api.jobs import blobs, task_reader
-from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.reward_services import ServiceAllowList
+from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.limits import UpdateLimits
 

@@ -24,6 +24,7 @@ from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
 from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable
@@ -109,8 +110,10 @@ def service_of(conn: Connection, rollout: str, token: int) -> ServiceCall:
     return ServiceCall(row.job_id, row.namespace, RewardServiceSpec.model_validate(service))
 
 
-class _NoScore(Exception):
+class _NoScore(ControlPlaneError):
     """A request gave no score. The message quotes nothing of the service's."""
+
+    reason = "NoScore"
 
     def __init__(self, why: str, *, retryable: bool = True) -> None:
         super().__init__(why)

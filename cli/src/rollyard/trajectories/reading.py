@@ -14,6 +14,8 @@ from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.manifests import text_file
 
+RESCORED = '"rescored":'
+"""The text in each line of a file that `rollyard rescore` wrote."""
 JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
 
 
@@ -38,7 +40,7 @@ def _lines(path: Path) -> Iterator[Trajectory]:
             if not line.strip():
                 continue
             try:
-                yield RescoredTrajectory.model_validate_json(line)
+                yield (RescoredTrajectory if RESCORED in line else Trajectory).model_validate_json(line)
             except ValidationError as error:
                 raise InvalidInput(f"{path}: line {number}: {describe(error, 'trajectory')[0]}") from error
 

@@ -27,12 +27,10 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
     EvalOutOfMemory,
-    EvalTimeout,
     InitTimeout,
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
-from rollyard_pipeline.rewards.service import service_score
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
@@ -41,6 +39,7 @@ from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, Sand
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, carries, eval_sandbox
 from rollyard_pipeline.stages.evaluation import evaluate
+from rollyard_pipeline.stages.reward_shaping import shaped
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import Tool, ToolContext
@@ -263,7 +262,10 @@ class Stages:
                 raise
             evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
         if spec.reward is not None:
-            evaluation = await self._shaped(lease, handler, context, evaluation, timeout + self._eval_grace)
+            seconds = timeout + self._eval_grace
+            evaluation = await shaped(
+                self._rewards, self._control, lease, handler, context, evaluation, seconds
+            )
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -275,26 +277,6 @@ class Stages:
             reward_reason=evaluation.reason,
             times=times,
         )
-
-    async def _shaped(
-        self, lease: Lease, handler: Handler, context: StageContext, evaluation: Evaluation, seconds: float
-    ) -> Evaluation:
-        """Return the reward that the job's `reward` makes of an evaluation, within a limit in seconds.
-
-        Raises:
-            EvalTimeout: A function or a service took longer.
-        """
-        reward = context.spec.reward
-        service = None if reward is None else reward.service
-        ask = None if service is None else functools.partial(service_score, self._control, lease, service)
-        limit = asyncio.timeout(seconds)
-        try:
-            async with limit:
-                return await self._rewards.shaped(handler, context, evaluation, ask)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise EvalTimeout(f"the reward was not made within {seconds:g} s") from error
 
     async def _lost_for_memory(self, lease: Lease) -> bool:
         """Return whether a lost sandbox had used up its own memory, which is the policy's fault."""

@@ -65,9 +65,8 @@ class Program:
 
     sandbox: Sandbox
 
-    async def talk(self, sent: bytes, *, end: bool = True) -> bytes:
-        """Return all that the proxy answers to these bytes."""
-        script = TALK if end else TALK.replace("&& cat <&3", "&& sleep 60")
+    async def talk(self, sent: bytes, script: str = TALK) -> bytes:
+        """Return what the proxy answers to these bytes."""
         result = await self.sandbox.client.run(["bash", "-c", script], stdin=sent, timeout=LIMIT_SECONDS)
         assert not result.timed_out, result.text()
         return result.output
@@ -119,12 +118,13 @@ async def test_what_is_allowed_is_reached(lend: Lend, outside: Outside) -> None:
 
 
 async def test_tls_goes_through_unchanged(lend: Lend, outside: Outside, provider: SandboxProvider) -> None:
-    if provider.name != "bubblewrap":
-        async with lend() as program:
-            answer = await program.connect(HOST, outside.tls_port, client_hello(HOST))
-            assert answer.startswith(b"HTTP/1.1 200 Connection established\r\n\r\n\x16\x03"), answer[:100]
-        return
     async with lend() as program:
+        # The server waits for more after its first messages.
+        hello = f"CONNECT {HOST}:{outside.tls_port} HTTP/1.1\r\n\r\n".encode() + client_hello(HOST)
+        answer = await program.talk(hello, TALK.replace("cat <&3", "head -c 60 <&3"))
+        assert answer.startswith(b"HTTP/1.1 200 Connection established\r\n\r\n\x16\x03"), answer
+        if provider.name != "bubblewrap":
+            return  # The image has no client that speaks TLS.
         certificate = (outside.folder / "tls.crt").read_bytes()
         await program.sandbox.client.write_file("ca.crt", certificate)
         result = await program.sandbox.client.run(
@@ -284,7 +284,7 @@ async def test_connections_are_bounded(lend: Lend, outside: Outside) -> None:
     limits = EgressLimits(connections=3, waiting=2, per_second=100.0, head_seconds=2.5)
     async with lend(outside.egress(limits=limits)) as program:
         # Silent connections give their places back, and those that wait are served.
-        silent = [asyncio.create_task(program.talk(b"GET ", end=True)) for _ in range(3)]
+        silent = [asyncio.create_task(program.talk(b"GET ")) for _ in range(3)]
         answers = await asyncio.gather(*(program.get(HOST, outside.port) for _ in range(8)))
         assert all(" 200 OK" in answer for answer in answers)
         assert all(b"200" not in answer for answer in await asyncio.gather(*silent))

@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="groups or figures (a figure runs its group); the file keeps the others",
     )
-    parse.add_argument("--quick", action="store_true", help="fewer samples, shorter runs (about 13 minutes)")
+    parse.add_argument("--quick", action="store_true", help="fewer samples, shorter runs (about 15 minutes)")
     parse.add_argument("--out", type=Path, default=Path("bench/results.json"), metavar="FILE")
     return parse
 

@@ -63,6 +63,13 @@ FIGURES: tuple[Figure, ...] = (
     Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before"), "times the baseline"),
     Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms"), "times the baseline"),
     Figure(
+        "humaneval_evals",
+        "humaneval_evals",
+        "ms",
+        _ratio("<=", 1.3, "≤ 1.3× a fresh process"),
+        "times the baseline",
+    ),
+    Figure(
         "apptainer_cold",
         "apptainer",
         "ms",
@@ -91,6 +98,9 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("pipeline_speed_up", "pipeline", "×", _ratio(">=", 0.9, "≥ 0.9× predicted"), "times the baseline"),
     Figure("pipeline_run_slots_busy", "pipeline", "of 1", None, "times the baseline"),
+    Figure("dapo_to_target", "dapo_to_target", "s", _ratio(">=", 1.5, "≥ 1.5× faster"), "times faster"),
+    Figure("dapo_no_early_termination", "dapo_to_target", "s", None, "times faster"),
+    Figure("dapo_slots_busy", "dapo_to_target", "of 1", _value(">=", 0.9, "≥ 0.9"), "times the baseline"),
     Figure("delta_tokenize_32k", "tokenize", "ms", _value("<=", 2, "≤ 2 ms"), "times faster"),
     Figure("delta_tokenize_growth", "tokenize", "×", _value("<=", 1.5, "≤ 1.5×"), "times the baseline"),
     Figure("prefix_hits", "prefix", "%", _value(">=", 76, "≥ 76%"), "times the baseline"),

@@ -33,6 +33,7 @@ def check(candidate):
         assert candidate(i) == i * i + 17, "wrong"
 """
 ASSERTED: dict[str, Any] = {"entry_point": "f", "cases": [{"program": CHECK}]}
+PLAIN: dict[str, Any] = {"entry_point": "f", "cases": [{"program": "assert f(3) == 26\nassert f(4) == 33"}]}
 PRINTED: dict[str, Any] = {"cases": [{"input": "3", "output": "26"}, {"input": "4", "output": "33"}]}
 CALLED: dict[str, Any] = {
     "entry_point": "f",
@@ -109,6 +110,15 @@ ANSWERS = {
     "deep_result": "def f(i):\n    r = []\n    for n in range(10**5): r = [r]\n    return r",
     "wrong": "def f(i): return 26\nif __name__ == '__main__': print(26)",
 }  # fmt: skip
+BOMBS = {
+    "fork_bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "fork_bomb_in_the_call": "import os\ndef f(i):\n    while True:\n        try: os.fork()\n"
+    "        except OSError: pass\nf(0)",
+    "fork_bomb_of_sessions": "import os\nwhile True:\n    try:\n        if os.fork() == 0: os.setsid()\n"
+    "    except OSError: pass",
+    "thread_bomb": "import threading\ndef spin():\n    while True: pass\nwhile True:\n"
+    "    try: threading.Thread(target=spin).start()\n    except RuntimeError: pass",
+}  # fmt: skip
 PLANTED = r"""
 mkdir -p ~/bin ~/.local/lib/python3/site-packages /work/bin /tmp/bin; cd /work
 for f in conftest.py sitecustomize.py usercustomize.py json.py ast.py random.py resource.py os.py; do
@@ -138,22 +148,32 @@ async def sandbox(bubblewrap_works: None, tmp_path: Path) -> AsyncIterator[tuple
 
 
 async def reward(sandbox: tuple[ExecClient, str], answer: str, tests: dict[str, Any]) -> float:
-    task = Task.model_validate({"id": "a", "prompt": "?", "tests": {**tests, "time_limit_seconds": 3}})
+    task = Task.model_validate({"id": "a", "prompt": "?", "tests": {**tests, "time_limit_seconds": 2}})
     client, workdir = sandbox
-    context = StageContext(task, SPEC, "r", 0, 60.0, client, workdir, carry={ANSWER: answer})
-    return (await evaluate(CodeHandler(), context, 90.0)).reward
+    context = StageContext(task, SPEC, "r", 0, 30.0, client, workdir, carry={ANSWER: answer})
+    return (await evaluate(CodeHandler(), context, 45.0)).reward
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_no_program_decides_its_own_score(sandbox: tuple[ExecClient, str], name: str) -> None:
-    for tests in (ASSERTED, PRINTED, CALLED, CHECKED):
+    for tests in (ASSERTED, PLAIN, PRINTED, CALLED, CHECKED):
         assert await reward(sandbox, ANSWERS[name], tests) == 0.0
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_no_program_keeps_its_sandbox_from_answering(
+    sandbox: tuple[ExecClient, str], name: str
+) -> None:
+    """The exec server ends each of them in time, and the next evaluation in the same sandbox is as usual."""
+    for tests in (PRINTED, CALLED):
+        assert await reward(sandbox, BOMBS[name], tests) == 0.0
+        assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
 async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClient, str]) -> None:
     planted = await sandbox[0].bash(PLANTED)
     assert planted.exit_code == 0, planted.text()
-    for tests in (ASSERTED, PRINTED, CALLED, CHECKED):
+    for tests in (ASSERTED, PLAIN, PRINTED, CALLED, CHECKED):
         assert await reward(sandbox, "def f(i): return 0\nprint(0)", tests) == 0.0
         assert await reward(sandbox, RIGHT, tests) == 1.0
 

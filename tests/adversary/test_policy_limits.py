@@ -345,3 +345,31 @@ def test_memory_is_bounded_by_control_groups(bubblewrap_lab: Lab, attack: Attack
     if "memory" not in enforced(find_places()):
         pytest.skip("no writable memory control group here")
     bubblewrap_lab.attack(attack)
+
+
+BUSY = Attack(
+    name="busy_fork_bomb",
+    goal="Begin again where a solution fails, by an exec server that has no time to answer.",
+    steps=(
+        python("""
+import os
+while True:
+    try:
+        if os.fork() == 0:
+            os.setsid()
+    except OSError:
+        pass
+"""),
+        "echo still here",
+    ),
+    spec={
+        **IMPATIENT,
+        "sandbox": {"resources": {"memory": "1Gi", "disk": "16Mi", "processes": 512}, "warm": 0},
+    },
+    shows=("timed out",),
+)
+
+
+@pytest.mark.parametrize("attack", [BUSY], ids=lambda attack: attack.name)
+def test_busy_processes_keep_no_exec_server_from_answering(bubblewrap_lab: Lab, attack: Attack) -> None:
+    bubblewrap_lab.attack(attack)

@@ -15,10 +15,11 @@ from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import ANSWER
+from rollyard_pipeline.handlers.code.assertions import plain_test
 from rollyard_pipeline.handlers.code.compare import same_result, same_text
 from rollyard_pipeline.handlers.code.handler import CodeHandler
-from rollyard_pipeline.handlers.code.programs import program_of, whole_program
-from rollyard_pipeline.handlers.code.sandboxed import decode, encode
+from rollyard_pipeline.handlers.code.programs import needed, program_of, whole_program
+from rollyard_pipeline.handlers.code.sandboxed import decode, encode, text
 from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
@@ -101,6 +102,7 @@ ADD = "print(sum(map(int, input().split())))"
         ("", 0), ("not Python", 0), ("while True: pass", 0), ("x = 'a' * (1 << 31)\n" + ADD, 0),
         ("import sys\nprint('x' * (6 << 20))", 0), (f"import sys; print('e', file=sys.stderr)\n{ADD}", 1),
         ("import os; os._exit(0)", 0), ("\ud800", 0), ("\0", 0),
+        (f"def f(x: int): pass\nassert f.__annotations__['x'] is int\n{ADD}", 1),
     ],
 )  # fmt: skip
 async def test_standard_input_and_output(
@@ -168,6 +170,81 @@ def test_values_keep_their_type() -> None:
     assert not same_result(encode({"a": 1}), {"b": 1}, None)
     assert same_result(encode({"a": (1, 2.5)}), {"a": [1, 2.5]}, None)
     assert not same_result(encode(True), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("program", "results", "verdict"),
+    [
+        ("assert candidate(1) == 2", [2], True), ("assert f(1) == 2", [3], False),
+        ("assert f(1)", [0], False), ("assert f(1) == {g: 2}", [{1: 2}], None),
+        ("def check(c):\n    assert candidate(1, k=[2]) == (3, [4])", [(3, [4])], True),
+        ("import math\nM = {'a': 1}\n'said'\nassert f(1) is True", [True], True),
+        ("assert f(1) is True", [1], False), ("assert abs(f(1) - 0.5) < 1e-6, 'far'", [0.5000001], True),
+        ("assert tuple(f(1)) == tuple(f(2))", [[1, 2], (1, 2)], True), ("assert not f(1)", [""], True),
+        ("assert sorted(f(1)) == [1, 'a']", [["a", 1]], False), ("assert len(f(1)) == 2", [5], None),
+        ("assert f(1) == {1: 2}", [{1: 2}], True), ("assert f(1) == x", [1], None),
+        ("assert f(1) * 9 == 9", [1], None), ("assert f(1) == 1\nf(2)", [1, 2], None),
+        ("abs = len\nassert abs(f(1)) == 1", [1], None), ("assert f(1) + 'a' == 'ba'", ["b"], None),
+        ("def abs(x): return 1\nassert abs(f(1)) == 1", [5], None), ("assert True", [], True),
+        ("assert f(1) == [1]", [iter([1])], None), ("assert f(1) == 1", [set(range(2000))], None),
+        ("assert f(1) == 1", ["x" * 100_000], None), ("assert f(1) == 1", [[1] * 30_000], None),
+    ],
+)  # fmt: skip
+def test_simple_assertions_are_judged_without_a_process(
+    program: str, results: list[Any], verdict: bool | None
+) -> None:
+    found = plain_test(program, "f")
+    assert found is not None
+    assert len(found.calls) == len(results)
+    known = [{"v": encode(result)} for result in results]
+    assert found.verdict(known) is verdict
+    if results and verdict is not None:
+        assert found.verdict([{"e": "ValueError"}] * len(known)) is False
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "for i in range(3): assert f(i)", "assert f(f(1))", "assert f(x)", "assert f(1) if 0 else 1",
+        "assert True or f(1)", "g = f\nassert g(1)", "assert f(*[1])", "assert f(**{})",
+        "assert all(map(f, [1]))",
+        "def check(c):\n    assert c(1)\ncheck(f)", "is no Python", "try:\n    f(1)\nexcept Exception: pass",
+    ],
+)  # fmt: skip
+def test_other_tests_are_run_to_find_their_calls(program: str) -> None:
+    assert plain_test(program, "f") is None
+
+
+def test_a_test_that_names_its_function_otherwise_is_run() -> None:
+    found = plain_test("def check(c):\n    assert c(1)", "f")
+    assert found is not None
+    assert (found.calls, found.verdict([])) == ([], None)
+
+
+def test_helpers_come_where_they_are_needed() -> None:
+    helpers = "import math\nfrom typing import List\ndef poly(x): return x\ndef f(x): return x"
+    assert needed(helpers, "assert poly(f(1)) == 1", "f") == helpers
+    assert needed(helpers, "assert math.fabs(f(1)) == 1", "f") == helpers
+    assert needed(helpers, "assert f(1) == 1", "f") == ""
+    assert needed(f"{helpers}\nprint(1)", "assert f(1) == 1", "f") != ""
+
+
+def test_answers_are_written_as_json() -> None:
+    value = [None, True, {"x": 'a"\n\ud800é'}, []]
+    assert json.loads(text(value)) == value
+
+
+async def test_packages_and_exit_are_there(sandbox: tuple[ExecClient, str]) -> None:
+    """Python starts without `site`, which a program does not notice."""
+    program = (
+        "import site\ntry:\n    import no_such_module\nexcept ImportError:\n    print(3)\nexit()\nprint(4)"
+    )
+    tests = {"cases": [{"input": "", "output": "3"}]}
+    assert (await scored(sandbox, program, tests)).reward == 1.0
+    program = (
+        "import sys\ntry:\n    import no_such_module\nexcept ImportError:\n    print('site' in sys.modules)"
+    )
+    assert (await scored(sandbox, program, {"cases": [{"input": "", "output": "True"}]})).reward == 1.0
 
 
 def test_programs_are_taken_from_answers() -> None:

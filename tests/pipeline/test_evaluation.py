@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 import rollyard_sandbox.errors as exec_errors
@@ -12,12 +13,18 @@ from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline import sabotage
+from rollyard_pipeline.agents import AgentContext
 from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import SYSTEM_PATH, evaluation_environment
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
+from rollyard_pipeline.tool_parsers.base import ParsedCall
+from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tools.base import ToolContext
+from rollyard_pipeline.tools.bash import BashTool
+from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_sandbox.client import EvalPlace, ExecClient
 
 PLACE = EvalPlace("/p", "/p/home", "/p/tmp", "/p/reward")
@@ -207,10 +214,52 @@ async def test_a_program_that_no_image_has_is_not_the_policys_failing(
     async def removed(client: ExecClient, error: exec_errors.SandboxError) -> bool:
         return False
 
-    monkeypatch.setattr("rollyard_pipeline.stages.evaluation._was_removed", removed)
+    monkeypatch.setattr("rollyard_pipeline.sabotage.was_removed", removed)
     with pytest.raises(exec_errors.LaunchError) as caught:
         await evaluate(Scored(score), context(*sandbox), 20.0)
     assert caught.value.reason == "ProgramNotFound"
+
+
+class Emptied:
+    """A client of a sandbox in which no program is left, and whose folders may be written to."""
+
+    def __init__(self, *, writable: bool) -> None:
+        self.writable = writable
+        self.written: list[str] = []
+
+    async def run(self, argv: list[str], **options: Any) -> None:
+        raise exec_errors.LaunchError(f"there is no {argv[0]}", reason="ProgramNotFound")
+
+    async def bash(self, command: str, **options: Any) -> None:
+        await self.run(["bash"])
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        if not self.writable:
+            raise exec_errors.FileError(path, reason="ReadOnly")
+        self.written.append(path)
+
+    async def remove(self, path: str) -> None:
+        self.written.remove(path)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+async def test_a_policy_that_removes_every_program_gets_no_new_try(writable: bool) -> None:
+    """A missing shell is an observation in Run, and a score of 0 in Eval, unless the image has none."""
+    client: Any = Emptied(writable=writable)
+    error = exec_errors.LaunchError("there is no bash", reason="ProgramNotFound")
+    assert await sabotage.was_removed(client, error) is writable
+    assert client.written == []
+    agent = AgentContext(
+        task=Task(id="t", prompt="q"), spec=SPEC.agent, sampling=SPEC.sampling, episode=Episode(messages=[]),
+        tools={"bash": BashTool()}, tool_context=ToolContext(client, 5.0, 100), parser=HermesParser(),
+        session=None,
+    )  # fmt: skip
+    call = ParsedCall("bash", {"command": "ls"})
+    if not writable:
+        with pytest.raises(exec_errors.LaunchError):
+            await agent.call(call)
+        return
+    assert (await agent.call(call)).error == "there is no bash"
 
 
 async def test_time_that_went_to_the_sandbox_is_the_policys(sandbox: tuple[ExecClient, str]) -> None:

@@ -28,7 +28,13 @@ from rollyard_inference.errors import BackendUnavailable
 from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import RewardComponentUnknown, SetupFailed, TemplateError, TokenizerUnavailable
+from rollyard_pipeline.errors import (
+    EvalTimeout,
+    RewardComponentUnknown,
+    SetupFailed,
+    TemplateError,
+    TokenizerUnavailable,
+)
 from rollyard_pipeline.registry import AGENTS, Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
@@ -558,6 +564,27 @@ async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
     assert rollout.init.sandbox is not None
     await rollout.provider.release(rollout.init.sandbox)
     with pytest.raises(SandboxLost):
+        await rollout.score()
+    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
+
+
+async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exec server is there, and does not answer before the limit."""
+
+    async def evaluated(*arguments: object, **options: object) -> None:
+        raise EvalTimeout("Eval took longer than 1 s")
+
+    async def oom_killed(handle: object) -> bool:
+        return True
+
+    rollout.configure(oracle(("bash", {"command": "true"})))
+    await rollout.play()
+    monkeypatch.setattr("rollyard_pipeline.stages.stages.evaluate", evaluated)
+    with pytest.raises(EvalTimeout):
         await rollout.score()
     monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
     result = await rollout.score()

@@ -173,7 +173,10 @@ async def test_the_lease_ends_the_server_and_its_processes(start_server: Callabl
         left = (await client.info()).lease_seconds_left
         assert left is not None
         assert 50 < left <= 60
+        waiting = asyncio.create_task(client.run(["sleep", "300"]))
         await client.renew(0.2)
+        with pytest.raises(errors.ConnectionLost, match="lease has ended, because it was not renewed"):
+            await waiting
         assert await server.exit_status() == 75
         with pytest.raises(errors.ConnectionLost):
             await client.bash("true")

@@ -8,8 +8,11 @@ there is no reward.
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import LaunchError
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 SABOTAGED: Final = "SandboxSabotaged"
@@ -20,6 +23,7 @@ ANSWER_UNUSABLE: Final = "AnswerUnusable"
 REWARD_INVALID: Final = "RewardInvalid"
 FORMAT_TIMEOUT: Final = "FormatTimeout"
 
+_LOOK_SECONDS: Final = 30.0
 _POLICYS: Final = frozenset(
     {
         # The exec server has its own evidence.
@@ -44,7 +48,7 @@ _INFRASTRUCTURE: Final = frozenset(
         "SandboxLost", "ProtocolError", "Unauthorized",
         # Descriptors belong to the server or to the node.
         "TooManyOpenFiles",
-        # The image has no such program. `stages.evaluation` checks whether Run could have removed it.
+        # The image has no such program. `was_removed` checks whether Run could have removed it.
         "ProgramNotFound",
         # The server sets up the protections against its commands by itself.
         "ConfinementFailed",
@@ -61,6 +65,29 @@ def reward_reason(error: Exception) -> str:
     if not isinstance(error, ExecError):
         return ""
     return SABOTAGED if error.reason in _POLICYS else ""
+
+
+async def was_removed(client: ExecClient, error: ExecError) -> bool:
+    """Return whether the policy may have removed a missing program: it can write where programs are."""
+    if error.reason != "ProgramNotFound":
+        return False
+    try:
+        looked = await client.run(["test", "-w", "/usr/bin"], cwd="/", timeout=_LOOK_SECONDS)
+    except LaunchError:
+        return await _can_write(client)  # The policy may have removed `test`, too.
+    except ExecError:
+        return False
+    return looked.exit_code == 0
+
+
+async def _can_write(client: ExecClient) -> bool:
+    probe = f"/usr/bin/.{secrets.token_hex(16)}"
+    try:
+        await client.write_file(probe, b"")
+        await client.remove(probe)
+    except ExecError:
+        return False
+    return True
 
 
 def judged() -> frozenset[str]:

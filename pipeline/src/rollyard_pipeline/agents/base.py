@@ -24,7 +24,7 @@ from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
-from rollyard_pipeline.sabotage import reward_reason
+from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
 from rollyard_pipeline.trajectories.episode import Episode, clean_turn
@@ -145,7 +145,7 @@ class AgentContext:
             gone = "the sandbox ran out of memory, and is gone"
             return ToolResult(f"error: {gone}", error=gone, out_of_memory=True)
         except ExecError as error:
-            if not reward_reason(error):
+            if not reward_reason(error) and not await was_removed(context.sandbox, error):
                 raise
             return refusal(str(error))
 

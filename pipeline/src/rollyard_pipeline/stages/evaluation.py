@@ -67,7 +67,7 @@ async def evaluate(
         if untouched:
             raise
         reason = sabotage.reward_reason(error)
-        if not reason and client is not None and await _was_removed(client, error):
+        if not reason and client is not None and await sabotage.was_removed(client, error):
             reason = sabotage.SABOTAGED
         if not reason:
             raise
@@ -124,17 +124,6 @@ async def _was_at_work(client: ExecClient) -> bool:
     except (ExecError, TimeoutError):
         return False
     return True
-
-
-async def _was_removed(client: ExecClient, error: ExecError) -> bool:
-    """Return whether Run may have removed the missing program, because it can write to the system folders."""
-    if error.reason != "ProgramNotFound":
-        return False
-    try:
-        looked = await client.run(["test", "-w", "/usr/bin"], cwd="/", timeout=_LOOK_SECONDS)
-    except ExecError:
-        return False
-    return looked.exit_code == 0
 
 
 def _check(handler: Handler, name: str, evaluation: Evaluation) -> None:

@@ -27,6 +27,7 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
     EvalOutOfMemory,
+    EvalTimeout,
     InitTimeout,
     SandboxMissing,
 )
@@ -257,7 +258,8 @@ class Stages:
         except EvalOutOfMemory as error:
             log.info("eval of %s: %s", lease.rollout, clean_text(str(error), 1000))
             evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
-        except (SandboxLost, ConnectionLost):
+        except (SandboxLost, ConnectionLost, EvalTimeout):
+            # A server that the kernel keeps waiting for memory is not lost, and does not answer either.
             if not await self._lost_for_memory(lease):
                 raise
             evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
@@ -279,7 +281,7 @@ class Stages:
         )
 
     async def _lost_for_memory(self, lease: Lease) -> bool:
-        """Return whether a lost sandbox had used up its own memory, which is the policy's fault."""
+        """Return whether a lost or silent sandbox had used up its own memory, which is the policy's fault."""
         if lease.sandbox is None or self._provider is None or self._provider.name != lease.sandbox.provider:
             return False
         if lease.trajectory is not None and lease.trajectory.truncated_reason == OUT_OF_MEMORY:

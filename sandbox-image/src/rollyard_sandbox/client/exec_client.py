@@ -26,8 +26,9 @@ from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, Sa
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
 _KERNEL_START = 60.0  # The seconds that the first cell may wait for its kernel.
-# The seconds beyond a command's timeout. The server interrupts, kills and answers within 5 of them.
-_LIMIT_MARGIN = 15.0
+# The seconds beyond a command's timeout. The server interrupts, kills and answers within 5 of them. A command
+# that has filled the sandbox with busy processes delays a new shell by 10 more, and each step a little.
+_LIMIT_MARGIN = 45.0
 
 
 class ExecClient:

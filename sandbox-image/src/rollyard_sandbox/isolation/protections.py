@@ -3,12 +3,14 @@
 Commands are hostile, and run as the server's own user. Several protections, none of which needs another,
 keep them away from the server. The kernel lets no command read or trace it, because it is not dumpable. The
 calls that would do so are refused to commands before the kernel looks at their arguments (`seccomp`). If the
-server may make namespaces, commands run in some in which it does not exist (`command_namespaces`).
+server may make namespaces, commands run in some in which it does not exist (`command_namespaces`). If they
+share control groups with nothing but the server, they run at the lowest priority, and cannot outnumber it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import contextmanager
 
 from rollyard_sandbox.isolation import signal_senders
@@ -24,6 +26,7 @@ FAILED = 78  # The exit status when the kernel refuses a protection (EX_CONFIG).
 NOT_CONFINED = "NotConfined"
 """The first word of the message on standard error in this case."""
 _SET_DUMPABLE = 4  # linux/prctl.h
+_LOWEST = 19  # setpriority(2)
 
 
 class Protections:
@@ -32,12 +35,16 @@ class Protections:
     Args:
         filter_calls: Whether commands get the filter of system calls.
         namespaces: The options of the commands' namespaces. With None commands share those of the server.
+        yielding: Whether commands have the lowest priority, so that hundreds of them leave the server its
+            share of the time.
 
     Raises:
         OSError: The kernel refuses a protection.
     """
 
-    def __init__(self, *, filter_calls: bool, namespaces: NamespaceOptions | None = None) -> None:
+    def __init__(
+        self, *, filter_calls: bool, namespaces: NamespaceOptions | None = None, yielding: bool = False
+    ) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         self.namespaces: CommandNamespaces | None = None
         if namespaces is not None:
@@ -48,6 +55,7 @@ class Protections:
         if libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
         self._filter = CallFilter(libc) if filter_calls else None
+        self._yielding = yielding
 
     @contextmanager
     def forking(self) -> Iterator[None]:
@@ -73,6 +81,8 @@ class Protections:
             OSError: The kernel refuses a protection, and the command must not run.
         """
         signal_senders.unblock()
+        if self._yielding:
+            os.nice(_LOWEST)
         if self.namespaces is not None:
             self.namespaces.enter(cwd)
         if self._filter is not None:

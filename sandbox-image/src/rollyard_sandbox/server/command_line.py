@@ -135,6 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
             max_output=options.max_output,
             ready_fd=options.ready_fd,
             own_pid_namespace=options.own_pid_namespace,
+            # A container has control groups of its own.
+            yielding=options.own_pid_namespace,
             secret=secret,
             allow_loopback=options.allow_loopback,
         )

@@ -14,7 +14,7 @@ import sys
 from time import monotonic
 
 from rollyard_sandbox import proof
-from rollyard_sandbox.errors import TokenRefused
+from rollyard_sandbox.errors import ConnectionLost, TokenRefused
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.isolation import network, peers
@@ -148,6 +148,9 @@ class ExecServer:
         self._loop.stop()
 
     def _lease_ended(self) -> None:
+        for connection in list(self._connections):
+            # Request 0 stands for the connection itself: everything that waits on it learns the reason.
+            connection.refuse(0, ConnectionLost("the sandbox's lease has ended, because it was not renewed"))
         self._status = LEASE_ENDED
         self._loop.stop()
 
@@ -247,7 +250,9 @@ def serve(options: ServerOptions) -> int:
     if os.getpid() != 1:  # Process 1 inherits orphans anyway.
         processes.become_subreaper()
     try:
-        protections = Protections(filter_calls=options.filter_calls, namespaces=options.namespaces)
+        protections = Protections(
+            filter_calls=options.filter_calls, namespaces=options.namespaces, yielding=options.yielding
+        )
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
         return FAILED

@@ -35,12 +35,14 @@ class ServerOptions:
             sandbox's own commands. If the server listens on a loopback address only, they always may.
         namespaces: The namespaces of commands. With None commands share those of the server.
         filter_calls: Whether commands get a filter of system calls (see `isolation.seccomp`).
+        yielding: Whether commands run at the lowest priority. This is for a sandbox whose processor time is
+            limited by a control group, in which they compete with nothing but the server.
     """
 
     __slots__ = (
         "allow_loopback", "filter_calls", "isolation_checks", "isolation_seconds", "lease", "listen",
         "max_output", "max_sessions", "namespaces", "own_pid_namespace", "ready_fd", "secret", "token",
-        "token_sha256", "workdir",
+        "token_sha256", "workdir", "yielding",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,7 @@ class ServerOptions:
         namespaces: NamespaceOptions | None = None,
         secret: bytes | None = None,
         allow_loopback: bool = False,
+        yielding: bool = False,
     ) -> None:
         self.listen = listen
         self.workdir = workdir
@@ -77,3 +80,4 @@ class ServerOptions:
         self.namespaces = namespaces
         self.secret = secret
         self.allow_loopback = allow_loopback
+        self.yielding = yielding

@@ -90,8 +90,8 @@ def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int
 
     Args:
         wanted: The fields `sizes` (see `forked_sandbox.confine`), `limits` (a list of resource limits: their
-            numbers in `resource` and their values), `workdir`, `lease` in seconds, and `namespaces`, which
-            holds the arguments of NamespaceOptions.
+            numbers in `resource` and their values), `workdir`, `lease` in seconds, `namespaces`, which
+            holds the arguments of NamespaceOptions, and `yielding` (see ServerOptions).
         descriptors: The listening socket; the pipe for the line that the server is ready; the pipe for the
             number of process 1; the file for standard output and error; the pipe with the secret; and for
             each control group an open file with which a process joins it.
@@ -125,6 +125,7 @@ def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int
                 own_pid_namespace=True,
                 secret=known,
                 namespaces=NamespaceOptions(**wanted["namespaces"]),
+                yielding=wanted["yielding"],
             )
         )
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The policy's program: taken out of what it said, and joined to what stands before it."""
+"""The policy's program, which is taken out of what it said, and the code that a test needs before it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole_program(prefix: str, text: str, entry_point: str | None) -> str:
 def completed(prefix: str) -> str:
     """Return the prefix as a program that can be compiled: a function without a body gets one."""
     for rest in ("", "\n    pass\n", "\n        pass\n"):
-        if _tree(prefix + rest) is not None:
+        if parsed(prefix + rest) is not None:
             return prefix + rest
     return prefix
 
@@ -46,15 +46,53 @@ def _begins(prefix: str, name: str) -> bool:
 
 
 def _defines(program: str, name: str) -> bool:
-    tree = _tree(program)
+    tree = parsed(program)
     return tree is not None and any(
         isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in (name, "Solution")
         for node in tree.body
     )
 
 
-def _tree(program: str) -> ast.Module | None:
+def parsed(program: str) -> ast.Module | None:
+    """Return the syntax tree of a program, or None if it has none."""
     try:
         return ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+_DEFINING: Final = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+)
+"""The statements that have no effect but the names that they define, apart from what a module does itself."""
+
+
+def needed(helpers: str, program: str, name: str) -> str:
+    """Return the helpers of a test, or "" if they only define names that the test does not mention.
+
+    Args:
+        helpers: The code that stands before the test.
+        program: The test.
+        name: The name of the tested function, which is no helper.
+    """
+    tree = parsed(helpers)
+    if tree is None or not all(isinstance(statement, _DEFINING) for statement in tree.body):
+        return helpers
+    words = set(re.findall(r"\w+", program))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined = node.name
+        elif isinstance(node, ast.alias):
+            defined = (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined = node.id
+        else:
+            continue
+        if defined == "*" or (defined in words and defined != name):
+            return helpers
+    return ""

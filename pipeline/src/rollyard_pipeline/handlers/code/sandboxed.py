@@ -1,32 +1,44 @@
 """The programs that Eval runs in the sandbox; they need the standard library only, of Python 3.8 or later.
 
-The source of this module is given to `python -c` with one argument. `call` loads the policy's program and
-calls its function; everything that this process says is the policy's word. `judge` runs a test of the task's
-author, in a process that never loads the policy's code: where the test calls the function, it gets the result
-that `call` has reported for these arguments. Results are plain data, so nothing of the policy's decides how
-they compare.
+The source of this module is given to `python -S -c` with one argument, and the request on standard input.
+`call` loads the policy's program and calls its function; everything that this process says is the policy's
+word. `judge` runs a test of the task's author, in a process that never loads the policy's code: where the
+test calls the function, it gets the result that `call` has reported for these arguments. Results are plain
+data, so nothing of the policy's decides how they compare.
+
+Most of an evaluation's time is the start of these processes. Therefore they import little: no annotation is
+evaluated, requests are marshalled, and installed packages are looked for at the first import that needs them.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
-import json
+import marshal
 import os
-import random
 import resource
 import sys
-from collections.abc import Callable
-from typing import Any
+
+try:
+    from _json import encode_basestring_ascii as quoted
+except ImportError:
+    from json.encoder import encode_basestring_ascii as quoted
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 MAX_DEPTH = 60
 MAX_ITEMS = 200_000
+ONLY_AST = 0x400  # The value of ast.PyCF_ONLY_AST.
 
 
 def encode(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON that keeps its type. Other objects become a mark that equals nothing."""
     if depth > MAX_DEPTH:
         return {"o": "deep"}
+    if isinstance(value, Anything):
+        return {"o": "anything"}
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -86,10 +98,26 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+def text(value: Any) -> str:
+    """Return a value of `encode` as JSON, without the time that importing `json` takes."""
+    if isinstance(value, str):
+        return str(quoted(value))
+    if isinstance(value, dict):
+        return "{" + ",".join(quoted(key) + ":" + text(each) for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(text, value)) + "]"
+    return "null" if value is None else "true" if value else "false"
+
+
+def compiled(program: Any, name: str) -> Any:
+    """Return the code of a program, which has not the `__future__` of this module."""
+    return compile(program, name, "exec", dont_inherit=True)
+
+
 def call(request: dict[str, Any], out: int) -> None:
     """Call the policy's function with each list of arguments, and write a line for each result."""
     names: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
-    exec(compile(request["source"], "solution.py", "exec"), names)
+    exec(compiled(request["source"], "solution.py"), names)
     function = names.get(request["entry_point"])
     if function is None:
         function = getattr(names["Solution"](), request["entry_point"])
@@ -102,7 +130,13 @@ def call(request: dict[str, Any], out: int) -> None:
                 kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, 0) is kind
             ]
             result = {"e": kinds[0]}
-        os.write(out, json.dumps(result).encode() + b"\n")
+        write(out, text(result).encode() + b"\n")
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all of the data, which may be more than a pipe takes at once."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 class Unanswered(BaseException):
@@ -143,14 +177,17 @@ class Anything:
         return True
 
 
-class Tolerant(ast.NodeTransformer):
-    """Makes each assertion a statement that cannot fail, so that all calls of a test are seen in one pass."""
+def tolerant(tree: Any) -> Any:
+    """Make each assertion a statement that cannot fail, so that all calls of a test are seen in one pass."""
+    import ast
 
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Return a `try` statement with the asserted expression."""
-        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
-        new = ast.Try([ast.Expr(node.test)], [handler], [], [])
-        return ast.fix_missing_locations(ast.copy_location(new, node))
+    class Tolerant(ast.NodeTransformer):
+        def visit_Assert(self, node: ast.Assert) -> ast.AST:
+            handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
+            new = ast.Try([ast.Expr(node.test)], [handler], [], [])
+            return ast.fix_missing_locations(ast.copy_location(new, node))
+
+    return Tolerant().visit(tree)
 
 
 def judge(request: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +198,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     looking = bool(request["collect"])
 
     def candidate(*arguments: Any, **keywords: Any) -> Any:
-        made = json.loads(json.dumps([encode(arguments), encode(keywords)]))
+        made = [encode(arguments), encode(keywords)]
         place = len(calls)
         calls.append(made)
         if place < len(answered) and answered[place][0] == made:
@@ -176,12 +213,15 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         raise Unanswered
 
     names: dict[str, Any] = {"__name__": "test", "__builtins__": builtins}
-    random.seed(0)
+    if "random" in request["helpers"] + request["program"]:
+        import random  # The test has the same numbers each time that it runs.
+
+        random.seed(0)
     try:
-        exec(compile(request["helpers"], "helpers.py", "exec"), names)
+        exec(compiled(request["helpers"], "helpers.py"), names)
         names["candidate"] = names[request["entry_point"]] = candidate
-        tree = ast.parse(request["program"])
-        exec(compile(Tolerant().visit(tree) if looking else tree, "test.py", "exec"), names)
+        tree = compile(request["program"], "test.py", "exec", ONLY_AST, True)
+        exec(compiled(tolerant(tree) if looking else tree, "test.py"), names)
         if callable(names.get("check")):
             names["check"](candidate)
         error = ""
@@ -191,21 +231,40 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         error = type(raised).__name__
     # A test may have caught Unanswered itself.
     passed = not (looking or error or missing)
-    return {"passed": passed, "more": bool(missing), "calls": calls, "error": error}
+    return {"passed": passed, "more": bool(missing), "calls": calls if looking else [], "error": error}
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Run the checker of the task's author on an output."""
     names: dict[str, Any] = {"__name__": "checker", "__builtins__": builtins}
-    exec(compile(request["checker"], "checker.py", "exec"), names)
+    exec(compiled(request["checker"], "checker.py"), names)
     return {"passed": bool(names["check"](request["input"], request["output"], request["expected"]))}
+
+
+class InstalledPackages:
+    """The last finder of imports, which does what `site` does at the start of Python without `-S`."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec of a module that lies in the folders that `site` has added, or None."""
+        sys.meta_path.remove(self)
+        import site
+
+        site.main()
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
 
 
 def main(what: str) -> None:
     """Do what the argument says with the request on standard input, and write the answer."""
-    request = json.load(sys.stdin.buffer)
+    request = marshal.loads(sys.stdin.buffer.read())
     memory = int(request["memory"])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    sys.meta_path.append(InstalledPackages())
+    for name in ("exit", "quit"):  # They come with `site`, too.
+        setattr(builtins, name, sys.exit)
     # What programs print goes nowhere; the answer has a descriptor of its own.
     out = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -224,12 +283,12 @@ def main(what: str) -> None:
         os.lseek(given, 0, os.SEEK_SET)
         os.dup2(given, 0)
         os.dup2(out, 1)
-        source = compile(request["source"], "solution.py", "exec")
+        source = compiled(request["source"], "solution.py")
         names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         exec(source, names)
     else:
         answer = judge(request) if what == "judge" else check(request)
-        os.write(out, json.dumps(answer).encode())
+        write(out, text(answer).encode())
 
 
 if __name__ == "__main__":

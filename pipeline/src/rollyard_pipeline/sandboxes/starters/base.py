@@ -135,6 +135,11 @@ def resource_limits(
     return limits
 
 
+def yielding(places: Sequence[CgroupPlace]) -> bool:
+    """Return whether commands can run at the lowest priority: they compete with their own server only."""
+    return "cpu" in enforced(places)
+
+
 def limits_of(key: SandboxKey) -> CgroupLimits:
     """Return the control-group limits of a key, including the outer process and the exec server."""
     return CgroupLimits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 5)
@@ -177,6 +182,6 @@ def server_code(
         "from rollyard_sandbox.server.options import ServerOptions",
         f"sys.exit(serve(ServerOptions(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
         f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared}, filter_calls={not shared}, "
-        f"secret=secret, namespaces={inside})))",
+        f"secret=secret, namespaces={inside}, yielding={yielding(places) and not shared})))",
     ]
     return ["-I", "-S", "-c", "\n".join(lines)]

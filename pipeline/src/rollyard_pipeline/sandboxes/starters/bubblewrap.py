@@ -30,6 +30,7 @@ from rollyard_pipeline.sandboxes.starters.base import (
     inside,
     resource_limits,
     server_code,
+    yielding,
 )
 from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, SandboxLaunch, Started, start
 from rollyard_pipeline.sandboxes.starters.root_folders import (
@@ -251,6 +252,7 @@ class BubblewrapStarter:
             "workdir": WORKDIR,
             "lease": LEASE_SECONDS,
             "namespaces": command_namespaces(key, SANDBOX_UID),
+            "yielding": yielding(self._places),
         }
         template = await templates.get(key.image, self._stamp(key.image))
         root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, wanted), START_SECONDS)

@@ -1,0 +1,208 @@
+"""Tests of simple assertions are read instead of run, which saves the time of their processes.
+
+Most tests of data sets look like `assert candidate(3) == 9`. Their calls can be read from the text, so that
+the policy's process can start at once, and their verdict can often be reached in the worker: the few
+operations that are known here are applied to plain data of a bounded size, and none of them takes long or
+needs much memory, whatever the policy has returned. Any other test runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from rollyard_pipeline.handlers.code.programs import parsed
+from rollyard_pipeline.handlers.code.sandboxed import decode, encode
+
+_MOST_READ: Final = 200_000
+"""The most characters of a test that is read."""
+_MOST_HASHED: Final = 1000
+"""The most items of a set or dictionary that is made here. The policy can choose items of the same hash."""
+_MOST_VALUES: Final = 20_000
+"""The most values that a result may consist of here, and the most characters of a text."""
+_EVALUATED_ONCE: Final = (
+    ast.Assert, ast.Expr, ast.Compare, ast.Call, ast.keyword, ast.UnaryOp, ast.BinOp, ast.Subscript,
+    ast.Attribute, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Constant, ast.Name, ast.expr_context,
+    ast.operator, ast.unaryop, ast.cmpop,
+)  # fmt: skip
+"""The syntax of which every part is evaluated exactly once, whatever the values are."""
+_COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
+_CALCULATE: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv,
+}  # fmt: skip
+_FUNCTIONS: Final[Mapping[str, tuple[Callable[[Any], Any], tuple[type, ...]]]] = {
+    "abs": (abs, (int, float, complex)), "bool": (bool, (object,)), "len": (len, (str, bytes, list, tuple)),
+    "list": (list, (list, tuple)), "sorted": (sorted, (list, tuple)), "tuple": (tuple, (list, tuple)),
+}  # fmt: skip
+"""The functions that are known here, and the types of which their only argument may be."""
+
+
+class _Unknown(Exception):
+    """The test has to be run."""
+
+
+class PlainTest:
+    """A test whose calls of the tested function have literal arguments, and are made in any case.
+
+    Args:
+        calls: The encoded arguments and keyword arguments of each call, in the order in which they are made.
+        assertions: What the test asserts, or None if it does anything else.
+        places: The place in `calls` of each call in the assertions.
+    """
+
+    def __init__(
+        self, calls: list[Any], assertions: list[ast.expr] | None, places: Mapping[ast.Call, int]
+    ) -> None:
+        self.calls = calls
+        self._assertions = assertions
+        self._places = places
+
+    def verdict(self, results: Sequence[Mapping[str, Any]]) -> bool | None:
+        """Return whether the test passes with these results of its calls, or None if it has to be run.
+
+        Args:
+            results: An object with the key `v` (an encoded value) or `e` (the name of an exception) for each
+                call.
+        """
+        if self._assertions is None or any("v" in result and _awkward(result["v"]) for result in results):
+            return None
+        try:
+            return all(self._value(assertion, results) for assertion in self._assertions)
+        except (_Unknown, RecursionError):
+            return None
+        except Exception:
+            return False  # The test raises it as well.
+
+    def _value(self, node: ast.expr, results: Sequence[Mapping[str, Any]]) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.List | ast.Tuple):
+            items = [self._value(item, results) for item in node.elts]
+            return items if isinstance(node, ast.List) else tuple(items)
+        if isinstance(node, ast.Dict | ast.Set):
+            try:
+                return ast.literal_eval(node)
+            except ValueError as error:
+                raise _Unknown from error
+        if isinstance(node, ast.Call):
+            if node in self._places:
+                return decode(results[self._places[node]]["v"])  # A KeyError stands for the exception.
+            if isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and len(node.args) == 1:
+                function, types = _FUNCTIONS[node.func.id]
+                argument = self._value(node.args[0], results)
+                if isinstance(argument, types) and not node.keywords:
+                    return function(argument)
+        elif isinstance(node, ast.UnaryOp):
+            value = self._value(node.operand, results)
+            if isinstance(node.op, ast.Not):
+                return not value
+            if isinstance(node.op, ast.USub) and isinstance(value, int | float | complex):
+                return -value
+        elif isinstance(node, ast.BinOp) and type(node.op) in _CALCULATE:
+            sides = self._value(node.left, results), self._value(node.right, results)
+            if all(isinstance(side, int | float | complex) for side in sides):
+                return _CALCULATE[type(node.op)](*sides)
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
+            other = node.comparators[0]
+            single = isinstance(other, ast.Constant) and other.value in (None, True, False)
+            if single or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+                return _COMPARE[type(node.ops[0])](
+                    self._value(node.left, results), self._value(other, results)
+                )
+        raise _Unknown
+
+
+def plain_test(program: str, name: str) -> PlainTest | None:
+    """Return a test whose calls can be read, or None if it has to be run to find them.
+
+    A wrong guess costs time and nothing else, because a test that is run gets a result for exactly the calls
+    that it makes.
+
+    Args:
+        program: The test, which calls the function as `candidate` or by its name.
+        name: The function's name.
+    """
+    tree = parsed(program) if len(program) <= _MOST_READ else None
+    if tree is None:
+        return None
+    checks = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "check"]
+    if len(checks) > 1:
+        return None
+    outside = [each for each in tree.body if each not in checks]
+    calls: list[Any] = []
+    assertions: list[ast.expr] | None = []
+    places: dict[ast.Call, int] = {}
+    for statement in [*outside, *(each for check in checks for each in check.body)]:
+        try:
+            for call in _calls(statement, {"candidate", name}):
+                places[call] = len(calls)
+                calls.append(_literal(call))
+        except (_Unknown, ValueError, TypeError, RecursionError, MemoryError):
+            return None
+        if isinstance(statement, ast.Assert) and assertions is not None:
+            assertions.append(statement.test)
+        elif not _is_idle(statement):
+            assertions = None
+    return PlainTest(calls, assertions, places)
+
+
+def _calls(statement: ast.stmt, names: set[str]) -> list[ast.Call]:
+    """Return the calls of the function in a statement, in the order in which they are made.
+
+    Raises:
+        _Unknown: It is not certain that the statement makes exactly these calls.
+    """
+    nodes = list(ast.walk(statement))
+    mentioned = [node for node in nodes if isinstance(node, ast.Name) and node.id in names]
+    if not mentioned:
+        return []
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.func in mentioned]
+    if len(calls) != len(mentioned) or not all(isinstance(node, _EVALUATED_ONCE) for node in nodes):
+        raise _Unknown
+    return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
+
+
+def _literal(call: ast.Call) -> list[Any]:
+    if any(keyword.arg is None for keyword in call.keywords):
+        raise _Unknown
+    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return [encode(tuple(map(ast.literal_eval, call.args))), encode(keywords)]
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    """Return whether a statement changes nothing for the assertions: a comment, an import, a description."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        names = [alias.asname or alias.name for alias in statement.names]
+    elif isinstance(statement, ast.Assign) and all(isinstance(each, ast.Name) for each in statement.targets):
+        names = [each.id for each in statement.targets if isinstance(each, ast.Name)]
+        if any(isinstance(node, ast.Call) for node in ast.walk(statement.value)):
+            return False
+    elif isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    else:
+        return isinstance(statement, ast.Pass)
+    return not _FUNCTIONS.keys() & {*names} and "*" not in names
+
+
+def _awkward(value: Any) -> bool:
+    """Return whether an encoded value holds an iterator, or could take long to be made or compared."""
+    waiting, seen = [value], 0
+    while waiting:
+        each = waiting.pop()
+        seen += 1
+        if seen > _MOST_VALUES or (isinstance(each, str | list) and len(each) > _MOST_VALUES):
+            return True
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            for mark, content in each.items():
+                hashed = mark in ("s", "z", "d") and isinstance(content, list)
+                if mark == "y" or (hashed and len(content) > _MOST_HASHED):
+                    return True
+                waiting.append(content)
+    return False

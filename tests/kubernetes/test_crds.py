@@ -148,7 +148,9 @@ def job(cluster: Cluster) -> tuple[str, dict[str, Any]]:
     """Return a job in a namespace in which no operator saw it before it was suspended: specs only."""
     namespace = cluster.namespace()
     sampling = {"samplesPerTask": 4, "dynamicSampling": {"targetGroups": 2}}
-    document = manifest("RolloutJob", {"suspend": True, "placement": "local", **sampling}, "steady")
+    reward = {"overlong": {"maxTokens": 4, "bufferTokens": 4}}
+    steady = {"suspend": True, "placement": "local", "reward": reward, **sampling}
+    document = manifest("RolloutJob", steady, "steady")
     cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
     return namespace, document
 

@@ -112,7 +112,8 @@ def structural(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonS
             name: structural(child, definitions) for name, child in node["properties"].items()
         }
     elif node["type"] == "object":
-        values = node.get("additionalProperties")
+        # A structural schema cannot bound the names of a map. The models do.
+        values = next(iter(node.get("patternProperties", {}).values()), node.get("additionalProperties"))
         if isinstance(values, dict):
             out["additionalProperties"] = structural(values, definitions)
         else:

@@ -82,6 +82,10 @@ ANSWERS = {
     "exit_0_at_once": "import os; os._exit(0)",
     "sys_exit_0": "import sys; sys.exit(0)",
     "exit_0_in_the_call": "import os\ndef f(i): os._exit(0)",
+    "plants_reward_files": "import os\nfor d in ('.', '..', '/work', '/tmp', os.environ['HOME']):\n"
+    "    for n in ('reward', 'reward.txt', 'reward.json'):\n"
+    "        try: open(f'{d}/{n}', 'w').write('1')\n        except OSError: pass\n"
+    "def f(i): return 0\nprint(0)",
     "kills_itself": "import os\ndef f(i): os.kill(os.getpid(), 9)",
     "kills_its_runner": "import os\ndef f(i): os.kill(os.getppid(), 9)",
     "kills_everything": "import os\ndef f(i): os.kill(-1, 9)\nf(0)",

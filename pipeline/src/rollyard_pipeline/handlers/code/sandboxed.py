@@ -37,7 +37,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON that keeps its type. Other objects become a mark that equals nothing."""
     if depth > MAX_DEPTH:
         return {"o": "deep"}
-    if isinstance(value, Anything):
+    if type(value).__name__ == "Anything":  # The class is not there where the policy's program runs.
         return {"o": "anything"}
     if value is None or isinstance(value, bool):
         return value

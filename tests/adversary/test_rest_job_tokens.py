@@ -250,6 +250,7 @@ async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
         ("POST", "/v1/leases"): [{"json": ask}, {"json": ask | {"job": "other"}}],
         ("GET", "/v1/leases/job"): [{"params": {"name": "other"}}],
         ("POST", "/v1/leases/route"): [{"json": ref | {"failed_url": "http://x"}}],
+        ("POST", "/v1/leases/reward"): [{"json": ref | {"episode": {}}}],
         ("POST", "/v1/leases/heartbeat"): [
             {"json": beat | {"leases": [ref]}},
             {"json": beat | {"sandboxes": [sandbox], "ending": [sandbox]}},

@@ -12,10 +12,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from kubernetes.aio import client, config
+from rollyard_crds.claims import Claim
+from rollyard_crds.lease import SandboxHandle
+from rollyard_crds.names import NODE, PROVIDER
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
@@ -23,9 +27,11 @@ from rollyard_operator.sandboxes.isolation import isolation_checks
 from rollyard_operator.sandboxes.loop import SandboxLoop
 from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings
+from rollyard_pipeline.sandboxes.interface import Sandbox
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
 from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
+from rollyard_testing.sandboxes.outside import HOST, TALK, Outside
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -139,9 +145,31 @@ async def live(
         await kube.close()
 
 
+async def reaches_its_hosts_alone(pod: ExecClient, bound: Claim, folder: Path) -> None:
+    """Lend the pod a network from here, and begin its evaluation. Its own network stays closed."""
+    handle = SandboxHandle(provider=PROVIDER, id=bound.id, node=NODE, address=bound.address)
+    sandbox = Sandbox(handle, pod, "/work", {})
+    async with Outside().serving(folder) as outside:
+        egress = outside.egress()
+
+        async def get(host: str) -> str:
+            asked = f"GET http://{host}:{outside.port}/ HTTP/1.1\r\n\r\n".encode()
+            return (await pod.run(["bash", "-c", TALK], stdin=asked, timeout=30)).text()
+
+        async with egress.lent(sandbox, outside.spec(), "r-1", {}):
+            assert "200 OK" in await get(HOST)
+            assert "is not in sandbox.allowedHosts" in await get("other.example.org")
+            await pod.begin_eval()
+            assert "HTTP" not in await get(HOST)
+            with pytest.raises(SandboxError, match="an evaluation has begun"):
+                await pod.tunnel()
+        assert len(outside.received) == 1
+        egress.close()
+
+
 @pytest.mark.parametrize("image_volume", ["always", "never"])
 async def test_a_sandbox_from_claim_to_removal(
-    cluster: Cluster, images: dict[str, str], image_volume: str
+    cluster: Cluster, images: dict[str, str], image_volume: str, tmp_path: Path
 ) -> None:
     async with live(cluster, images, image_volume) as world:
         claim = world.file()
@@ -166,7 +194,7 @@ async def test_a_sandbox_from_claim_to_removal(
             looked = await again.run(["sh", "-c", "cat /proc/1/environ /proc/1/mem; ls -l /proc/1/fd; env"])
             assert looked.text().count("Permission denied") == 3, looked.text()
             assert bound.secret not in looked.text() + argv.text()
-            await again.begin_eval()
+            await reaches_its_hosts_alone(again, bound, tmp_path)
         for wrong in ("0" * 32, "v2." + "0" * 32):
             with pytest.raises(SandboxError):
                 await ExecClient.connect(bound.address, token=wrong)

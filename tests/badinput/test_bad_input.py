@@ -115,7 +115,7 @@ def test_unknown_field(desk: Any) -> None:
     desk.refused(
         manifest("unknown", color="red"),
         "InvalidManifest",
-        "spec.color: unknown field; known: tasks, handler, samplesPerTask, ",
+        "spec.color: unknown field; known: tasks, handler, reward, samplesPerTask, ",
     )
     desk.refused(
         manifest("deep", agent={"type": "oracle", "maxTurn": 3}),

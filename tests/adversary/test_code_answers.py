@@ -139,8 +139,10 @@ export PATH=/work/bin:$HOME/bin:/tmp/bin:$PATH PYTHONPATH=/work PYTHONSTARTUP=/w
 
 
 @pytest.fixture
-async def sandbox(bubblewrap_works: None, tmp_path: Path) -> AsyncIterator[tuple[ExecClient, str]]:
-    provider = open_provider("bubblewrap", run_dir=tmp_path, node="n")
+async def sandbox(
+    bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[ExecClient, str]]:
+    provider = open_provider("bubblewrap", run_dir=tmp_path_factory.mktemp("s"), node="n")
     await provider.start()
     found = await provider.acquire(SandboxRequest(), LeaseRef(rollout="r", token=1))
     try:

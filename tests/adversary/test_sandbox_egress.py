@@ -312,8 +312,10 @@ async def test_refusals_do_not_flood_or_forge_the_log(
     assert not any("\n" in line for line in lines)
 
 
-async def test_bare_processes_get_no_list_of_hosts(tmp_path: Path, outside: Outside) -> None:
-    provider = open_provider("process", run_dir=tmp_path / "run", node="n")
+async def test_bare_processes_get_no_list_of_hosts(
+    tmp_path_factory: pytest.TempPathFactory, outside: Outside
+) -> None:
+    provider = open_provider("process", run_dir=tmp_path_factory.mktemp("s"), node="n")
     await provider.start()
     egress = outside.egress()
     try:

@@ -74,7 +74,14 @@ def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -
     killed = standing(bridge)
     slurm.run_as_user(["scancel", str(killed)])
     number = standing(bridge, beside=killed)
-    (token,) = [one for one in (bridge.home / "tokens").iterdir() if one.name.endswith(".ready")]
+
+    def only_token() -> Path | None:
+        """Return the token of the standing worker once that of the killed one is gone."""
+        found = [one for one in (bridge.home / "tokens").iterdir() if one.name.endswith(".ready")]
+        return found[0] if len(found) == 1 else None
+
+    token = Path(until(only_token, 60, "the end of the killed worker's token"))
+    assert str(records(bridge)[number]["workload"]["name"]) in token.name
     assert token.stat().st_mode & 0o777 == 0o600
     secret = token.read_text()
     assert secret.startswith("ry-ready.default.ready-")

@@ -82,6 +82,20 @@ def test_no_server(command: list[str], capsys: pytest.CaptureFixture[str], free_
     assert error.strip() == f"rollyard: no server at {url}; start one with `rollyard up`"
 
 
+def test_no_server_of_a_home(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROLLYARD_URL", raising=False)
+    home = tmp_path / "h"
+    assert main(["get", "--home", str(home)]) == 1
+    error = capsys.readouterr().err
+    assert (
+        error.strip()
+        == f"rollyard: nothing runs on {home}; start it with `rollyard up --home {home}`, or give --url"
+    )
+    assert not home.exists()
+
+
 def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "-f", str(write(tmp_path, JOB))]) == 0
     assert "RolloutJob 'j' is valid (1 tasks, 1 samples each)" in capsys.readouterr().out

@@ -158,6 +158,9 @@ def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliEr
     from rollyard_drivers.host.home import read_json
 
     document = read_json(context_path(env)) or {}
+    if url is None and not env.get("ROLLYARD_URL") and env.get("ROLLYARD_HOME") and not document.get("url"):
+        home = env["ROLLYARD_HOME"]
+        return NoServer(f"nothing runs on {home}; start it with `rollyard up --home {home}`, or give --url")
     address = url or env.get("ROLLYARD_URL") or str(document.get("url") or DEFAULT_URL)
     try:
         with Client(address, "none", timeout=3.0, retry=Retry(attempts=1)) as client:

@@ -51,7 +51,7 @@ async def test_same_name_in_another_namespace(served: Any, make_manifest: Any) -
     [
         ({"colour": "red"}, "spec.colour", "unknown field"),
         ({"samplesPerTask": "many"}, "spec.samplesPerTask", "integer"),
-        ({"handler": "nobody"}, "spec.handler", "installed: code, math, mixed, shell, stem"),
+        ({"handler": "nobody"}, "spec.handler", "installed: code, harbor, math, mixed, shell, stem"),
         (
             {"agent": {"type": "oracle", "tools": ["bash", "hammer"]}},
             "spec.agent.tools[1]",

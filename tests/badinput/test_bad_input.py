@@ -144,7 +144,7 @@ def test_unknown_handler_and_tool(desk: Any) -> None:
     desk.refused(
         manifest("handler", handler="shel"),
         "NotInstalled",
-        "spec.handler: no handler 'shel' is installed; installed: code, math, mixed, shell, stem",
+        "spec.handler: no handler 'shel' is installed; installed: code, harbor, math, mixed, shell, stem",
     )
     desk.refused(
         manifest("tool", agent={"type": "oracle", "tools": ["bash", "hammer"]}),

@@ -108,7 +108,7 @@ def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixtu
         (changed(samplesPerTask="eight"), "spec.samplesPerTask"),
         (
             changed(handler="swedish"),
-            "no handler 'swedish' is installed; installed: code, math, mixed, shell, stem",
+            "no handler 'swedish' is installed; installed: code, harbor, math, mixed, shell, stem",
         ),
         (changed(agent={"type": "oracle", "tools": ["bash", "hammer"]}), "no tool 'hammer' is installed"),
         (

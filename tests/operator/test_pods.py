@@ -309,6 +309,23 @@ def test_a_sandbox_reaches_nothing_and_holds_only_the_hash() -> None:
     }
 
 
+def test_folders_of_a_task_are_volumes_of_their_own() -> None:
+    with_folders = SHAPE.model_copy(update={"folders": ["/app", "/logs"]})
+    pod = sandbox_pod(
+        "s", with_folders, OWNER, SETTINGS, nonce="n", token_sha256="h", reference=job_reference(OWNER)
+    )
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    for folder in ("/app", "/logs"):
+        assert volumes[mounts[folder]]["emptyDir"] == {"sizeLimit": str(SHAPE.disk_bytes)}
+    assert mounts["/app"] != mounts["/logs"]
+    assert flavor_of(with_folders, OWNER, SETTINGS) != flavor_of(SHAPE, OWNER, SETTINGS)
+    # Older control planes and drivers read shapes without folders, and their pods stay as they are.
+    assert "folders" not in SHAPE.model_dump()
+    assert "folders" not in SHAPE.model_dump_json()
+    assert SandboxShape.model_validate_json(with_folders.model_dump_json()) == with_folders
+
+
 def test_without_image_volumes_the_runtime_is_copied() -> None:
     pod = sandbox(SETTINGS.model_copy(update={"image_volume": "never"}))
     (copy,) = pod["spec"]["initContainers"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard.jobs.manifests import packed
 from rollyard_client import AsyncClient
 from rollyard_crds.trajectory import Trajectory
 
@@ -57,8 +58,9 @@ class Yard:
             async with asyncio.timeout(60):
                 await process.wait()
 
-    async def job(self, name: str, tasks: list[dict[str, Any]], **spec: Any) -> None:
-        spec = {"tasks": {"inline": tasks}, "handler": "shell", "sandbox": SMALL, **spec}
+    async def job(self, name: str, tasks: list[dict[str, Any]] | dict[str, Any], **spec: Any) -> None:
+        source = tasks if isinstance(tasks, dict) else {"inline": tasks}
+        spec = {"tasks": source, "handler": "shell", "sandbox": SMALL, **spec}
         manifest = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": name}}
         await self.client.submit({**manifest, "spec": spec})
 
@@ -198,6 +200,46 @@ async def test_a_policy_with_tools(
 
 
 ROOT = Path(__file__).parents[2]
+WORDS = ("echo apple > words.txt", "echo plum >> words.txt", "cat given.txt >> words.txt")
+
+
+def stepping_policy(prompt: str) -> str:
+    """Do what the last instruction of examples/harbor/tasks/steps says, then end the step."""
+    step = prompt.count("words.txt") - sum(prompt.count(command) for command in WORDS) - 1
+    done = prompt.count("<tool_response>")
+    return f"Done.{END}" if done > step else call("bash", command=WORDS[step])
+
+
+async def test_task_folders(
+    yard: Yard, sandbox: str, scripted: Callable[[Callable[[str], str]], Any], model_folder: Path
+) -> None:
+    """The reference solutions of all examples, then a policy that plays several steps in one record."""
+    if sandbox == "process":
+        pytest.skip("bare processes have no folders below /")
+    kind = {"format": "harbor"}
+    with packed(ROOT / "examples/harbor/tasks") as file:
+        tasks = {"url": await yard.client.upload(file), **kind}
+    with packed(ROOT / "examples/harbor/tasks/steps") as file:
+        steps = {"url": await yard.client.upload(file), **kind}
+    # The folders state how much memory their tasks need.
+    fields = {"handler": "harbor", "sandbox": {"resources": {"memory": "256Mi", "disk": "16Mi"}, "warm": 0}}
+    await yard.job("folders", tasks, agent={"type": "oracle"}, **fields)
+    async with yard.worker("--job", "folders"):
+        solved = await yard.results("folders", 4)
+    assert [(one.status, one.reward) for one in solved] == [("succeeded", 1.0)] * 4, yard.log()
+    async with scripted(stepping_policy).serving() as model:
+        await yard.pool("p", model.url, model_folder)
+        await yard.job("steps", steps, backendRef={"name": "p"}, **fields)
+        async with yard.worker("--job", "steps"):
+            (played,) = await yard.results("steps", 1)
+    assert (played.reward, played.truncated) == (1.0, False), yard.log()
+    assert [message.role for message in played.messages] == ["user", "assistant", "tool", "assistant"] * 3
+    (segment,) = played.segments
+    assert sum(segment.loss_mask) == sum(turn.end - turn.start for turn in played.turns)
+    assert segment.prompt_ids + segment.response_ids[: played.turns[-1].start] in model.prompts
+    assert yard.sandboxes() == []
+
+
 POLICY = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
 

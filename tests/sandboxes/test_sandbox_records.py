@@ -175,6 +175,19 @@ def test_request_merges_job_and_task() -> None:
     )
     assert request.key == SandboxRequest.of(job).key
     assert SandboxRequest.of(job, TaskSandbox(image="/b")).key != request.key
+    assert SandboxRequest.of(job, TaskSandbox(folders=["/logs", "/app", "/logs"])).folders == (
+        "/app",
+        "/logs",
+    )
+
+
+@pytest.mark.parametrize("named", ["python:3", "docker://python:3"])
+@pytest.mark.parametrize("key", ["python:3", "docker://python:3"])
+def test_images_that_tasks_name_are_mapped(named: str, key: str) -> None:
+    job = SandboxSpec(image="other", images={key: "/images/python.sif", "other": "/wrong"})
+    assert SandboxRequest.of(job, TaskSandbox(image=named)).image == "/images/python.sif"
+    assert SandboxRequest.of(job, TaskSandbox(image="unknown")).image == "unknown"
+    assert SandboxRequest.of(job, TaskSandbox()).image == "other"
 
 
 def test_disks_leave_memory_for_processes() -> None:

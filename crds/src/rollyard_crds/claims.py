@@ -8,13 +8,14 @@ says so, and the claim is gone. All of it may be repeated.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.names import RUNTIME_PATH
 from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_crds.task import EmptyFolder
 from rollyard_crds.trajectory import Record
 
 EXEC_PORT = 7411
@@ -67,6 +68,16 @@ class SandboxShape(Record):
     network: Literal["none"] = "none"
     """Every sandbox is started without a network. That of `network: allowlist` comes from its worker later,
     over the connection to the exec server."""
+    folders: Annotated[list[EmptyFolder], Field(max_length=8)] = Field(default_factory=list)
+    """Empty folders directly below /, in which programs can write."""
+
+    @model_serializer(mode="wrap")
+    def _for_older_peers(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `folders` where there are none, because older control planes and drivers refuse it."""
+        found: dict[str, Any] = handler(self)
+        if not found.get("folders"):
+            found.pop("folders", None)
+        return found
 
 
 class ClaimRequest(Record):

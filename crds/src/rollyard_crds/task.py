@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
 from rollyard_crds.code_tests import CodeTests
 from rollyard_crds.fields.nesting import deeper_than
 from rollyard_crds.fields.swe_tests import SweTests
+from rollyard_crds.harbor.folder import HarborFolder
 
 MAX_DEPTH = 100
 """How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""
@@ -55,6 +57,31 @@ class Message(Model):
     """Name of the speaker or of the tool."""
 
 
+_FOLDER_PATTERN: Final = r"^/[a-z][a-z0-9_-]{0,31}$"
+_SYSTEM: Final = frozenset(
+    {
+        "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/nix", "/opt", "/proc",
+        "/root", "/run", "/sbin", "/snap", "/sys", "/tmp", "/usr", "/var", "/work",
+    }
+)  # fmt: skip
+
+
+def folder_problem(path: str) -> str:
+    """Return why a sandbox cannot have an empty folder at `path`, or "" if it can."""
+    if not re.fullmatch(_FOLDER_PATTERN, path):
+        return "must be a folder directly below /, of lower-case letters, digits, '_' and '-'"
+    return "must be no folder of the system" if path in _SYSTEM else ""
+
+
+def _checked_folder(path: str) -> str:
+    if problem := folder_problem(path):
+        raise ValueError(problem)
+    return path
+
+
+EmptyFolder = Annotated[str, Field(pattern=_FOLDER_PATTERN, max_length=33), AfterValidator(_checked_folder)]
+
+
 class TaskSandbox(Model):
     """The additions of this task to the job's sandbox, which are applied when the sandbox is handed out."""
 
@@ -66,6 +93,9 @@ class TaskSandbox(Model):
         default_factory=dict
     )
     """Path (relative to the work folder, or absolute) to text content."""
+    folders: Annotated[list[EmptyFolder], Field(max_length=8)] = Field(default_factory=list)
+    """Empty folders directly below /, beside the work folder, in which programs can write. Each may grow as
+    large as the work folder, and hides what the image has at its path."""
     setup: Annotated[str, Field(max_length=1 << 16)] | None = None
     """A bash script that Init runs after the files are there; must exit with 0."""
 
@@ -120,6 +150,8 @@ class Task(Model):
     """A repository and its hidden tests (handler `swe`)."""
     test_script: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Bash script that decides (handler `shell`): exit status 0 means solved."""
+    harbor: HarborFolder | None = None
+    """The task folder (handler `harbor`)."""
     solution: Annotated[list[FunctionCall], Field(max_length=256)] | None = None
     """Reference solution for the `oracle` agent: tool calls, one a turn."""
     sandbox: TaskSandbox = Field(default_factory=TaskSandbox)

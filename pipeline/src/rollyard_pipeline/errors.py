@@ -155,6 +155,22 @@ class EvaluationInvalid(PipelineError):
     retryable = False
 
 
+class RewardUnusable(PipelineError):
+    """The tests of a task gave no reward, or none that can be used.
+
+    A handler raises it from `eval` where the policy may have caused this. The evaluation is then repeated in
+    a sandbox that no policy has seen: if it gives a reward there, the policy is to blame and gets 0.
+    """
+
+    reason = "RewardUnusable"
+    retryable = False
+
+    def __init__(self, message: str, reward_reason: str) -> None:
+        super().__init__(message)
+        self.reward_reason = reward_reason
+        """The record's `reward_reason` if the policy is to blame."""
+
+
 class CarryRefused(PipelineError):
     """What Run left cannot be carried into Eval's sandbox. This is the policy's fault and is scored."""
 

@@ -22,6 +22,7 @@ VERIFY_TIMEOUT: Final = "VerifyTimeout"
 ANSWER_UNUSABLE: Final = "AnswerUnusable"
 REWARD_INVALID: Final = "RewardInvalid"
 FORMAT_TIMEOUT: Final = "FormatTimeout"
+REWARD_MISSING: Final = "RewardMissing"
 
 _LOOK_SECONDS: Final = 30.0
 _POLICYS: Final = frozenset(

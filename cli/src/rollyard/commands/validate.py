@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rollyard.jobs.manifests import TasksCheck
 
 
 @click.command()
@@ -15,18 +20,34 @@ import click
     multiple=True,
     required=True,
     type=click.Path(path_type=Path),
-    help="Manifest (YAML or JSON; several documents allowed) or task list (.jsonl, .jsonl.gz, .parquet).",
+    help="Manifest (YAML or JSON; several documents allowed), task list (.jsonl, .jsonl.gz, .parquet) or "
+    "folder of Harbor's task folders.",
 )
 @click.option("--handler", help="For a bare task list: check the tasks as this handler would.")
 @click.option("--format", "task_format", help="For a bare task list: its format, such as verl.")
-def command(files: tuple[Path, ...], handler: str | None, task_format: str | None) -> None:
+@click.option("--oracle", is_flag=True, help="Also play each task's reference solution in a sandbox here.")
+@click.option(
+    "--sandbox",
+    default="bubblewrap",
+    show_default=True,
+    type=click.Choice(["bubblewrap", "apptainer", "process"]),
+    help="For --oracle: the kind of the sandboxes.",
+)
+def command(
+    files: tuple[Path, ...], handler: str | None, task_format: str | None, oracle: bool, sandbox: str
+) -> None:
     """Check manifests and the tasks that they name. Every fault is named; exit status 1 if there is one."""
     from rollyard.errors import InvalidInput
     from rollyard.jobs.manifests import check_file
 
+    further: TasksCheck | None = None
+    if oracle:
+        from rollyard.jobs.oracle import play
+
+        further = partial(play, sandbox=sandbox)
     faults: list[str] = []
     for file in files:
-        report = check_file(file, handler, task_format)
+        report = check_file(file, handler, task_format, further)
         faults += [f"{file}: {problem}" for problem in report.problems]
         for line in report.good:
             click.echo(f"{file}: {line}")

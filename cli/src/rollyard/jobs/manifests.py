@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,9 +15,11 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
+from rollyard_crds.harbor.archive import FolderRefused
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.task_formats.harbor import folder_rows
 from rollyard_crds.task_formats.parquet_rows import MAGIC, ParquetProblem, json_lines
 from rollyard_crds.task_formats.registry import DEFAULT
 
@@ -34,6 +38,9 @@ class CheckReport:
 
     good: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+TasksCheck = Callable[[RolloutJob | str, list[Task]], CheckReport]
 
 
 def read_manifests(path: Path) -> list[Manifest]:
@@ -78,6 +85,8 @@ def local_path(url: str) -> Path | None:
 def read_tasks(path: Path, source: TaskSource | None = None) -> list[Task]:
     """Return the tasks of a file with JSON lines, which may be compressed (`.gz`), or of a Parquet file.
 
+    For the format `harbor`, they may be in a folder of task folders.
+
     Args:
         path: The file.
         source: The part of a job's spec with the format and the options.
@@ -88,6 +97,8 @@ def read_tasks(path: Path, source: TaskSource | None = None) -> list[Task]:
     """
     specs = _specs(source)
     try:
+        if path.is_dir():
+            return parse_lines(folder_lines(path), source, unit="folder")
         with path.open("rb") as binary:
             if binary.read(len(MAGIC)) == MAGIC:
                 binary.seek(0)
@@ -111,6 +122,40 @@ def _specs(source: TaskSource | None) -> Mapping[str, Any] | None:
             return parse_specs(file.read(MAX_SPECS_BYTES + 1))
     except OSError as error:
         raise LookupFailed(f"spec.tasks.specs: {path}: {error.strerror or error}") from error
+
+
+def folder_lines(path: Path) -> Iterator[str]:
+    """Yield a line of JSON for each task folder below `path`, for the format `harbor`.
+
+    Raises:
+        TaskListError: A folder cannot be read, or there is none. The message names it.
+    """
+    empty = True
+    try:
+        for row in folder_rows(path):
+            empty = False
+            yield json.dumps(row)
+    except FolderRefused as error:
+        raise TaskListError([str(error)]) from error
+    if empty:
+        raise TaskListError(["there is no task folder: no folder below has a task.toml"])
+
+
+@contextmanager
+def packed(path: Path) -> Iterator[Path]:
+    """Provide a compressed file with the lines of `folder_lines`, which is removed afterwards.
+
+    Folders with the same files give the same file.
+
+    Raises:
+        TaskListError: A folder cannot be read.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".jsonl.gz") as held:
+        with gzip.GzipFile("", "wb", compresslevel=1, fileobj=held, mtime=0) as file:
+            for line in folder_lines(path):
+                file.write(f"{line}\n".encode())
+        held.flush()
+        yield Path(held.name)
 
 
 def text_file(path: Path) -> AbstractContextManager[TextIO]:
@@ -192,7 +237,7 @@ def _loaded(group: str, name: str) -> Any:
     return point.load()
 
 
-def check_job(job: RolloutJob) -> CheckReport:
+def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport:
     """Check one job and its tasks, as far as that is possible on this machine."""
     where = f"RolloutJob {job.metadata.name!r}"
     problems = [f"{where}: {problem}" for problem in entry_point_problems(job)]
@@ -218,9 +263,12 @@ def check_job(job: RolloutJob) -> CheckReport:
         counted = f"tasks in the ConfigMap {source.config_map_ref.name!r}"
     else:
         counted = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
+    played = further(job, tasks) if further is not None else CheckReport()
+    if played.problems:
+        return CheckReport(problems=tuple(f"{where}: {problem}" for problem in played.problems))
     mapped = shown_tasks(tasks) if source.format not in (None, DEFAULT) else ()
     valid = f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)"
-    return CheckReport(good=(valid, *mapped))
+    return CheckReport(good=(valid, *mapped, *played.good))
 
 
 def shown_tasks(tasks: list[Task]) -> tuple[str, ...]:
@@ -232,18 +280,26 @@ def shown_tasks(tasks: list[Task]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def check_file(path: Path, handler: str | None = None, task_format: str | None = None) -> CheckReport:
+def check_file(
+    path: Path,
+    handler: str | None = None,
+    task_format: str | None = None,
+    further: TasksCheck | None = None,
+) -> CheckReport:
     """Check a manifest file or a task list, depending on the file's name.
 
     Args:
-        path: The file.
+        path: The file, or a folder of task folders.
         handler: The name of the handler that checks the tasks of a task list.
-        task_format: The format of a task list; the default is `rollyard`.
+        task_format: The format of a task list; the default is `rollyard`, and `harbor` for a folder.
+        further: A check of valid tasks, which gets their job, or the name of the handler.
 
     Raises:
         LookupFailed: There is no such file.
     """
-    if path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson", ".parquet")):
+    if path.is_dir():
+        handler, task_format = handler or "harbor", task_format or "harbor"
+    if path.is_dir() or path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson", ".parquet")):
         try:
             tasks = read_tasks(path, TaskSource(url=path.name, format=task_format))
         except ValidationError as error:
@@ -253,8 +309,11 @@ def check_file(path: Path, handler: str | None = None, task_format: str | None =
         problems = handler_problems(handler, tasks) if handler else []
         if problems:
             return CheckReport(problems=tuple(problems))
+        played = further(handler or "", tasks) if further is not None else CheckReport()
+        if played.problems:
+            return played
         mapped = shown_tasks(tasks) if task_format not in (None, DEFAULT) else ()
-        return CheckReport(good=(f"{len(tasks)} tasks are valid", *mapped))
+        return CheckReport(good=(f"{len(tasks)} tasks are valid", *mapped, *played.good))
     try:
         manifests = read_manifests(path)
     except InvalidInput as error:
@@ -263,7 +322,7 @@ def check_file(path: Path, handler: str | None = None, task_format: str | None =
     problems_found: tuple[str, ...] = ()
     for manifest in manifests:
         if isinstance(manifest, RolloutJob):
-            report = check_job(manifest)
+            report = check_job(manifest, further)
             good, problems_found = good + report.good, problems_found + report.problems
         else:
             good += (f"BackendPool {manifest.metadata.name!r} is valid",)

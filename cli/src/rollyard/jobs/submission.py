@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollyard_client import Client, Conflict, Invalid, NotFound, RollyardError
-from rollyard_crds import RolloutJob
+from rollyard_crds import RolloutJob, TaskListError
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
 
 from rollyard.errors import InvalidInput
-from rollyard.jobs.manifests import local_path, read_tasks
+from rollyard.jobs.manifests import local_path, packed, read_tasks
 
 
 def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
@@ -25,10 +25,10 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
             than a manifest may.
     """
     path = local_path(job.spec.tasks.url or "")
-    if path is None or not path.is_file():
+    if path is None or not (path.is_file() or path.is_dir()):
         return client.submit(job), None
     try:
-        url = client.upload(path, job.metadata.namespace)
+        url = _uploaded(client, job, path)
     except NotFound:
         return _to_older(client, job, path)
     except OSError as error:
@@ -55,6 +55,19 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
         errors = [line.replace(url, path.as_uri()) for line in error.errors]
         message = str(error).replace(url, path.as_uri())
         raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
+
+
+def _uploaded(client: Client, job: RolloutJob, path: Path) -> str:
+    """Upload a file, or the task folders below a folder as one file, and return its URL."""
+    if path.is_file():
+        return client.upload(path, job.metadata.namespace)
+    if job.spec.tasks.format != "harbor":
+        raise InvalidInput(f"spec.tasks.url: {path} is a folder, which only the format 'harbor' reads")
+    try:
+        with packed(path) as file:
+            return client.upload(file, job.metadata.namespace)
+    except TaskListError as error:
+        raise InvalidInput(f"spec.tasks.url: {path}: {error}") from error
 
 
 _AS_READ: dict[str, None] = dict.fromkeys(

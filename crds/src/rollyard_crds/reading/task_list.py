@@ -121,7 +121,7 @@ class TaskLines:
             try:
                 document = self._format.task(Row(document, self._number))
             except RowRefused as error:
-                return [str(error)], None
+                return [error.quoting if self._quote else str(error)], None
             except Exception as error:
                 # Formats of other packages may fail in their own ways. A row must not fail the whole request.
                 return [f"the format cannot read it ({type(error).__name__})"], None

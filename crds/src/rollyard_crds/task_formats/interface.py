@@ -13,12 +13,19 @@ MAX_NESTED_BYTES: Final = 8 << 20
 
 
 class RowRefused(ValueError):
-    """A row that is no task of its format. The message names a field and never shows the row's content."""
+    """A row that is no task of its format. The message names a field and never shows the row's content.
+
+    Args:
+        field: The field.
+        problem: What is wrong with it.
+        quoting: A message that shows some of the row's content, for those who may see all of it.
+    """
 
     reason = "InvalidTasks"
 
-    def __init__(self, field: str, problem: str) -> None:
+    def __init__(self, field: str, problem: str, *, quoting: str = "") -> None:
         super().__init__(f"{field}: {problem}")
+        self.quoting = quoting or str(self)
 
 
 class Row:

@@ -234,6 +234,9 @@ def sandbox_pod(
             {"name": "rollyard-tmp", "emptyDir": {"sizeLimit": disk}},
         ],
     }
+    for place, folder in enumerate(shape.folders):
+        container["volumeMounts"].append({"name": f"rollyard-folder-{place}", "mountPath": folder})
+        spec["volumes"].append({"name": f"rollyard-folder-{place}", "emptyDir": {"sizeLimit": disk}})
     _mount_runtime(spec, settings)
     with_placement(spec, owner.placement, settings.image_pull_secrets)
     given = spec.get("tolerations", ())

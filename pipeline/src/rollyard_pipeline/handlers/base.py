@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
-from rollyard_crds.task import Task
+from rollyard_crds.task import Task, TaskSandbox
 from rollyard_crds.trajectory import MAX_REWARD, Trajectory
 from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
 
@@ -49,6 +49,24 @@ class FolderChanges:
     """Whether the changes of a path, which is relative to the folder, are dropped."""
 
 
+class AgentSteps(Protocol):
+    """The job's agent, which plays a task of several steps in one episode."""
+
+    async def step(self, task: Task, seconds: float | None) -> bool:
+        """Play the agent for one step, and return whether a further step may follow.
+
+        Args:
+            task: The task with the solution of this step.
+            seconds: The limit of this step in seconds, or None for that of the stage. A step that exceeds it
+                truncates the episode.
+        """
+        ...
+
+    def say(self, text: str) -> None:
+        """Continue the episode with a user's message."""
+        ...
+
+
 @dataclass(slots=True)
 class StageContext:
     """The data and operations that one stage of one rollout may use."""
@@ -83,6 +101,11 @@ class StageContext:
     """Whether Init prepares the fresh sandbox of Eval, which the policy never sees."""
     run_agent: Callable[[], Awaitable[None]] | None = None
     """Plays the job's agent. It is set in Run only."""
+    agent_steps: AgentSteps | None = None
+    """Plays the job's agent step by step, for handlers whose tasks have several. It is set in Run only."""
+    purpose: Literal["rollout", "eval", "control"] = "rollout"
+    """Why the sandbox exists: for the rollout; in `init`, for an Eval of its own; or as a control, which
+    shows what the evaluation gives where no policy has been."""
 
     @property
     def sandbox(self) -> ExecClient:
@@ -152,6 +175,22 @@ class Handler(ABC):
     It is either Run's own sandbox or a fresh one. In a fresh one, `init` has run again, and nothing of Run's
     is copied into it except what `stages.eval.carry` names.
     """
+
+    def eval_apart(self, task: Task) -> TaskSandbox | None:
+        """Return the sandbox of a task whose Eval always has one of its own, whatever the job says.
+
+        It is None for a task whose Eval works in the sandbox that the job chooses.
+        """
+        return None
+
+    async def bring(self, task: Task, run: ExecClient, fresh: ExecClient) -> None:  # noqa: B027 - see close
+        """Copy into the sandbox of `eval_apart` what its evaluation needs of the sandbox that Run used.
+
+        Every process of Run is dead. What Run left is hostile nevertheless.
+
+        Raises:
+            CarryRefused: What Run left cannot be copied, for which the policy is to blame.
+        """
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of a task, one line for each. A line begins with the name of the field."""

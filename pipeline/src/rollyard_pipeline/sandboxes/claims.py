@@ -230,6 +230,7 @@ def shape_of_key(key: SandboxKey) -> SandboxShape:
         disk_bytes=key.disk_bytes,
         processes=key.processes,
         network=key.network,
+        folders=list(key.folders),
     )
 
 

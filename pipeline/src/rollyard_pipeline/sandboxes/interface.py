@@ -32,6 +32,8 @@ class SandboxKey:
     """The number of processes and threads that may exist at once."""
     network: Literal["none"] = "none"
     """Every sandbox is started without a network (see `sandboxes.egress`)."""
+    folders: tuple[str, ...] = ()
+    """Empty folders directly below /, in which programs can write. Each may grow to `disk_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,19 @@ class SandboxRequest:
     disk_bytes: int = 1 << 28
     processes: int = 512
     network: Literal["none"] = "none"
+    folders: tuple[str, ...] = ()
 
     @property
     def key(self) -> SandboxKey:
         """Return the key of the warm pool for this request."""
         return SandboxKey(
-            self.image, self.cpu, self.memory_bytes, self.disk_bytes, self.processes, self.network
+            self.image,
+            self.cpu,
+            self.memory_bytes,
+            self.disk_bytes,
+            self.processes,
+            self.network,
+            self.folders,
         )
 
     @classmethod
@@ -62,14 +71,19 @@ class SandboxRequest:
         Raises:
             ValueError: A quantity of the spec is malformed.
         """
+        image = spec.image
+        if task is not None and task.image is not None:
+            name = task.image.removeprefix("docker://")
+            image = spec.images.get(name, spec.images.get(f"docker://{name}", task.image))
         return cls(
-            image=task.image if task is not None and task.image is not None else spec.image,
+            image=image,
             env={**spec.env, **(task.env if task is not None else {})},
             files=dict(task.files) if task is not None else {},
             cpu=parse_quantity(spec.resources.cpu),
             memory_bytes=int(parse_quantity(spec.resources.memory)),
             disk_bytes=int(parse_quantity(spec.resources.disk)),
             processes=spec.resources.processes,
+            folders=tuple(sorted(set(task.folders))) if task is not None else (),
         )
 
 

@@ -33,23 +33,29 @@ CARRIES_AT_ONCE: Final = 4
 """The number of rollouts whose carried files may be in the worker's memory at the same time."""
 
 
-def carries(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
-    """Return whether a fresh sandbox of Eval gets files that Run left."""
-    return spec.stages.eval.carry is not None or handler.changes(task, "/") is not None
-
-
 Attach = Callable[[Lease], AbstractAsyncContextManager[Sandbox | None]]
 
 
-def eval_sandbox(spec: RolloutJobSpec, handler: Handler) -> EvalSandbox:
+def carries(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
+    """Return whether a fresh sandbox of Eval gets anything that Run left."""
+    return (
+        spec.stages.eval.carry is not None
+        or handler.eval_apart(task) is not None
+        or handler.changes(task, "/") is not None
+    )
+
+
+def eval_sandbox(spec: RolloutJobSpec, handler: Handler, task: Task) -> EvalSandbox:
     """Return which sandbox Eval uses.
 
-    The job's own setting comes first. Without one, Eval gets a fresh sandbox if the job has a carry, and
-    otherwise the kind that the handler prefers.
+    A task that must have a sandbox of its own gets it. Otherwise the job's own setting comes first. Without
+    one, Eval gets a fresh sandbox if the job has a carry, and otherwise the kind that the handler prefers.
     """
     stage = spec.stages.eval
     if not handler.needs_sandbox:
         return "shared"  # This handler does not use a sandbox.
+    if handler.eval_apart(task) is not None:
+        return "fresh"
     if stage.sandbox is not None:
         return stage.sandbox
     return "fresh" if stage.carry is not None else handler.eval_sandbox
@@ -84,6 +90,7 @@ class EvalSandboxes:
 
         Args:
             context: The context of Eval. `handler.init` gets its own context with a copy of the JSON carry.
+                If its purpose is "control", nothing of Run's is carried.
 
         Raises:
             CarryRefused: What Run left cannot be carried. The policy is to blame.
@@ -103,7 +110,7 @@ class EvalSandboxes:
                         yield sandbox
                     except (SandboxLost, ExecError) as error:
                         lost = isinstance(error, SandboxLost | ConnectionLost)
-                        carried = carries(spec, handler, context.task)
+                        carried = _carries(spec, handler, context)
                         if lost and carried and await self._provider.oom_killed(sandbox.handle):
                             raise EvalOutOfMemory(f"{error.reason}: {error}") from error
                         raise _failed(error) from error
@@ -113,7 +120,7 @@ class EvalSandboxes:
     async def _prepared(
         self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> Sandbox:
-        if not carries(spec, handler, context.task):
+        if not _carries(spec, handler, context):
             return await self._started(held, spec, handler, context, None)
         async with self._attach(held.lease) as used:
             if used is not None:
@@ -155,7 +162,9 @@ class EvalSandboxes:
         context: StageContext,
         used: Sandbox | None,
     ) -> Sandbox:
-        request = SandboxRequest.of(spec.sandbox, held.lease.task.sandbox)
+        task = held.lease.task
+        apart = handler.eval_apart(task)
+        request = SandboxRequest.of(spec.sandbox, task.sandbox if apart is None else apart)
         sandbox = await self._provider.acquire(request, held.ref, for_eval=True)
         held.eval_sandbox = sandbox.handle
         try:
@@ -172,13 +181,17 @@ class EvalSandboxes:
                         env=context.env,
                         carry=copy.deepcopy(context.carry),
                         for_eval=True,
+                        purpose="control" if context.purpose == "control" else "eval",
                     )
                 )
             if used is not None:
                 async with self._carries:
-                    # Work folders may have different paths.
-                    folders = [handler.changes(context.task, one.workdir) for one in (used, sandbox)]
-                    await _carry(used, sandbox, spec.stages.eval.carry, folders)
+                    if apart is not None:
+                        await handler.bring(task, used.client, sandbox.client)
+                    else:
+                        # Work folders may have different paths.
+                        folders = [handler.changes(task, one.workdir) for one in (used, sandbox)]
+                        await _carry(used, sandbox, spec.stages.eval.carry, folders)
         except BaseException:
             await sandbox.close()
             raise
@@ -198,6 +211,10 @@ class EvalSandboxes:
             log.warning("Eval's sandbox %s: %s", handle.id, error)
         finally:
             held.eval_sandbox = None
+
+
+def _carries(spec: RolloutJobSpec, handler: Handler, context: StageContext) -> bool:
+    return context.purpose != "control" and carries(spec, handler, context.task)
 
 
 async def _carry(

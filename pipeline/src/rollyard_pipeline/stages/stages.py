@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Final
 
 from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
+from rollyard_crds.names import PROVIDER
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_inference.errors import BackendUnavailable
 from rollyard_sandbox.errors import ConnectionLost
@@ -29,6 +30,7 @@ from rollyard_pipeline.errors import (
     EvalOutOfMemory,
     EvalTimeout,
     InitTimeout,
+    RewardUnusable,
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
@@ -41,6 +43,7 @@ from rollyard_pipeline.stages.contexts import checked_carry, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, carries, eval_sandbox
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.reward_shaping import shaped
+from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import Tool, ToolContext
@@ -51,7 +54,6 @@ from rollyard_pipeline.trajectories.sanitize import clean_text
 log = logging.getLogger(__name__)
 
 _ROUTE_RETRY: Final = 1.0  # seconds
-_LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, that is added to Run's limit.
 
 
 class Stages:
@@ -197,24 +199,11 @@ class Stages:
                     parser=parser,
                     session=session,
                 )
-                context.run_agent = functools.partial(agent.run, agent_context)
-                limit = asyncio.timeout(timeout)
-                if session is not None:
-                    session.on_wait = functools.partial(_extend, limit, session)
-                try:
-                    async with limit:
-                        await handler.run(context)
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    silence = await session.silence() if session is not None else None
-                    if silence is not None:
-                        # The time was spent on a backend that did not answer, which is not the policy's
-                        # fault.
-                        raise BackendUnavailable(
-                            f"no backend answered until Run's limit of {timeout} s; last: {silence}"
-                        ) from None
-                    episode.truncate("RunTimeout")
+                limits = RunLimits(session, episode)
+                context.agent_steps = runs = AgentRuns(agent, agent_context, limits)
+                context.run_agent = runs.play
+                async with limits.within(timeout):
+                    await handler.run(context)
         finally:
             times.model_seconds = session.model_seconds if session is not None else 0.0
             times.tool_seconds = episode.tool_seconds
@@ -241,17 +230,21 @@ class Stages:
         handler = self._handler(spec)
         context = stage_context(lease, spec, timeout)
         context.trajectory = lease.trajectory
-        fresh = eval_sandbox(spec, handler) == "fresh"
+        fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
+        untouched = fresh and not carries(spec, handler, lease.task)
         try:
             async with self._eval_place(held, spec, handler, context) as sandbox:
                 if sandbox is not None:
                     context.client, context.workdir = sandbox.client, sandbox.workdir
-                evaluation = await evaluate(
-                    handler,
-                    context,
-                    timeout + self._eval_grace,
-                    untouched=fresh and not carries(spec, handler, lease.task),
-                )
+                evaluation = await evaluate(handler, context, timeout + self._eval_grace, untouched=untouched)
+        except RewardUnusable as error:
+            if untouched or self._eval_sandboxes is None:
+                raise
+            if fresh and self._provider is not None and self._provider.name == PROVIDER:
+                # A lease files one claim, and this one's is used. What the policy left is the likely cause.
+                evaluation = Evaluation(0.0, {}, error.reward_reason)
+            else:
+                evaluation = await self._blamed(held, spec, handler, error)
         except CarryRefused as error:
             log.info("eval of %s: %s: %s", lease.rollout, error.reason, clean_text(str(error), 1000))
             evaluation = Evaluation(0.0, {}, SABOTAGED)
@@ -279,6 +272,28 @@ class Stages:
             reward_reason=evaluation.reason,
             times=times,
         )
+
+    async def _blamed(
+        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, error: RewardUnusable
+    ) -> Evaluation:
+        """Return the score of a policy whose evaluation gave no reward, if the policy is to blame.
+
+        It is to blame if the same evaluation gives a reward in a sandbox that no policy has seen.
+
+        Raises:
+            RewardUnusable: There it gives none either.
+        """
+        assert self._eval_sandboxes is not None
+        context = stage_context(held.lease, spec, spec.stages.eval.timeout_seconds)
+        context.purpose = "control"
+        async with self._eval_sandboxes.fresh(held, spec, handler, context) as sandbox:
+            context.client, context.workdir = sandbox.client, sandbox.workdir
+            seconds = context.timeout + self._eval_grace
+            control = await evaluate(handler, context, seconds, untouched=True)
+        if control.reason:
+            raise error
+        log.info("%s: reward 0 (%s): %s", held.lease.rollout, error.reward_reason, error)
+        return Evaluation(0.0, {}, error.reward_reason)
 
     async def _lost_for_memory(self, lease: Lease) -> bool:
         """Return whether a lost or silent sandbox had used up its own memory, which is the policy's fault."""
@@ -314,7 +329,7 @@ class Stages:
     async def _init_place(
         self, held: HeldLease, spec: RolloutJobSpec, handler: Handler
     ) -> AsyncIterator[None]:
-        if eval_sandbox(spec, handler) == "shared":
+        if eval_sandbox(spec, handler, held.lease.task) == "shared":
             yield
             return
         async with self._places.for_init(held):
@@ -325,7 +340,8 @@ class Stages:
         self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> AbstractAsyncContextManager[Sandbox | None]:
         """Return the sandbox for Eval: Run's own, a fresh one, or none if Run had none."""
-        fresh = held.lease.sandbox is not None and eval_sandbox(spec, handler) == "fresh"
+        task = held.lease.task
+        fresh = held.lease.sandbox is not None and eval_sandbox(spec, handler, task) == "fresh"
         if not fresh or self._eval_sandboxes is None:
             return self._attached(held.lease)
         return self._eval_sandboxes.fresh(held, spec, handler, context)
@@ -412,10 +428,3 @@ class Stages:
             if provider is not None and sandbox is not None
             else None,
         )
-
-
-def _extend(limit: asyncio.Timeout, session: BackendSession, seconds: float) -> None:
-    """Extend Run's limit by time in which the backend was paused, updated or too busy."""
-    when = limit.when()
-    if when is not None and not limit.expired() and session.waited_seconds <= _LONGEST_WAITED:
-        limit.reschedule(when + seconds)

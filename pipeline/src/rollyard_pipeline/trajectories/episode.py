@@ -92,6 +92,11 @@ class Episode:
         if self.recorder is not None:
             self.recorder.add({"role": "user", "content": text})
 
+    def resume(self, text: str) -> None:
+        """Continue an episode that the agent has ended, with a user's message."""
+        self.finished, self.answer = False, None
+        self.add_user(text)
+
     def truncate(self, reason: str) -> None:
         """End the episode before the policy did. The first reason is kept."""
         self.truncated_reason = self.truncated_reason or reason

@@ -273,7 +273,8 @@ class ApptainerStarter:
             program.path, "-s", *self._config(key), "instance", "start",
             *(["--fakeroot"] if self._options.fakeroot else ["--userns"]),
             *program.options, "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
-            "--net", "--network", "none", "--scratch", WORKDIR,
+            "--net", "--network", "none",
+            *(part for folder in (WORKDIR, *key.folders) for part in ("--scratch", folder)),
             *(["--writable-tmpfs"] if self._layered else []),
             *(part for source, target in binds for part in ("--mount", _mount(source, target))),
             str(image), name,
@@ -312,6 +313,7 @@ class ApptainerStarter:
             WORKDIR: (work, 0o755),
             "/tmp": (tmp, 0o1777),
             "/dev/shm": (min(SHM_BYTES, key.memory_bytes // 8), 0o1777),
+            **dict.fromkeys(key.folders, (work, 0o755)),
         }
         uid = None if self._options.fakeroot else SANDBOX_UID
         fixed = {name: value for name, value in SANDBOX_ENV.items() if name != "PATH"}

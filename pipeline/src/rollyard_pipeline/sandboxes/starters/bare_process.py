@@ -41,11 +41,16 @@ class ProcessStarter:
         """Do nothing, because every start is the same."""
 
     def check(self, key: SandboxKey) -> None:
-        """Raise ImageNotUsable for every image, because bare processes have none."""
+        """Raise ImageNotUsable for every image and every folder, because bare processes have none."""
         if key.image is not None:
             raise ImageNotUsable(
                 f"sandbox.image {key.image!r}: bare processes use this machine's own system; leave "
                 "image out, or use --sandbox bubblewrap"
+            )
+        if key.folders:
+            raise ImageNotUsable(
+                f"sandbox.folders {', '.join(key.folders)}: bare processes have none of their own; use "
+                "--sandbox bubblewrap"
             )
 
     async def prepare(self, key: SandboxKey) -> None:

@@ -221,7 +221,8 @@ class BubblewrapStarter:
     ) -> StartedSandbox:
         """Start the exec server; see `Starter.start`."""
         self.check(key)
-        if self._templates is None or self._failures >= FORK_FAILURES:
+        # A template lacks the mount points of further folders, and nothing can be made in its view.
+        if self._templates is None or self._failures >= FORK_FAILURES or key.folders:
             return await self._start_alone(key, folder, cgroups, secret)
         problem: Exception | None = None
         try:

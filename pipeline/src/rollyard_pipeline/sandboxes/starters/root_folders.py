@@ -94,6 +94,7 @@ def memory_folders(key: SandboxKey) -> dict[str, tuple[int, int]]:
         "/dev/shm": (min(SHM_BYTES, key.memory_bytes // 8), 0o1777),
         "/tmp": (tmp, 0o1777),
         WORKDIR: (work, 0o755),
+        **dict.fromkeys(key.folders, (work, 0o755)),
     }
 
 

@@ -1,0 +1,1 @@
+"""Task folders in the format of Harbor: their files, their archives, and what their `task.toml` says."""

@@ -1,0 +1,352 @@
+"""What a task folder in the format of Harbor asks for: its steps, limits, images and environment."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from rollyard_crds.harbor.folder import HarborFolder
+from rollyard_crds.harbor.table import HarborRefused, Table
+from rollyard_crds.task import TaskSandbox, folder_problem
+
+VERIFIER_SECONDS: Final = 600.0
+MAX_STEPS: Final = 64
+LOGS: Final = "/logs"
+TESTS: Final = "/tests"
+SOLUTION: Final = "/solution"
+ARTIFACTS: Final = "/logs/artifacts"
+WORKDIR: Final = "/work"
+_SCHEMA: Final = re.compile(r"1(\.\d{1,3})*")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_IMAGE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,511}")
+_ABSOLUTE: Final = re.compile(r"(/[A-Za-z0-9._+@-]{1,128}){1,32}/?")
+_NO_NETWORK: Final = (
+    "sandboxes have no network but what the job's sandbox.network opens: build what the task needs into its "
+    "image, and say no-network"
+)
+_NO_USER: Final = "all programs of a sandbox run as one user, who cannot be chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class Healthcheck:
+    """A command that must succeed before the agent begins. All times are in seconds."""
+
+    command: str
+    interval: float
+    timeout: float
+    start: float
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class HarborStep:
+    """One step: an instruction, and what verifies the work. A task without steps has one of them."""
+
+    name: str
+    instruction: str
+    tests: tuple[str, ...]
+    """The folders of its tests. A later one replaces files of an earlier one."""
+    solution: str
+    """The folder of its reference solution, or "" if it has none."""
+    workdir: str = ""
+    """The folder whose files come into the working folder before the step, or ""."""
+    agent_seconds: float | None = None
+    verifier_seconds: float = VERIFIER_SECONDS
+    verifier_env: Mapping[str, str] = field(default_factory=dict)
+    min_reward: Mapping[str, float] = field(default_factory=dict)
+    """The rewards below which no later step is played, by their keys."""
+    healthcheck: Healthcheck | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HarborPlan:
+    """All of what a task folder asks for."""
+
+    steps: tuple[HarborStep, ...]
+    strategy: Literal["mean", "final"]
+    image: str
+    """The image of the agent's sandbox, or "" for that of the job."""
+    env: Mapping[str, str]
+    workdir: str
+    """The working folder, in which the agent, its solution and the tests begin."""
+    solution_env: Mapping[str, str]
+    cpus: float
+    memory_bytes: int
+    disk_bytes: int
+    separate: bool
+    """Whether the tests run in a sandbox of their own, which gets the artifacts only."""
+    verifier_image: str
+    """The image of that sandbox, which has the tests in it; "" stands for the agent's image."""
+    artifacts: tuple[str, ...]
+    """The absolute paths of files and folders that a separate verifier gets, besides `/logs/artifacts`."""
+    healthcheck: Healthcheck | None
+    metadata: Mapping[str, Any]
+
+    def sandbox(self) -> TaskSandbox:
+        """Return what the task adds to the job's sandbox."""
+        return self._sandbox(self.image, [LOGS, SOLUTION] if self.separate else [LOGS, TESTS, SOLUTION])
+
+    def verifier_sandbox(self) -> TaskSandbox:
+        """Return the same for the sandbox of a separate verifier."""
+        folders = [LOGS] if self.verifier_image else [LOGS, TESTS]
+        return self._sandbox(self.verifier_image or self.image, folders)
+
+    def _sandbox(self, image: str, folders: list[str]) -> TaskSandbox:
+        # An image brings its working folder. Over the job's own system, the folder must be made.
+        if not image and self.workdir != WORKDIR:
+            folders = [*folders, self.workdir]
+        return TaskSandbox(image=f"docker://{image}" if image else None, env=dict(self.env), folders=folders)
+
+
+def harbor_plan(folder: HarborFolder) -> HarborPlan:
+    """Return what a task folder asks for.
+
+    Raises:
+        HarborRefused: The folder is incomplete or broken, or asks for something that cannot be had here.
+    """
+    text = folder.text("task.toml")
+    if text is None:
+        raise HarborRefused("task.toml", "is missing, or is no UTF-8 text")
+    root = Table.parse(text)
+    version = root.text("schema_version", root.text("version", "1.0"))
+    if not _SCHEMA.fullmatch(version):
+        raise HarborRefused("schema_version", f"is {version[:50]!r}, and only versions 1 are known")
+    _no_compose(folder)
+    about = {"task": _plain(root.free("task")), "metadata": _plain(root.free("metadata"))}
+    root.skip("source")
+    environment = _Environment(root.table("environment"))
+    if not environment.image and folder.has("environment/Dockerfile"):
+        raise HarborRefused(
+            "environment/Dockerfile",
+            "no image is built here; build it, and name it as environment.docker_image of task.toml",
+        )
+    agent, verifier = root.table("agent"), root.table("verifier")
+    agent_seconds = agent.seconds("timeout_sec", None)
+    _nothing_else(agent)
+    checks = _Verifier(verifier)
+    solution = root.table("solution")
+    solution_env = solution.env("env")
+    solution.end()
+    strategy = root.choice("multi_step_reward_strategy", ("mean", "final"), "mean")
+    artifacts = tuple(_artifact(value, root) for value in root.take("artifacts", list, "a list") or [])
+    tables = root.tables("steps")
+    root.end()
+    if len(tables) > MAX_STEPS:
+        raise HarborRefused("steps", f"are {len(tables)}, and at most {MAX_STEPS} are played")
+    if tables and checks.separate:
+        raise HarborRefused(
+            "verifier.environment_mode", "a task of several steps cannot have a separate verifier here"
+        )
+    if checks.separate and not checks.image and folder.has("tests/Dockerfile"):
+        raise HarborRefused(
+            "tests/Dockerfile",
+            "no image is built here; build it, and name it as verifier.environment.docker_image",
+        )
+    if tables:
+        steps = tuple(_table_step(folder, table, agent_seconds, checks) for table in tables)
+    else:
+        steps = (_step(folder, "", agent_seconds, checks),)
+    if len({step.name for step in steps}) < len(steps):
+        raise HarborRefused("steps", "two steps have the same name")
+    workdir = environment.workdir or WORKDIR
+    if not environment.image and workdir != WORKDIR and (problem := folder_problem(workdir)):
+        raise HarborRefused("environment.workdir", f"{problem}, where the task names no docker_image")
+    return HarborPlan(
+        steps=steps,
+        strategy="final" if strategy == "final" else "mean",
+        image=environment.image,
+        env=environment.env,
+        workdir=workdir,
+        solution_env=solution_env,
+        cpus=max(environment.cpus, checks.cpus),
+        memory_bytes=max(environment.memory_bytes, checks.memory_bytes),
+        disk_bytes=max(environment.disk_bytes, checks.disk_bytes),
+        separate=checks.separate,
+        verifier_image=checks.image,
+        artifacts=artifacts,
+        healthcheck=environment.healthcheck,
+        metadata={key: value for key, value in about.items() if value},
+    )
+
+
+def solution_calls(plan: HarborPlan, step: HarborStep) -> list[dict[str, Any]]:
+    """Return the tool calls that run a step's reference solution, or none if it has no solution."""
+    if not step.solution:
+        return []
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in plan.solution_env.items())
+    command = f"cd {shlex.quote(plan.workdir)} && env {variables} bash {SOLUTION}/solve.sh".replace("  ", " ")
+    return [{"name": "bash", "arguments": {"command": command}}]
+
+
+class _Environment:
+    """The table `environment`, or `verifier.environment`."""
+
+    def __init__(self, table: Table, *, of_verifier: bool = False) -> None:
+        self.image = table.text("docker_image")
+        if self.image and not _IMAGE.fullmatch(self.image):
+            raise table.refused("docker_image", "is no name of an image")
+        self.env = table.env("env")
+        self.workdir = table.text("workdir").removesuffix("/")
+        if self.workdir and (not _ABSOLUTE.fullmatch(self.workdir) or ".." in self.workdir.split("/")):
+            raise table.refused("workdir", "must be the absolute path of a folder")
+        self.healthcheck = None if of_verifier else _healthcheck(table)
+        self.cpus = table.amount("cpus") or 0.0
+        self.memory_bytes = int((table.amount("memory_mb") or 0) * (1 << 20))
+        self.disk_bytes = int((table.amount("storage_mb") or 0) * (1 << 20))
+        system = table.text("os", "linux")
+        if system.lower() != "linux":
+            raise table.refused("os", f"is {system[:50]!r}, and sandboxes run Linux")
+        table.absent("gpus", "sandboxes have no GPU")
+        table.absent("gpu_types", "sandboxes have no GPU")
+        table.absent("mcp_servers", "an agent of a rollout connects to no MCP server")
+        table.absent("skills_dir", "an agent of a rollout reads no skills")
+        _network(table)
+        table.skip("build_timeout_sec")
+        table.end()
+
+
+class _Verifier:
+    """The table `verifier`, of a task or of a step."""
+
+    def __init__(self, table: Table, of_task: _Verifier | None = None) -> None:
+        usual: float = of_task.seconds if of_task is not None else VERIFIER_SECONDS
+        self.seconds: float = table.seconds("timeout_sec", usual) or usual
+        usual_env: dict[str, str] = of_task.env if of_task is not None else {}
+        self.env: dict[str, str] = {**usual_env, **table.env("env")}
+        self.separate = table.choice("environment_mode", ("shared", "separate"), "shared") == "separate"
+        own = table.take("environment", dict, "a table")
+        if own is not None and not self.separate:
+            raise table.refused("environment", "needs environment_mode = 'separate'")
+        found = _Environment(Table(own or {}, table.field("environment")), of_verifier=True)
+        if found.workdir:
+            raise table.refused("environment.workdir", "the tests begin in environment.workdir of the task")
+        self.image, self.cpus = found.image, found.cpus
+        self.memory_bytes, self.disk_bytes = found.memory_bytes, found.disk_bytes
+        self.env = {**found.env, **self.env}
+        table.absent("collect", "commands that collect artifacts are not run here; name artifacts instead")
+        _nothing_else(table)
+
+
+def _nothing_else(table: Table) -> None:
+    table.absent("user", _NO_USER)
+    _network(table)
+    table.end()
+
+
+def _network(table: Table) -> None:
+    mode = table.text("network_mode", "no-network")
+    if mode != "no-network":
+        raise table.refused("network_mode", f"is {mode[:50]!r}, but {_NO_NETWORK}")
+    table.absent("allowed_hosts", _NO_NETWORK)
+    table.absent("allow_internet", _NO_NETWORK)
+
+
+def _no_compose(folder: HarborFolder) -> None:
+    for path in folder.paths():
+        if re.fullmatch(r"(environment|tests)/(docker-)?compose\.ya?ml", path):
+            raise HarborRefused(path, "a sandbox is one container; tasks of several containers are not run")
+
+
+def _healthcheck(table: Table) -> Healthcheck | None:
+    found = table.table("healthcheck")
+    command = found.text("command")
+    if not command:
+        found.end()
+        return None
+    check = Healthcheck(
+        command=command,
+        interval=found.amount("interval_sec") or 0.0,
+        timeout=found.seconds("timeout_sec", 30.0) or 30.0,
+        start=found.amount("start_period_sec") or 0.0,
+        retries=int(found.amount("retries") or 3),
+    )
+    found.skip("start_interval_sec")
+    found.end()
+    return check
+
+
+def _artifact(value: Any, root: Table) -> str:
+    if not isinstance(value, str | dict):
+        raise root.refused("artifacts", "must be paths, or tables with a source")
+    table = Table({"source": value} if isinstance(value, str) else value, "artifacts")
+    source = table.text("source")
+    # In Harbor an artifact may get another name outside. The verifier sees it at its path.
+    table.skip("destination")
+    table.absent("exclude", "leaving out parts of an artifact is not known here")
+    table.end()
+    if not _ABSOLUTE.fullmatch(source) or ".." in source.split("/"):
+        raise root.refused("artifacts", f"{source[:100]!r} must be an absolute path")
+    return source.rstrip("/")
+
+
+def _table_step(
+    folder: HarborFolder, table: Table, agent_seconds: float | None, checks: _Verifier
+) -> HarborStep:
+    name = table.text("name")
+    if not _NAME.fullmatch(name):
+        raise table.refused("name", "must be a name of letters, digits, '.', '_' and '-'")
+    agent = table.table("agent")
+    seconds = agent.seconds("timeout_sec", agent_seconds)
+    _nothing_else(agent)
+    own = _Verifier(table.table("verifier"), checks)
+    if own.separate:
+        raise table.refused("verifier.environment_mode", "a step cannot have a separate verifier here")
+    least, check = _least(table), _healthcheck(table)
+    table.absent("artifacts", "there is no separate verifier that would get them")
+    table.end()
+    return _step(folder, name, seconds, own, least, check)
+
+
+def _least(table: Table) -> dict[str, float]:
+    value = table.take("min_reward", (int, float, dict), "a number or a table of numbers")
+    found = {} if value is None else value if isinstance(value, dict) else {"reward": value}
+    for number in found.values():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise table.refused("min_reward", "must be a number or a table of numbers")
+    return {key: float(number) for key, number in found.items()}
+
+
+def _step(
+    folder: HarborFolder,
+    name: str,
+    seconds: float | None,
+    checks: _Verifier,
+    least: Mapping[str, float] | None = None,
+    check: Healthcheck | None = None,
+) -> HarborStep:
+    top = f"steps/{name}/" if name else ""
+    instruction = folder.text(f"{top}instruction.md")
+    if instruction is None or not instruction.strip():
+        raise HarborRefused(f"{top}instruction.md", "is missing or empty, or is no UTF-8 text")
+    tests = ("tests", f"{top}tests") if name else ("tests",)
+    scripts = [f"{top}/test.sh" for top in tests]
+    if not any(folder.has(script) for script in scripts) and not (checks.separate and checks.image):
+        raise HarborRefused(scripts[-1], "is missing, and nothing else gives a reward")
+    has_solution = folder.has(f"{top}solution/solve.sh")
+    return HarborStep(
+        name=name,
+        instruction=instruction,
+        tests=tests,
+        solution=f"{top}solution" if has_solution else "",
+        workdir=f"{top}workdir" if name else "",
+        agent_seconds=seconds,
+        verifier_seconds=checks.seconds,
+        verifier_env=checks.env,
+        min_reward=least or {},
+        healthcheck=check,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of TOML as JSON has it: dates become texts, and numbers that JSON lacks become None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

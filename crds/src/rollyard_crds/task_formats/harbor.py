@@ -1,0 +1,100 @@
+"""The format `harbor`: task folders with task.toml, instruction.md, tests and a solution.
+
+A row is `path`, which names the task, and `task_binary`, the folder as a tar archive. `rollyard submit` and
+`rollyard validate` make such rows of a folder of task folders. Data sets on Hugging Face have the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from rollyard_crds.harbor.archive import FolderRefused, pack, read_folder, unpack
+from rollyard_crds.harbor.folder import HarborFolder
+from rollyard_crds.harbor.plan import harbor_plan, solution_calls
+from rollyard_crds.harbor.table import HarborRefused
+from rollyard_crds.reading.manifest import describe
+from rollyard_crds.task_formats.ids import task_id
+from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
+
+MAX_TASK_FOLDERS: Final = 100_000
+
+
+class HarborFormat(TaskFormat):
+    """Reads task folders; the handler is `harbor`."""
+
+    def task(self, row: Row) -> dict[str, Any]:
+        """Return the task of a row, with the reference solution for the agent `oracle`."""
+        path = row.text("path")
+        try:
+            folder = HarborFolder.of(_contents(row.text("task_binary")))
+            plan = harbor_plan(folder)
+        except (FolderRefused, HarborRefused) as error:
+            raise _refused(path, str(error)) from error
+        except ValidationError as error:
+            raise _refused(path, describe(error, model=HarborFolder)[0]) from error
+        found: dict[str, Any] = {
+            "id": task_id(*path.strip("/").split("/")),
+            "prompt": plan.steps[0].instruction,
+            "harbor": folder.model_dump(mode="json", exclude_defaults=True),
+            "sandbox": plan.sandbox().model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+            "metadata": dict(plan.metadata),
+        }
+        solution = solution_calls(plan, plan.steps[0])
+        if solution:
+            found["solution"] = solution
+        return found
+
+
+def _contents(text: str) -> dict[str, tuple[bytes, bool]]:
+    """Return the files of an archive. A folder that holds everything else is left out of their paths."""
+    found = unpack(text)
+    tops = {path.partition("/")[0] for path in found}
+    if len(tops) == 1 and "task.toml" not in found:
+        top = next(iter(tops))
+        return {path[len(top) + 1 :]: content for path, content in found.items() if path != top}
+    return found
+
+
+def _refused(path: str, problem: str) -> RowRefused:
+    words = "holds no task folder that can be run here"
+    return RowRefused("task_binary", words, quoting=f"{shown(path)}: {problem}")
+
+
+def shown(path: str) -> str:
+    """Return the path of a task folder for a message."""
+    return path if path.isprintable() and len(path) <= 200 else ascii(path[:200])
+
+
+def folder_rows(top: Path) -> Iterator[dict[str, str]]:
+    """Yield a row for each task folder below `top`, or the row of `top` if it is a task folder itself.
+
+    Task folders are those with a `task.toml`, at any depth. Symbolic links are not followed.
+
+    Raises:
+        FolderRefused: A folder cannot be read, or holds a link or too much. The message names the folder.
+    """
+    for count, folder in enumerate(_task_folders(top)):
+        if count >= MAX_TASK_FOLDERS:
+            raise FolderRefused(f"{top}: holds more than {MAX_TASK_FOLDERS} task folders")
+        name = folder.name if folder == top else folder.relative_to(top).as_posix()
+        try:
+            yield {"path": name, "task_binary": pack(read_folder(folder))}
+        except FolderRefused as error:
+            raise FolderRefused(f"{shown(name)}: {error}") from error
+
+
+def _task_folders(folder: Path) -> Iterator[Path]:
+    if (folder / "task.toml").is_file():
+        yield folder
+        return
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError as error:
+        raise FolderRefused(f"{folder}: {error.strerror}") from error
+    for path in below:
+        if not path.name.startswith("."):
+            yield from _task_folders(path)

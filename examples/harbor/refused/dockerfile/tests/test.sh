@@ -1,0 +1,3 @@
+#!/bin/bash
+[ "$(cat /app/largest.txt)" = 3 ]
+echo $((1 - $?)) > /logs/verifier/reward.txt

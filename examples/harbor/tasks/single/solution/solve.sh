@@ -1,0 +1,2 @@
+#!/bin/bash
+tr ' ' '\n' <<< "$NUMBERS" | sort -n > /app/sorted.txt

@@ -1,0 +1,1 @@
+echo apple > words.txt

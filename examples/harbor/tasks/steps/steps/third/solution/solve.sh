@@ -1,0 +1,1 @@
+cat given.txt >> words.txt

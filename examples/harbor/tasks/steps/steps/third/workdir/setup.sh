@@ -1,0 +1,1 @@
+echo pear > given.txt

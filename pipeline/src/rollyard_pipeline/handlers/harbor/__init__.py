@@ -1,0 +1,1 @@
+"""The handler `harbor`: task folders in the format of Harbor."""

@@ -1,0 +1,192 @@
+"""Running a task's tests in a sandbox, after all that could have been planted there has been removed.
+
+No process of the policy is alive while this module works, so what it has removed stays removed. What the
+tests run of the policy's files is another matter, and that of the tests.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rollyard_crds.harbor.folder import HarborFolder
+from rollyard_crds.harbor.plan import LOGS, TESTS, WORKDIR, HarborPlan, HarborStep
+from rollyard_sandbox.client import EvalPlace, ExecClient
+from rollyard_sandbox.errors import FileError
+
+from rollyard_pipeline.errors import CarryRefused, CarryUnusable, RewardUnusable
+from rollyard_pipeline.handlers.environment import evaluation_environment
+from rollyard_pipeline.handlers.harbor.rewards import MAX_FILE, read_rewards
+from rollyard_pipeline.sabotage import REWARD_INVALID, TEST_TIMEOUT
+
+VERIFIER: Final = f"{LOGS}/verifier"
+MAX_BROUGHT: Final = 16 << 20
+"""The largest size of all artifacts together, in bytes."""
+_MAX_ENTRIES: Final = 10_000
+_OUTPUT: Final = 4096  # The number of bytes of the tests' output that an error message may have.
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """What the tests said: the rewards by their keys, or the reason why there are none."""
+
+    rewards: Mapping[str, float]
+    reason: str = ""
+
+
+async def make_folder(client: ExecClient, path: str) -> None:
+    """Make an empty folder, in place of whatever is at its path.
+
+    Raises:
+        FileError: It cannot be made.
+    """
+    await remove(client, path)
+    await client.write_file(f"{path}/.made", b"")
+    await client.remove(f"{path}/.made")
+
+
+async def remove(client: ExecClient, path: str) -> None:
+    """Remove a file, a link or a folder, if there is one.
+
+    Raises:
+        FileError: It cannot be removed.
+    """
+    try:
+        await client.remove(path)
+    except FileError as error:
+        if error.reason != "FileNotFound":
+            raise
+
+
+async def empty(client: ExecClient, folder: str) -> None:
+    """Remove everything in a folder, which itself stays: it may be a mount.
+
+    Raises:
+        FileError: Something cannot be removed.
+    """
+    for entry in await client.list_dir(folder):
+        await remove(client, f"{folder}/{entry.name}")
+
+
+async def upload(client: ExecClient, folder: str, files: Mapping[str, tuple[bytes, int]]) -> None:
+    """Write files, which are given as content and mode by their paths below a folder.
+
+    Raises:
+        FileError: A file cannot be written.
+    """
+    for path, (data, mode) in files.items():
+        await client.write_file(f"{folder}/{path}", data, mode=mode)
+
+
+async def verify(
+    client: ExecClient,
+    plan: HarborPlan,
+    step: HarborStep,
+    folder: HarborFolder,
+    *,
+    place: EvalPlace,
+    env: Mapping[str, str],
+    timeout: float,
+) -> StepVerdict:
+    """Run the tests of a step, and return what they wrote.
+
+    Args:
+        client: A sandbox in which `begin_eval` was the last call.
+        place: The place that it made.
+        env: The environment of the evaluation.
+        timeout: The limit of the tests in seconds.
+
+    Raises:
+        RewardUnusable: The tests ended without a reward that can be used.
+        rollyard_sandbox.errors.SandboxError: The tests cannot be started, or the sandbox failed.
+    """
+    await make_folder(client, VERIFIER)
+    if not (plan.separate and plan.verifier_image):
+        await empty(client, TESTS)
+        await upload(client, TESTS, folder.below(*step.tests))
+    # The working folder and the logs are the policy's, so no program or module is looked for there.
+    variables: Mapping[str, str] = env
+    for written in dict.fromkeys([plan.workdir, LOGS]):
+        variables = evaluation_environment(variables, place, workdir=written, author=env)
+    # Tests find the modules beside them, which Python would otherwise not look for (PYTHONSAFEPATH).
+    variables = {"PYTHONPATH": TESTS, **variables, **step.verifier_env}
+    result = await client.run(
+        ["bash", "--noprofile", "--norc", f"{TESTS}/test.sh"],
+        env=dict(variables), cwd=plan.workdir, clean_env=True, timeout=timeout, max_output=_OUTPUT,
+    )  # fmt: skip
+    # What the tests left running could change the files while they are read.
+    await client.kill_all()
+    if result.timed_out:
+        return StepVerdict({}, TEST_TIMEOUT)
+    try:
+        as_json, as_text = await _content(client, "reward.json"), await _content(client, "reward.txt")
+        return StepVerdict(read_rewards(as_json, as_text))
+    except RewardUnusable as error:
+        end = result.text()[-1000:].strip()
+        words = f"{error}; test.sh exited with {result.exit_code}: {end or 'it printed nothing'}"
+        raise RewardUnusable(words, error.reward_reason) from error
+
+
+async def _content(client: ExecClient, name: str) -> bytes | None:
+    try:
+        found = await client.read_file(f"{VERIFIER}/{name}", max_bytes=MAX_FILE + 1)
+    except FileError as error:
+        if error.reason == "FileNotFound":
+            return None
+        raise RewardUnusable(f"{name} cannot be read ({error.reason})", REWARD_INVALID) from error
+    if len(found.data) > MAX_FILE:
+        raise RewardUnusable(f"{name} is longer than {MAX_FILE} bytes", REWARD_INVALID)
+    return found.data
+
+
+async def bring(run: ExecClient, fresh: ExecClient, paths: tuple[str, ...]) -> None:
+    """Copy files and folders that the policy left to the same paths of a fresh sandbox.
+
+    Links and special files are left out, as are paths at which there is nothing.
+
+    Raises:
+        CarryRefused: They are too large or too many.
+        CarryUnusable: The fresh sandbox has a path that cannot be written, whoever writes there.
+    """
+    room, entries = MAX_BROUGHT, 0
+    waiting = list(paths)
+    while waiting:
+        path = waiting.pop()
+        entries += 1
+        if entries > _MAX_ENTRIES:
+            raise CarryRefused(f"the artifacts are more than {_MAX_ENTRIES} files and folders")
+        try:
+            below = await run.list_dir(path)
+        except FileError as error:
+            if error.reason == "FileNotFound":
+                continue
+            if error.reason != "NotADirectory":
+                raise CarryRefused(f"an artifact cannot be read: {error.reason}") from error
+        else:
+            waiting += [f"{path}/{one.name}" for one in below if one.kind in ("file", "directory")]
+            continue
+        try:
+            found = await run.read_file(path, max_bytes=room + 1)
+        except FileError as error:
+            raise CarryRefused(f"an artifact cannot be read: {error.reason}") from error
+        room -= len(found.data)
+        if room < 0:
+            raise CarryRefused(f"the artifacts are larger than {MAX_BROUGHT} bytes")
+        try:
+            await fresh.write_file(path, found.data, mode=0o755 if found.mode & 0o100 else 0o644)
+        except FileError as error:
+            if error.reason in ("PermissionDenied", "ReadOnly"):
+                raise CarryUnusable(
+                    f"the artifact {path} cannot be written in the verifier's sandbox"
+                ) from error
+            raise CarryRefused(f"an artifact cannot be written: {error.reason}") from error
+
+
+async def enter(client: ExecClient, plan: HarborPlan) -> bool:
+    """Let the agent's shell begin in the working folder, and return whether that was possible."""
+    if plan.workdir == WORKDIR:
+        return True
+    result = await client.bash(f"cd -- {shlex.quote(plan.workdir)}", timeout=30.0)
+    return result.exit_code == 0

@@ -1,0 +1,115 @@
+"""Rollouts without a control plane: one task goes through Init, Run and Eval in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, cast
+
+from rollyard_crds.lease import Lease, StageResult, StageTimes
+from rollyard_crds.rolloutjob import RolloutJobSpec, StageName
+from rollyard_crds.task import Task
+
+from rollyard_pipeline import registry
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.calls import LeaseCalls
+from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.stages.stages import Stages
+
+_RENEW_SECONDS: Final = 10.0
+_LEASE_SECONDS: Final = 60.0
+
+
+class StagesAlone:
+    """The stages of a worker that asks no control plane, for agents that ask no model.
+
+    Args:
+        spec: The spec of the job to which the tasks belong.
+        provider: Starts sandboxes. The caller starts and closes it.
+        backends: The process's backend client, which is not used by such agents.
+        extensions: Loads handlers, agents, tools and parsers.
+    """
+
+    def __init__(
+        self,
+        spec: RolloutJobSpec,
+        provider: SandboxProvider,
+        backends: BackendClient,
+        extensions: registry.Registry | None = None,
+    ) -> None:
+        self._spec = spec
+        self._provider = provider
+        calls = cast("LeaseCalls", self)  # Only `job_spec` is called where no model is asked.
+        self._stages = Stages(calls, backends, provider, extensions or registry.Registry())
+        self._numbers = itertools.count()
+
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+        """Return the spec of the job, as a control plane would."""
+        return self._spec
+
+    async def play(self, task: Task) -> tuple[StageResult, StageResult]:
+        """Play a task once, and return the results of Run and of Eval. No sandbox is left afterwards.
+
+        Raises:
+            Exception: The infrastructure failed, or the task is broken. Nothing is tried again.
+        """
+        number = next(self._numbers)
+
+        def lease(stage: StageName, before: StageResult | None = None) -> HeldLease:
+            return HeldLease(
+                Lease(
+                    rollout=f"{task.id}/{number}", token=1, stage=stage, job="alone", namespace="default",
+                    job_uid="alone", group_id=task.id, sample_index=0, attempt=0, queued_seconds=0.0,
+                    lease_seconds=_LEASE_SECONDS, task=task,
+                    sandbox=before.sandbox if before is not None else None,
+                    carry=copy.deepcopy(before.carry) if before is not None else {},
+                    trajectory=before.trajectory if before is not None else None,
+                )
+            )  # fmt: skip
+
+        held = lease("init")
+        try:
+            init = await self._stages.work(held, StageTimes())
+            ran = await self._stages.work(lease("run", init), StageTimes())
+            return ran, await self._stages.work(lease("eval", ran), StageTimes())
+        finally:
+            if held.sandbox is not None:
+                await asyncio.shield(self._provider.release(held.sandbox))
+
+    async def renew(self) -> None:
+        """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""
+        while True:
+            await asyncio.sleep(_RENEW_SECONDS)
+            await self._provider.renew(self._provider.own(), _LEASE_SECONDS)
+
+    async def close(self) -> None:
+        """Close every handler."""
+        await self._stages.close()
+
+
+@asynccontextmanager
+async def stages_alone(
+    spec: RolloutJobSpec, provider: SandboxProvider, extensions: registry.Registry | None = None
+) -> AsyncIterator[StagesAlone]:
+    """Provide the stages over a provider, which is started first and closed afterwards.
+
+    Raises:
+        SandboxProviderError: Sandboxes cannot be started here.
+    """
+    await provider.start()
+    try:
+        async with BackendClient() as backends:
+            alone = StagesAlone(spec, provider, backends, extensions)
+            renewing = asyncio.create_task(alone.renew())
+            try:
+                yield alone
+            finally:
+                renewing.cancel()
+                await asyncio.wait([renewing])
+                await alone.close()
+    finally:
+        await provider.aclose()

@@ -1,0 +1,120 @@
+"""`rollyard validate` and `rollyard submit` with task folders, and reference solutions that are played."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rollyard.errors import InvalidInput
+from rollyard.jobs.manifests import read_manifests
+from rollyard.jobs.submission import submit
+from rollyard.main import main
+from rollyard_client import Client
+from rollyard_crds import RolloutJob, parse_lines
+
+EXAMPLES = Path(__file__).parents[2] / "examples/harbor"
+
+
+class Server:
+    """A control plane that keeps what is uploaded."""
+
+    def __init__(self) -> None:
+        self.uploads: list[bytes] = []
+
+    def upload(self, path: Path, namespace: str) -> str:
+        self.uploads.append(path.read_bytes())
+        return "blob:sha256:" + "0" * 64
+
+    def submit(self, job: RolloutJob) -> RolloutJob:
+        return job
+
+
+def test_the_example_is_packed_and_uploaded() -> None:
+    server = Server()
+    (job,) = read_manifests(EXAMPLES / "job.yaml")
+    assert isinstance(job, RolloutJob)
+    for _ in range(2):
+        sent, _carried = submit(cast(Client, server), job)
+    assert sent.spec.tasks.url == "blob:sha256:" + "0" * 64
+    first, second = server.uploads
+    assert first == second
+    tasks = parse_lines(gzip.decompress(first).decode().splitlines(), job.spec.tasks)
+    assert [task.id for task in tasks] == ["planted", "separate", "single", "steps"]
+
+
+def test_only_one_format_reads_a_folder(tmp_path: Path) -> None:
+    spec = {"tasks": {"url": tmp_path.as_uri()}, "handler": "math", "agent": {"type": "oracle"}}
+    job = RolloutJob.model_validate({"metadata": {"name": "j"}, "spec": spec})
+    with pytest.raises(InvalidInput, match="is a folder, which only the format 'harbor' reads"):
+        submit(cast(Client, Server()), job)
+
+
+def test_folders_are_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "-f", str(EXAMPLES / "job.yaml"), "-f", str(EXAMPLES / "tasks")]) == 0
+    assert "4 tasks are valid" in capsys.readouterr().out
+    assert main(["validate", "-f", str(EXAMPLES / "refused")]) == 1
+    assert "folder 1: dockerfile: environment/Dockerfile: no image is built here" in capsys.readouterr().err
+    assert main(["validate", "-f", str(tmp_path)]) == 1
+    assert "there is no task folder" in capsys.readouterr().err
+    shutil.copytree(EXAMPLES / "tasks/single", tmp_path / "a")
+    (tmp_path / "a/task.toml").write_text("[agent]\ntimeout_sec = \n")
+    (tmp_path / "b").mkdir()
+    os.symlink("/etc/passwd", tmp_path / "b/task.toml")
+    assert main(["validate", "-f", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "b: task.toml: is a symbolic link" in error
+
+
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(EXAMPLES / "tasks/single", tmp_path / "a")
+    (tmp_path / "a/task.toml").write_text("[agent]\ntimeout_sec = \n")
+    assert main(["validate", "-f", str(tmp_path)]) == 1
+    assert "folder 1: a: task.toml: is no TOML: Invalid value (at line 2" in capsys.readouterr().err
+
+
+def rows(path: Path, *tasks: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return str(path)
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"name": "submit", "arguments": {"answer": text}}
+
+
+@pytest.mark.real
+def test_reference_solutions_are_played(
+    bubblewrap_works: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = {"id": "right", "prompt": "q", "test_script": "true", "solution": [answer("4")]}
+    wrong = {**right, "id": "wrong", "test_script": '[ "$ROLLYARD_ANSWER" = 5 ]'}
+    without = {"id": "without", "prompt": "q", "test_script": "true"}
+    broken = {**right, "id": "broken", "sandbox": {"setup": "exit 3"}}
+    options = ["--oracle", "--handler", "shell"]
+    assert main(["validate", "-f", rows(tmp_path / "good.jsonl", right, without), *options]) == 0
+    assert "1 reference solutions get the reward 1; 1 tasks have none" in capsys.readouterr().out
+    assert main(["validate", "-f", rows(tmp_path / "bad.jsonl", right, wrong, broken), *options]) == 1
+    error = capsys.readouterr().err
+    assert "task 'wrong': its reference solution got the reward 0.0" in error
+    assert "task 'broken': SetupFailed: " in error
+    assert "task 'right'" not in error
+
+
+@pytest.mark.real
+def test_the_examples_solutions_are_played(
+    bubblewrap_works: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "-f", str(EXAMPLES / "job.yaml"), "--oracle"]) == 0
+    assert "4 reference solutions get the reward 1" in capsys.readouterr().out
+
+
+def test_nothing_to_play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = rows(tmp_path / "t.jsonl", {"id": "a", "prompt": "q", "answer": "1"})
+    assert main(["validate", "-f", path, "--handler", "math", "--oracle"]) != 0
+    assert "no task has a reference solution" in capsys.readouterr().err
+    assert main(["validate", "-f", path, "--oracle"]) != 0
+    assert "--oracle needs a manifest, or --handler" in capsys.readouterr().err

@@ -1,0 +1,302 @@
+"""Task folders in the format of Harbor: what they become, and why a folder is refused."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rollyard_crds.harbor.archive import FolderRefused, pack, read_folder, unpack
+from rollyard_crds.harbor.folder import MAX_BYTES, MAX_FILES, HarborFolder
+from rollyard_crds.harbor.plan import HarborPlan, harbor_plan
+from rollyard_crds.harbor.table import HarborRefused
+from rollyard_crds.task import Task, TaskSandbox
+from rollyard_crds.task_formats.harbor import HarborFormat, folder_rows
+from rollyard_crds.task_formats.interface import Row, RowRefused
+
+FILES = {"task.toml": "", "instruction.md": "Do it.", "tests/test.sh": "true"}
+STEP = '[[steps]]\nname = "a"\n'
+
+
+def plan(toml: str = "", **files: str | None) -> HarborPlan:
+    given = {**FILES, "task.toml": toml, **files}
+    return harbor_plan(HarborFolder(files={path: text for path, text in given.items() if text is not None}))
+
+
+def archive(*entries: tuple[tarfile.TarInfo, bytes]) -> str:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as file:
+        for entry, data in entries:
+            entry.size = len(data)
+            file.addfile(entry, io.BytesIO(data))
+    return base64.b64encode(held.getvalue()).decode()
+
+
+def entry(path: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(path)
+    made.type, made.linkname = kind, target
+    return made
+
+
+def test_a_whole_task() -> None:
+    found = plan(
+        """
+schema_version = "1.4"
+source = "somewhere"
+[task]
+name = "a/b"
+[metadata]
+when = 2026-01-02
+odd = nan
+[agent]
+timeout_sec = 90
+[verifier]
+timeout_sec = 30.5
+env = { KEY = "${KEY:-none}", WORD = "w" }
+[solution]
+env = { HINT = "it's" }
+[environment]
+docker_image = "ghcr.io/a/b:1"
+build_timeout_sec = 60
+allow_internet = false
+cpus = 2
+memory_mb = 1024
+storage_mb = 2048
+gpus = 0
+workdir = "/home/user/app"
+env = { A = "b" }
+[environment.healthcheck]
+command = "true"
+interval_sec = 1
+""",
+        **{"solution/solve.sh": "true", "environment/Dockerfile": "FROM x"},
+    )
+    assert found.sandbox() == TaskSandbox(
+        image="docker://ghcr.io/a/b:1", env={"A": "b"}, folders=["/logs", "/tests", "/solution"]
+    )
+    (step,) = found.steps
+    assert (step.agent_seconds, step.verifier_seconds, step.solution) == (90.0, 30.5, "solution")
+    assert step.verifier_env == {"KEY": "none", "WORD": "w"}
+    assert (found.cpus, found.memory_bytes, found.disk_bytes) == (2.0, 1 << 30, 2 << 30)
+    assert found.metadata == {"task": {"name": "a/b"}, "metadata": {"when": "2026-01-02", "odd": None}}
+    assert found.healthcheck is not None
+    check = found.healthcheck
+    assert (check.interval, check.timeout, check.retries) == (1.0, 30.0, 3)
+
+
+def test_a_task_of_several_steps() -> None:
+    steps = f"{STEP}min_reward = 0.5\n"
+    steps += STEP.replace('"a"', '"b"') + "min_reward = {x = 1}\n"
+    steps += '[steps.verifier]\nenv = {B = "2"}\n'
+    files = {f"steps/{name}/instruction.md": name for name in "ab"}
+    found = plan('[verifier]\ntimeout_sec = 9\nenv = {A = "1"}\n' + steps, **files)
+    assert [step.tests for step in found.steps] == [("tests", "steps/a/tests"), ("tests", "steps/b/tests")]
+    assert [step.min_reward for step in found.steps] == [{"reward": 0.5}, {"x": 1.0}]
+    assert [step.verifier_env for step in found.steps] == [{"A": "1"}, {"A": "1", "B": "2"}]
+    assert [step.verifier_seconds for step in found.steps] == [9.0, 9.0]
+    assert found.strategy == "mean"
+
+
+def test_a_separate_verifier() -> None:
+    toml = '[verifier]\nenvironment_mode = "separate"\n[verifier.environment]\ndocker_image = "v"\n'
+    artifacts = 'artifacts = ["/app/a", {source = "/app/b", destination = "b"}]\n'
+    found = plan(artifacts + toml, **{"tests/test.sh": None})
+    assert found.artifacts == ("/app/a", "/app/b")
+    assert found.sandbox().folders == ["/logs", "/solution"]
+    assert found.verifier_sandbox() == TaskSandbox(image="docker://v", folders=["/logs"])
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[environment\n", "task.toml: is no TOML: .*line 1"),
+        ("x = 1", "x: is not known here"),
+        ("[environment]\nx = 1", "environment.x: is not known here"),
+        ('schema_version = "2.0"', "schema_version: is '2.0'"),
+        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec: must be larger than 0"),
+        ("[agent]\ntimeout_sec = true", "agent.timeout_sec: must be a number"),
+        ("[verifier]\ntimeout_sec = nan", "verifier.timeout_sec: must be larger"),
+        ('[agent]\nuser = "root"', "agent.user: all programs of a sandbox run as one user"),
+        ("[verifier]\nuser = 1000", "verifier.user: all programs"),
+        ('[environment]\nnetwork_mode = "public"', "environment.network_mode: is 'public', but"),
+        ('[agent]\nallowed_hosts = ["a"]', "agent.allowed_hosts: sandboxes have no network"),
+        ("[environment]\nallow_internet = true", "environment.allow_internet: sandboxes have no network"),
+        ("[environment]\ngpus = 1", "environment.gpus: sandboxes have no GPU"),
+        ('[environment]\nos = "windows"', "environment.os: is 'windows'"),
+        ('[[environment.mcp_servers]]\nname = "m"', "environment.mcp_servers: an agent"),
+        ('[environment]\nskills_dir = "/s"', "environment.skills_dir: an agent"),
+        ('[environment]\nenv = {A = "${HOME}"}', "environment.env.A: names the variable HOME of the machine"),
+        ("[environment]\nenv = {A = 1}", "environment.env.A: must be a text"),
+        ('[environment]\nworkdir = "app"', "environment.workdir: must be the absolute path"),
+        ('[environment]\nworkdir = "/a/../b"', "environment.workdir: must be the absolute path"),
+        ('[environment]\nworkdir = "/usr"', "environment.workdir: must be no folder of the system, where"),
+        ('[environment]\nworkdir = "/home/x"', "environment.workdir: must be a folder directly below /"),
+        ('[environment]\ndocker_image = "a b"', "environment.docker_image: is no name"),
+        ('[verifier]\nenvironment_mode = "else"', "verifier.environment_mode: is 'else', expected shared or"),
+        ("[verifier.environment]", "verifier.environment: needs environment_mode"),
+        ('[[verifier.collect]]\ncommand = "x"', "verifier.collect: commands"),
+        ('artifacts = ["a"]', "artifacts: 'a' must be an absolute path"),
+        ("artifacts = [1]", "artifacts: must be paths"),
+        (STEP + '[verifier]\nenvironment_mode = "separate"', "steps cannot have a separate"),
+        (STEP.replace('"a"', '"../a"'), r"steps\[0\].name: must be"),
+        (STEP + STEP, "instruction.md: is missing"),
+        (STEP * 65, "steps: are 65, and at most 64"),
+        (STEP + 'min_reward = "x"', r"steps\[0\].min_reward: must be a number"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused(toml: str, words: str) -> None:
+    with pytest.raises(HarborRefused, match=words):
+        plan(toml)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"task.toml": None}, "task.toml: is missing"),
+        ({"tests/test.sh": None}, "tests/test.sh: is missing, and nothing else gives a reward"),
+        ({"instruction.md": " "}, "instruction.md: is missing or empty"),
+        ({"environment/Dockerfile": "FROM x"}, "environment/Dockerfile: no image is built here; build it"),
+        (
+            {"environment/docker-compose.yaml": ""},
+            "environment/docker-compose.yaml: a sandbox is one container",
+        ),
+        ({"environment/compose.yml": ""}, "environment/compose.yml: a sandbox is one container"),
+    ],
+)
+def test_folders_that_are_refused(files: dict[str, str | None], words: str) -> None:
+    given = {**FILES, **files}
+    with pytest.raises(HarborRefused, match=words):
+        harbor_plan(HarborFolder(files={path: text for path, text in given.items() if text is not None}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"files": {"/etc/passwd": ""}}, "must be relative"),
+        ({"files": {"a/../../b": ""}}, "must be relative"),
+        ({"binary": {"./a": ""}}, "must be relative"),
+        ({"files": {"a\n": ""}}, "cannot be printed"),
+        ({"files": {"a": "", "a/b": ""}}, "is a file and a folder"),
+        ({"files": {"a": ""}, "binary": {"a": ""}}, "both as text and in base64"),
+        ({"binary": {"a": "?"}}, "is no base64"),
+        ({"files": {"a": "x" * (MAX_BYTES // 2 + 1), "b": "x" * (MAX_BYTES // 2)}}, "a task folder may hold"),
+        ({"files": {str(i): "" for i in range(MAX_FILES + 1)}}, "at most"),
+    ],
+)
+def test_paths_stay_in_the_folder(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        HarborFolder.model_validate(fields)
+
+
+def test_folders_are_packed_and_read_again(tmp_path: Path) -> None:
+    (tmp_path / "set/one/tests").mkdir(parents=True)
+    for path, text in FILES.items():
+        (tmp_path / "set/one" / path).write_bytes(text.encode())
+    (tmp_path / "set/one/tests/test.sh").chmod(0o755)
+    (tmp_path / "set/one/tests/data.bin").write_bytes(b"\xff\x00")
+    (row,) = folder_rows(tmp_path)
+    assert row["path"] == "set/one"
+    assert row == next(folder_rows(tmp_path))
+    task = Task.model_validate(HarborFormat().task(Row(row, 1)))
+    assert (task.id, task.prompt) == ("set/one", "Do it.")
+    assert task.harbor is not None
+    assert task.harbor.executable == ["tests/test.sh"]
+    assert task.harbor.below("tests") == {"data.bin": (b"\xff\x00", 0o644), "test.sh": (b"true", 0o755)}
+    # Archives of others hold the folder itself, too, and may not be compressed.
+    plain = archive(*((entry(f"one/{path}"), text.encode()) for path, text in FILES.items()))
+    assert Task.model_validate(HarborFormat().task(Row({"path": "x", "task_binary": plain}, 1))).id == "x"
+
+
+def test_a_row_of_a_file_that_may_not_be_shown() -> None:
+    row = Row({"path": "secret", "task_binary": pack({"task.toml": (b"secret = 1", False)})}, 1)
+    with pytest.raises(RowRefused) as refused:
+        HarborFormat().task(row)
+    assert str(refused.value) == "task_binary: holds no task folder that can be run here"
+    assert refused.value.quoting == "secret: secret: is not known here"
+
+
+def link(folder: Path) -> None:
+    (folder / "a").symlink_to("/etc/passwd")
+
+
+def linked_folder(folder: Path) -> None:
+    (folder / "a").symlink_to("/etc")
+
+
+def large(folder: Path) -> None:
+    with (folder / "a").open("wb") as file:
+        file.truncate(100 << 20)
+
+
+def many(folder: Path) -> None:
+    for number in range(MAX_FILES + 1):
+        (folder / str(number)).touch()
+
+
+def fifo(folder: Path) -> None:
+    os.mkfifo(folder / "a")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (link, "a: is a symbolic link"), (linked_folder, "a: is a symbolic link"), (fifo, "a: is no regular"),
+        (large, "a: with this file, the folder holds more than 4194304 bytes; large data belongs"),
+        (many, "holds more than 1024 files"),
+    ],
+)  # fmt: skip
+def test_folders_that_are_not_packed(tmp_path: Path, make: Callable[[Path], None], words: str) -> None:
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "task.toml").touch()
+    make(folder)
+    with pytest.raises(FolderRefused, match=words):
+        list(folder_rows(tmp_path))
+
+
+def test_a_link_to_a_task_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/task.toml").touch()
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/link").symlink_to(tmp_path / "outside")
+    assert list(folder_rows(tmp_path / "set")) == []
+    with pytest.raises(FolderRefused):
+        read_folder(tmp_path / "set/link")
+
+
+BOMB = base64.b64encode(gzip.compress(bytes(16 << 20), 1)).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("?", "is no base64"),
+        (base64.b64encode(b"\x1f\x8bx").decode(), "damaged|cut off"),
+        (base64.b64encode(b"no archive" * 100).decode(), "cannot be read"),
+        (BOMB, "longer than"),
+        (archive((entry("../../etc/x"), b"")), "must be relative"),
+        (archive((entry("/etc/x"), b"")), "must be relative"),
+        (archive((entry("a", tarfile.SYMTYPE, "/etc/passwd"), b"")), "is a link"),
+        (archive((entry("a", tarfile.LNKTYPE, "/etc/passwd"), b"")), "is a link"),
+        (archive((entry("a", tarfile.CHRTYPE), b"")), "no regular file"),
+        (archive((entry("a", tarfile.FIFOTYPE), b"")), "no regular file"),
+        (archive((entry("a"), b"1"), (entry("a"), b"2")), "stands twice"),
+        (archive((entry("a"), b"1" * (MAX_BYTES + 1))), "the folder holds more than"),
+    ],
+)
+def test_hostile_archives(text: str, words: str) -> None:
+    with pytest.raises(FolderRefused, match=words):
+        unpack(text)
+
+
+@pytest.mark.parametrize("path", ["/usr", "/work", "logs", "/a/b", "/..", "/.rollyard", "/A", "/"])
+def test_folders_that_a_sandbox_cannot_have(path: str) -> None:
+    with pytest.raises(ValidationError):
+        TaskSandbox(folders=[path])

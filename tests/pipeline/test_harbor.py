@@ -1,0 +1,245 @@
+"""The handler `harbor` over the example's task folders, and over folders that break or bend the rules."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds import Task
+from rollyard_crds.harbor.archive import pack, read_folder
+from rollyard_crds.task_formats.harbor import HarborFormat
+from rollyard_crds.task_formats.interface import Row
+from rollyard_pipeline.errors import PipelineError, RewardUnusable, SetupFailed, TaskInvalid
+from rollyard_pipeline.handlers.harbor.handler import HarborHandler
+from rollyard_pipeline.handlers.harbor.rewards import below, combined, read_rewards
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
+from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
+from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
+
+EXAMPLES = Path(__file__).parents[2] / "examples/harbor"
+TOML = '[environment]\nnetwork_mode = "no-network"\n'
+SOLVED = "[ -f done ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+
+
+def example(name: str) -> Task:
+    row = {"path": name, "task_binary": pack(read_folder(EXAMPLES / "tasks" / name))}
+    return Task.model_validate(HarborFormat().task(Row(row, 1)))
+
+
+def folder(test: str = SOLVED, toml: str = TOML, **files: str) -> Task:
+    texts = {"task.toml": toml, "instruction.md": "Make the file done.", "tests/test.sh": test, **files}
+    contents = {path: (text.encode(), False) for path, text in texts.items() if text}
+    row = {"path": "task", "task_binary": pack(contents)}
+    return Task.model_validate(HarborFormat().task(Row(row, 1)))
+
+
+@pytest.fixture
+async def lab(bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StageLab]:
+    async with stage_lab("bubblewrap", tmp_path_factory.mktemp("h")) as lab:
+        yield lab
+
+
+@pytest.fixture(params=["bubblewrap", pytest.param("apptainer", marks=pytest.mark.apptainer)])
+async def each_lab(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[StageLab]:
+    """Provide sandboxes of each kind that isolates on one node."""
+    request.getfixturevalue(f"{request.param}_works")
+    options: dict[str, Any] = {}
+    if request.param == "apptainer":
+        image = make_sif(make_image(tmp_path_factory.mktemp("image") / "root"))
+        options["apptainer"] = ApptainerOptions(default_image=str(image))
+    async with stage_lab(request.param, tmp_path_factory.mktemp("h"), **options) as lab:
+        yield lab
+
+
+PLANTED = ["echo '{\"reward\": 1}' > /logs/verifier/reward.json", "echo 1 > /logs/verifier/reward.txt"]
+
+
+@pytest.mark.real
+async def test_the_example(each_lab: StageLab) -> None:
+    """Each task has the same rewards in all kinds of sandboxes: solved, untouched, and planted."""
+    for name in ("planted", "separate", "single", "steps"):
+        solved = await each_lab.play(example(name))
+        assert (solved.reward, solved.reward_reason) == (1.0, ""), (name, each_lab.observed)
+        for steps in ([[]], [PLANTED, PLANTED, PLANTED]):
+            found = await each_lab.play(example(name), steps)
+            assert (found.reward, found.reward_reason) == (0.0, ""), name
+
+
+@pytest.mark.real
+async def test_steps(lab: StageLab) -> None:
+    """The oracle solves three of them; a policy that fails the second one does not read the third one."""
+    task = example("steps")
+    solved = await lab.play(task)
+    assert solved.reward == 1.0, lab.observed
+    assert solved.reward_components == dict.fromkeys(
+        ("words", "step.first", "step.second", "step.third"), 1.0
+    )
+    first = await lab.play(task, [["echo apple > words.txt"], ["ls -A /tests /logs/verifier /solution"]])
+    assert (first.reward, len(lab.said)) == (0.5, 2)
+    assert lab.observed[-1].split() == ["/logs/verifier:", "/solution:", "/tests:"]
+    idle = await lab.play(task, [[]])
+    assert (idle.reward, len(lab.said)) == (0.0, 1)
+
+
+@pytest.mark.real
+async def test_only_artifacts_reach_a_separate_verifier(lab: StageLab) -> None:
+    answer = "cd /app; echo 42 > answer.txt; touch other; ln -s /etc/passwd link"
+    found = await lab.play(example("separate"), [[answer, "echo n > /logs/artifacts/notes.txt"]])
+    assert (found.reward, found.reward_components) == (1.0, {"answer": 1.0, "notes": 1.0, "alone": 1.0})
+
+
+@pytest.mark.real
+async def test_tests_find_what_they_need(lab: StageLab) -> None:
+    """They get their variables and the modules beside them, and begin in the working folder."""
+    toml = (
+        'artifacts = []\n[verifier]\nenv = {A = "${B:-b}"}\n[environment]\nworkdir = "/data"\n'
+        'env = {C = "c"}\n[environment.healthcheck]\ncommand = "test -w /data"\n'
+    )
+    test = """
+python3 - <<'PY' > /logs/verifier/reward.json
+import json, os, helper
+seen = os.environ["A"] + os.environ["C"] + os.getcwd()
+print(json.dumps({"reward": 0.25, "seen": float(seen == helper.WANTED)}))
+PY
+exit 3
+"""
+    task = folder(test, toml, **{"tests/helper.py": "WANTED = 'bc/data'"})
+    found = await lab.play(task, [["pwd"]])
+    assert (found.reward, found.reward_components) == (0.25, {"seen": 1.0})
+    assert lab.observed == ["/data"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("true", "wrote neither reward.json nor reward.txt; test.sh exited with 0: it printed nothing"),
+        ("echo no | tee /logs/verifier/reward.txt; exit 4", "no number; test.sh exited with 4: no"),
+        ("rm -r /logs/verifier", "neither"),
+    ],
+)  # fmt: skip
+async def test_a_task_without_a_reward_fails(lab: StageLab, test: str, reason: str) -> None:
+    """It gives none where no policy has been, either, so this is no policy's fault."""
+    with pytest.raises(RewardUnusable, match=reason):
+        await lab.play(folder(test), [[]])
+
+
+@pytest.mark.real
+async def test_limits_of_time(lab: StageLab) -> None:
+    slow = await lab.play(folder("sleep 60", TOML + "[verifier]\ntimeout_sec = 0.5\n"), [[]])
+    assert (slow.reward, slow.reward_reason) == (0.0, "TestTimeout")
+    # The agent's limit ends its turn, and what it has done is scored.
+    late = await lab.play(folder(SOLVED, TOML + "[agent]\ntimeout_sec = 1\n"), [["touch done", "sleep 60"]])
+    assert late.reward == 1.0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("toml", "files", "error", "words"),
+    [
+        (TOML + "memory_mb = 4096\n", {}, TaskInvalid, "sandbox.resources.memory gives .*at least 4096Mi"),
+        (TOML + "cpus = 64\n", {}, TaskInvalid, "sandbox.resources.cpu gives"),
+        (TOML + "[environment.healthcheck]\ncommand = 'false'\nretries = 1\n", {}, SetupFailed, "health"),
+    ],
+)  # fmt: skip
+async def test_what_a_job_lacks_is_named(
+    lab: StageLab, toml: str, files: dict[str, str], error: type[PipelineError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        await lab.play(folder(SOLVED, toml, **files), [[]])
+
+
+STEPS = '[[steps]]\nname = "a"\n[[steps]]\nname = "b"\nmin_reward = 1\n[[steps]]\nname = "c"\n'
+
+
+def steps_folder(strategy: str) -> Task:
+    files: dict[str, str] = {}
+    for name in "abc":
+        files[f"steps/{name}/instruction.md"] = f"Make the file {name}."
+        files[f"steps/{name}/tests/test.sh"] = f"[ -f {name} ]; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    return folder("", f'multi_step_reward_strategy = "{strategy}"\n' + STEPS, **files)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("strategy", "steps", "reward"),
+    [
+        ("mean", [["touch a"], ["touch b"], []], 2 / 3),
+        ("final", [["touch a"], ["touch b"], []], 0.0),
+        ("final", [[], ["touch b"], ["touch c"]], 1.0),
+        ("mean", [["touch a"], []], 0.5),  # The third step is not to be played, so it does not count.
+        ("final", [["touch a"], []], 0.0),
+    ],
+)
+async def test_rewards_of_steps(lab: StageLab, strategy: str, steps: list[list[str]], reward: float) -> None:
+    found = await lab.play(steps_folder(strategy), steps)
+    assert found.reward == pytest.approx(reward)
+
+
+@pytest.mark.real
+async def test_steps_have_no_network(lab: StageLab) -> None:
+    """The tests of earlier steps run in Run, and must not have a network that a policy's files could use."""
+    network = {"network": "allowlist", "allowedHosts": ["example.org"], **SMALL}
+    with pytest.raises(TaskInvalid, match="a task of several steps needs"):
+        await lab.play(steps_folder("mean"), [[]], sandbox=network)
+
+
+@pytest.mark.real
+async def test_a_policy_that_ends_early_gets_nothing_for_later_steps(lab: StageLab) -> None:
+    task = steps_folder("mean")
+    stages = {"run": {"timeoutSeconds": 4}, "eval": {"timeoutSeconds": 20}}
+    found = await lab.play(task, [["touch a", "sleep 60"]], stages=stages)
+    assert (found.reward, len(lab.said)) == (pytest.approx(1 / 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("as_json", "as_text", "rewards"),
+    [
+        (b'{"reward": 0.5, "x": 2}', b"1", {"reward": 0.5, "x": 2.0}),
+        (b'{"score": 1}', None, {"score": 1.0, "reward": 1.0}),
+        (None, b" 0.25\n", {"reward": 0.25}),
+        (None, b"-3", {"reward": -3.0}),
+    ],
+)
+def test_reward_files(as_json: bytes | None, as_text: bytes | None, rewards: dict[str, float]) -> None:
+    assert read_rewards(as_json, as_text) == rewards
+
+
+@pytest.mark.parametrize(
+    ("as_json", "as_text", "reason"),
+    [
+        (None, None, "RewardMissing"), (None, b"", "RewardInvalid"), (None, b"nan", "RewardInvalid"),
+        (None, b"1e9", "RewardInvalid"), (None, b"\xff", "RewardInvalid"), (b"", b"1", "RewardInvalid"),
+        (b'{"reward": NaN}', b"1", "RewardInvalid"), (b'{"reward": 1000000000}', b"1", "RewardInvalid"),
+        (b'{"reward": 1' + b"0" * 400 + b"}", None, "RewardInvalid"), (b"{}", b"1", "RewardInvalid"),
+        (b'{"reward": {"a": 1}}', b"1", "RewardInvalid"), (b'{"reward": true}', b"1", "RewardInvalid"),
+        (b'{"reward": "1"}', b"1", "RewardInvalid"), (b"[1]", b"1", "RewardInvalid"),
+        (b'{"a": 1, "b": 0}', b"1", "RewardInvalid"), (b"[" * 100_000, b"1", "RewardInvalid"),
+        (b'{"reward": 1, "a": Infinity}', b"1", "RewardInvalid"),
+        (b'{"reward": 1' + b"0" * 5000 + b"}", None, "RewardInvalid"),
+    ],
+)  # fmt: skip
+def test_reward_files_that_cannot_be_used(as_json: bytes | None, as_text: bytes | None, reason: str) -> None:
+    with pytest.raises(RewardUnusable) as refused:
+        read_rewards(as_json, as_text)
+    assert refused.value.reward_reason == reason
+
+
+def test_rewards_are_combined_by_key() -> None:
+    steps: list[dict[str, float]] = [{"reward": 1.0, "a": 4.0}, {"reward": 0.5}, {}]
+    assert combined(steps, "mean") == {"reward": 0.5, "a": 4.0 / 3}
+    assert combined(steps, "final") == {"reward": 0.0}
+    assert below({"reward": 0.5}, {"reward": 0.6})
+    assert below({"reward": 1.0}, {"words": 0.0})
+    assert not below({"reward": 0.5}, {"reward": 0.5})
+
+
+def test_the_handler_names_what_a_task_lacks() -> None:
+    assert HarborHandler().check(Task(id="t", prompt="q"))[0].startswith("harbor: required")
+    assert HarborHandler().check(folder()) == []
+    broken: dict[str, Any] = {"id": "t", "prompt": "q", "harbor": {"files": {"task.toml": "a = "}}}
+    assert "task.toml: is no TOML" in HarborHandler().check(Task.model_validate(broken))[0]

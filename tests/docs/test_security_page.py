@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,23 @@ def files() -> list[Path]:
 def test_each_row_is_whole_and_names_a_test() -> None:
     assert rows() != []
     assert [row for row in rows() if len(row) != 4 or not all(row) or not NAMED.search(row[-1])] == []
+
+
+def test_each_row_belongs_to_a_table() -> None:
+    """A row behind a paragraph has no header, and is shown as text. A header without a row is an empty table."""
+    _, _, text = PAGE.read_text().partition("## What stops what")
+    lines = ["", *text.splitlines()]
+    orphans = [
+        line[:80]
+        for before, line in pairwise(lines)
+        if line.startswith("| ") and not before.startswith("|") and not line.startswith("| surface")
+    ]
+    empty = [
+        number
+        for number, (before, line) in enumerate(pairwise([*lines, ""]))
+        if before.startswith("|---") and not line.startswith("| ")
+    ]
+    assert (orphans, empty) == ([], [])
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _, _ in named()}))

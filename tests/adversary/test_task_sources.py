@@ -240,6 +240,22 @@ def test_a_server_reads_uploads_only(closed: Plane, url: str) -> None:
     assert "uploads" in closed.refused(url)
 
 
+def test_a_driver_registers_uploads_only(closed: Plane) -> None:
+    """What an author applies comes to the control plane through the driver's registration."""
+    driver = {"Authorization": f"Bearer {closed.tokens['driver']}"}
+    for number, url in enumerate(("file:///etc/passwd", "http://169.254.169.254/latest/meta-data/")):
+        manifest = {
+            "apiVersion": "rollyard.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": f"applied-{number}", "annotations": {"rollyard.dev/object-uid": "u"}},
+            "spec": {"tasks": {"url": url}, "handler": "math", "agent": {"type": "oracle"}},
+        }
+        path = f"/v1/rolloutjobs/applied-{number}"
+        answer = closed.http.put(path, json={"manifest": manifest}, headers=driver)
+        assert (answer.status_code, answer.json()["reason"]) == (422, "TasksNotAllowed"), answer.text
+        assert closed.http.get(path).status_code == 404
+
+
 def test_the_installations_tokens_and_others_results(closed: Plane, opened: Open) -> None:
     for plane in (closed, opened.plane):
         for name in (

@@ -183,6 +183,13 @@ def test_a_job_from_submit_to_file_and_nothing_left(
     assert "no RolloutJob 'nosuch'" in capsys.readouterr().err
 
     with up.client() as client:
+        # The control plane of `rollyard up` runs as its user, and reads the files of that user.
+        manifest = json.loads(job.read_text())
+        manifest["metadata"]["name"] = "own-file"
+        manifest["spec"] |= {"tasks": {"url": (tmp_path / "tasks.jsonl").as_uri()}, "suspend": True}
+        assert client.submit(manifest).status.counts.total == 12
+        client.cancel("own-file")
+
         until(lambda: not list(up.home.pids.glob("oracle*.json")))
         conditions = {one.type: one.status for one in client.job("oracle").status.conditions}
     assert conditions == {

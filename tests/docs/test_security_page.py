@@ -67,7 +67,7 @@ def test_each_row_is_whole_and_names_a_test() -> None:
 
 
 def test_each_row_belongs_to_a_table() -> None:
-    """A row behind a paragraph has no header, and is shown as text. A header without a row is an empty table."""
+    """A row behind a paragraph is shown as text, and a header without rows as an empty table."""
     _, _, text = PAGE.read_text().partition("## What stops what")
     lines = ["", *text.splitlines()]
     orphans = [

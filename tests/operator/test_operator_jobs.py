@@ -206,15 +206,23 @@ async def test_a_pod_of_another_installation_is_left_alone(lab: Lab) -> None:
     assert lab.kube.objects[("Pod", NAMESPACE, theirs["metadata"]["name"])] == before
 
 
-async def test_a_refused_job_says_why_and_is_tried_again(lab: Lab) -> None:
-    lab.control.refuse = lambda job: Invalid("spec.handler: not installed", reason="NotInstalled", status=422)
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("NotInstalled", "spec.handler: not installed"),
+        ("TasksNotAllowed", "spec.tasks.url: the installation reads uploads only"),
+    ],
+)
+async def test_a_refused_job_says_why_and_is_tried_again(lab: Lab, reason: str, message: str) -> None:
+    lab.control.refuse = lambda job: Invalid(message, reason=reason, status=422)
     lab.kube.put(job())
-    await until(lambda: lab.condition("Admitted").get("reason") == "NotInstalled")
-    assert lab.status()["message"] == "spec.handler: not installed"
+    await until(lambda: lab.condition("Admitted").get("reason") == reason)
+    assert lab.condition("Admitted")["status"] == "False"
+    assert lab.status()["message"] == message
     lab.control.refuse = lambda job: None
     await until(lambda: len(lab.kube.of("Pod")) == 3)
     told = [reason for _, _, reason, _ in lab.kube.events]
-    assert told.count("NotInstalled") == 1
+    assert told.count(reason) == 1
 
 
 async def test_tasks_of_a_config_map_are_read_when_it_comes(lab: Lab) -> None:

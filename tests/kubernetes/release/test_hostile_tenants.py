@@ -62,8 +62,9 @@ def test_templates_that_reach_out_start_nothing(installation: Installation) -> N
     for name, (template, _) in asked.items():
         documents.append(job(f"evil-{name}", task("a"), stages={"run": {"template": template}}))
     documents.append(pool("evil", template=volume(hostPath={"path": "/"})))
+    documents.append(job("evil-url", tasks={"url": "http://169.254.169.254/latest/meta-data/"}))
     bundle = {"apiVersion": "v1", "kind": "List", "items": documents}
-    names = [f"evil-{name}" for name in asked]
+    names = [f"evil-{name}" for name in (*asked, "url")]
     try:
         installation.apply(bundle)
         for name, (_, field) in asked.items():
@@ -72,6 +73,8 @@ def test_templates_that_reach_out_start_nothing(installation: Installation) -> N
             assert "jobs.allow." in told["message"]
         told = installation.until_condition("bp", "evil", "Ready", "TemplateNotAllowed")
         assert "spec.template.volumes[0].hostPath" in told["message"]
+        told = installation.until_condition("rj", "evil-url", "Admitted", "TasksNotAllowed")
+        assert told["status"] == "False"
         made = [pod["metadata"]["name"] for pod in installation.cluster.items("pods", installation.jobs)]
         assert not [name for name in made if name.startswith("evil")]
         with installation.client() as client:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "weights": "Update a pool's weights, list its updates, pause or resume it",
     "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
     "validate": "Check manifests and the tasks they name, without a server",
+    "images": "Build images of sandboxes from Dockerfiles, for Apptainer",
     "worker": "Run a stage worker against a control plane",
     "quickstart": "Run the quickstart job on this machine, from nothing to trajectories",
     "version": "Print the version",

@@ -25,6 +25,17 @@ class ImageNotUsable(SandboxProviderError):
     retryable = False
 
 
+class DockerfileRefused(ImageNotUsable):
+    """A Dockerfile that cannot be translated faithfully. The message names the line and the reason."""
+
+    reason = "DockerfileRefused"
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
+        """The number of the line, from 1."""
+
+
 class UserNamespacesForbidden(SandboxProviderError):
     """The kernel or a container's policy forbids the namespaces that sandboxes need."""
 

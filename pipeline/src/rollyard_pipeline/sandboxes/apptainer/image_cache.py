@@ -1,6 +1,6 @@
 """A cache of SIF files (or root folders), each built once for all workers and nodes that share a folder.
 
-    <cache>/<key>.sif     an image; <key>.dir if SIF files cannot be mounted
+    <cache>/<key>.sif     an image, also that of a Dockerfile; <key>.dir if SIF files cannot be mounted
     <cache>/<key>.json    the source from which it was built
     <cache>/<key>.lock    held by the process that builds it (see `shared_lock`)
     <cache>/.new-<…>      a build in progress, which is renamed when it is complete
@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ MAX_BYTES: Final = 100 << 30
 BUILD_SECONDS: Final = 3600.0
 """The longest time of a build in seconds. The Init stage's own limit is usually reached earlier."""
 _IN_USE_SECONDS: Final = 3600.0
+_REMOVE_SECONDS: Final = 60.0
 _ZSTD: Final = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
+_NEEDED: Final = ("PATH", "HOME", "USER", "LOGNAME")
 NO_ROOM: Final = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 _PASSING: Final = re.compile(
     r"timeout|timed out|no such host|connection re(fused|set)|network is unreachable|i/o|temporar|"
@@ -54,14 +57,22 @@ class ImageCache:
         folder: A folder on storage that the nodes share, or on this node.
         max_bytes: The size limit in bytes. Beyond it, the least recently used images are removed.
         stale_seconds: The time in seconds after which a builder without a sign of life is considered dead.
+        dockerfiles: Whether Dockerfiles may be built, which runs their authors' commands on this machine as
+            this process's user.
     """
 
     def __init__(
-        self, folder: Path, max_bytes: int = MAX_BYTES, stale_seconds: float = STALE_SECONDS
+        self,
+        folder: Path,
+        max_bytes: int = MAX_BYTES,
+        stale_seconds: float = STALE_SECONDS,
+        *,
+        dockerfiles: bool = False,
     ) -> None:
         self.folder = folder.absolute()
         self._max_bytes = max_bytes
         self._stale_seconds = stale_seconds
+        self._dockerfiles = dockerfiles
         self._builds: dict[Path, asyncio.Lock] = {}
 
     def prepare(self) -> None:
@@ -85,12 +96,15 @@ class ImageCache:
         the build and leaves nothing.
 
         Raises:
-            ImageNotUsable: The image can never be built.
+            ImageNotUsable: The image can never be built, or it is that of a Dockerfile and must not be.
             SandboxStartFailed: The image could not be built this time (the network, the registry).
             DiskFull: There is no room for the image.
         """
         if image.path is not None and (image.kind == "folder" or (image.kind == "sif" and not unpacked)):
             return image.path
+        if image.recipe is not None and unpacked:
+            # It is unpacked from the SIF file, so that no command of a Dockerfile runs twice.
+            await self.ready(image, program, unpacked=False)
         key = await in_thread(image.key)
         target = self.folder / f"{key}{'.dir' if unpacked else '.sif'}"
         async with self._builds.setdefault(target, asyncio.Lock()):
@@ -105,7 +119,22 @@ class ImageCache:
             _used(target)
         return target
 
+    async def has(self, image: Image) -> bool:
+        """Return whether the image has been built as a SIF file.
+
+        Raises:
+            ImageNotUsable: Its archive or file cannot be read.
+        """
+        key = await in_thread(image.key)
+        return (self.folder / f"{key}.sif").exists()
+
     async def _build(self, image: Image, program: ContainerProgram, target: Path) -> None:
+        recipe = image.recipe if target.suffix == ".sif" else None
+        if recipe is not None and not self._dockerfiles:
+            raise ImageNotUsable(
+                f"sandbox.image {image.text!r}: the image of this Dockerfile has not been built, and workers "
+                f"may not build it: run `rollyard images build FOLDER --cache {self.folder}`"
+            )
         await in_thread(self._make_room, target)
         log.info("building %s from %s", target, image.text)
         began = time.monotonic()
@@ -113,6 +142,11 @@ class ImageCache:
         work.mkdir(mode=0o700)
         try:
             built = work / target.name
+            if recipe is not None:
+                assert image.base is not None
+                # The base is an image of its own, which many Dockerfiles share.
+                base = await self.ready(image.base, program, unpacked=False)
+                await in_thread(recipe.write, work, base)
             code, text = 1, ""
             for options in ((),) if target.suffix == ".dir" else (_ZSTD, ()):
                 code, text = await self._run(image, program, built, target, options)
@@ -146,7 +180,10 @@ class ImageCache:
             env[f"{prefix}_TMPDIR"] = str(built.parent)
             env[f"{prefix}_CACHEDIR"] = str(self._layers(target))
         kind = ("--sandbox", "--fix-perms") if built.suffix == ".dir" else ()
-        argv = [program.path, "build", "--force", *kind, *options, str(built), image.source]
+        if image.recipe is not None and target.suffix == ".sif":
+            return await _run_recipe(program, built, list(options))
+        source = image.source if image.recipe is None else str(target.with_suffix(".sif"))
+        argv = [program.path, "build", "--force", *kind, *options, str(built), source]
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
     def _make_room(self, wanted: Path) -> None:
@@ -180,12 +217,33 @@ class ImageCache:
             raise
 
 
+async def _run_recipe(program: ContainerProgram, built: Path, options: list[str]) -> tuple[int, str]:
+    """Build from the definition file beside `built`.
+
+    The build runs the commands of a Dockerfile's author, who can read the environment of the program.
+    """
+    work = built.parent
+    env = {name: value for name in _NEEDED if (value := os.environ.get(name))}
+    env.setdefault("PATH", os.defpath)
+    for prefix in ("APPTAINER", "SINGULARITY"):
+        env[f"{prefix}_TMPDIR"] = str(work)
+        env[f"{prefix}_CACHEDIR"] = str(work / "cache")
+    argv = [program.path, "build", "--force", "--fakeroot", *options]
+    # A build would otherwise see the /tmp of this machine, and leave its files there.
+    for name, target in (("tmp", "/tmp"), ("var-tmp", "/var/tmp")):
+        (work / name).mkdir(exist_ok=True)
+        (work / name).chmod(0o1777)
+        argv += ["--bind", f"{work / name}:{target}"]
+    argv += [str(built), "definition"]
+    return await run_program(argv, seconds=BUILD_SECONDS, env={**env, "LANG": "C.UTF-8"}, cwd=work)
+
+
 def _failure(image: Image, code: int, text: str) -> Exception:
     lines = [line for line in text.strip().splitlines() if "INFO:" not in line]
     words = " | ".join(lines[-6:])[-1500:] or f"exit status {code}"
     if NO_ROOM.search(text):
         return DiskFull(f"no room left in the image cache to build {image.text!r}: {words}")
-    if code == 124 or (image.kind == "registry" and _PASSING.search(text)):
+    if code == 124 or (image.kind in ("registry", "dockerfile") and _PASSING.search(text)):
         return SandboxStartFailed(f"sandbox.image {image.text!r} could not be built this time: {words}")
     return ImageNotUsable(f"sandbox.image {image.text!r} cannot be built: {words}")
 
@@ -215,5 +273,10 @@ def _remove(path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.chmod(folder, 0o700)  # An image may contain folders that their owner may not change.
         shutil.rmtree(path, ignore_errors=True)
+        if path.exists() and (program := shutil.which("unshare")) is not None:
+            # A build with --fakeroot that was killed leaves files of the user's further ids (/etc/subuid).
+            argv = [program, "--map-root-user", "--map-auto", "rm", "-rf", "--", str(path)]
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVE_SECONDS)
     else:
         path.unlink(missing_ok=True)

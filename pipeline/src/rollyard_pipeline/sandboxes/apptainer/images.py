@@ -6,11 +6,12 @@ import hashlib
 import json
 import struct
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from rollyard_pipeline.sandboxes.dockerfiles.recipe import Recipe
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image
 
@@ -31,12 +32,16 @@ _SIF_HEADER_BYTES: Final = 128
 class Image:
     """A parsed `sandbox.image`."""
 
-    kind: Literal["sif", "folder", "archive", "registry"]
+    kind: Literal["sif", "folder", "archive", "registry", "dockerfile"]
     text: str
     """The text as it was given."""
     path: Path | None = None
     """The file or folder, or None for an image in a registry."""
     scheme: str = ""
+    recipe: Recipe | None = None
+    """How an image is built of a Dockerfile."""
+    base: Image | None = None
+    """The image over which a Dockerfile is built."""
 
     @property
     def source(self) -> str:
@@ -53,6 +58,9 @@ class Image:
         """
         if self.kind == "registry":
             return _hash(self.text)
+        if self.recipe is not None:
+            assert self.base is not None
+            return _hash("dockerfile", self.base.key(), self.recipe.digest)
         assert self.path is not None
         if self.kind == "archive":
             return _hash(self.scheme, *_archive_digests(self.text, self.path))
@@ -87,6 +95,26 @@ def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
     _check_file(text, path)
     check_sif(text, path)
     return Image("sif", text, path)
+
+
+def dockerfile_image(
+    text: str, recipe: Recipe, bases: Mapping[str, str], private: Iterable[Path] = ()
+) -> Image:
+    """Return the image of a Dockerfile.
+
+    Args:
+        text: What messages call it.
+        recipe: The translated Dockerfile.
+        bases: What this platform has in place of images that Dockerfiles name, with or without `docker://`.
+            Another name is that of an image in a registry.
+        private: See `parse_image`.
+
+    Raises:
+        ImageNotUsable: The base cannot be used.
+    """
+    name = recipe.base
+    given = bases.get(name) or bases.get(f"docker://{name}")
+    return Image("dockerfile", text, recipe=recipe, base=parse_image(given or f"docker://{name}", private))
 
 
 def check_sif(text: str, path: Path) -> None:

@@ -107,7 +107,9 @@ async def userns_problem() -> str | None:
     return None if status == 0 else text.strip() or f"exit status {status}"
 
 
-async def run_program(argv: Sequence[str], *, seconds: float, env: Mapping[str, str]) -> tuple[int, str]:
+async def run_program(
+    argv: Sequence[str], *, seconds: float, env: Mapping[str, str], cwd: Path = Path("/")
+) -> tuple[int, str]:
     """Run a program for at most `seconds`, and return its exit status and its output.
 
     The output contains both streams. The program runs in its own session. On timeout (status 124) and on
@@ -120,7 +122,7 @@ async def run_program(argv: Sequence[str], *, seconds: float, env: Mapping[str, 
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
         env=dict(env),
-        cwd="/",
+        cwd=cwd,
     )
     assert process.stdout is not None
     tail = b""

@@ -1,0 +1,1 @@
+"""Dockerfiles as definition files of Apptainer, made through spython where the translation is faithful."""

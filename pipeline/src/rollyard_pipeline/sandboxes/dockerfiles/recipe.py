@@ -1,0 +1,132 @@
+"""A Dockerfile as a definition file, made by spython's parser and writer, and the files that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from rollyard_pipeline.sandboxes.dockerfiles.context import BuildContext, ContextProblem, Copy
+from rollyard_pipeline.sandboxes.dockerfiles.translation import STAGING, Translation, translate
+from rollyard_pipeline.sandboxes.errors import DockerfileRefused
+
+log = logging.getLogger(__name__)
+
+_SILENT: Final = -9
+"""A level of spython's messages at which it prints none, such as that a file is missing here."""
+_VERSION: Final = "1"
+"""It is part of every key. Another one makes all images be built again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that is needed to build an image, apart from its base."""
+
+    base: str
+    """The image of FROM, as the Dockerfile names it."""
+    body: str
+    """The definition file without its head."""
+    copies: tuple[Copy, ...]
+    context: BuildContext
+    notes: tuple[str, ...]
+    """What has no effect in a sandbox, for people."""
+    workdir: str | None
+    """The image's own working folder, or None if the Dockerfile has no WORKDIR."""
+    digest: str
+    """A digest of the body and of the files. The base is not part of it."""
+
+    def definition(self, bootstrap: str, source: str) -> str:
+        """Return the definition file over a base, which an agent of Apptainer gets from a source."""
+        return f"Bootstrap: {bootstrap}\nFrom: {source}\n\n{self.body}\n"
+
+    def write(self, folder: Path, base: Path) -> Path:
+        """Write the definition file and the files it copies into a folder, from which it must be built.
+
+        Args:
+            folder: An existing folder of the caller's own.
+            base: The base as a SIF file or a root folder.
+
+        Raises:
+            DockerfileRefused: A file cannot be read any more.
+            OSError: A file cannot be written.
+        """
+        try:
+            for number, copy in enumerate(self.copies):
+                copy.write(self.context, folder / "context" / str(number))
+        except ContextProblem as error:
+            raise DockerfileRefused(f"Dockerfile: COPY: {error}", 1) from error
+        path = folder / "definition"
+        path.write_text(self.definition("localimage", str(base)))
+        return path
+
+
+def make_recipe(text: str, context: BuildContext) -> Recipe:
+    """Translate a Dockerfile.
+
+    Args:
+        text: The Dockerfile.
+        context: The files that it may copy.
+
+    Raises:
+        DockerfileRefused: Something cannot be translated faithfully. The message names the line.
+        ModuleNotFoundError: spython is not installed.
+    """
+    made = translate(text, context)
+    body = _body(made)
+    held = hashlib.sha256(f"{_VERSION}\0{body}".encode())
+    try:
+        for copy in made.copies:
+            held.update(copy.digest(context).encode())
+    except ContextProblem as error:
+        raise DockerfileRefused(f"Dockerfile: COPY: {error}", 1) from error
+    return Recipe(
+        made.base, body, tuple(made.copies), context, tuple(made.notes), made.workdir, held.hexdigest()
+    )
+
+
+def _body(made: Translation) -> str:
+    """Return what spython makes of the instructions, after its head.
+
+    Raises:
+        DockerfileRefused: This version of spython makes something else of them than it should.
+    """
+    text, got = spython_definition(made.lines)
+    head, _, body = text.partition("\nStage: spython-base\n")
+    copies = [[f"context/{number}", f"{STAGING}/{number}"] for number in range(len(made.copies))]
+    wanted = {"install": made.script, "environ": made.environment, "files": copies, "fromHeader": made.base}
+    for name, value in wanted.items():
+        if (got.get(name) or []) != value:
+            raise DockerfileRefused(
+                f"Dockerfile: spython {version('spython')} translates its {name} in another way than the "
+                "versions that are known; install another version of spython",
+                1,
+            )
+    if head != f"Bootstrap: docker\nFrom: {made.base}":
+        raise DockerfileRefused("Dockerfile: FROM: spython names another image", 1)
+    return body.strip("\n")
+
+
+def spython_definition(lines: list[str]) -> tuple[str, Mapping[str, object]]:
+    """Return the definition that spython makes of a Dockerfile's lines, and its last stage as it read it.
+
+    Raises:
+        ModuleNotFoundError: spython is not installed.
+    """
+    from spython.logger import bot
+    from spython.main.parse.parsers import DockerParser
+    from spython.main.parse.writers import SingularityWriter
+
+    level, bot.level = bot.level, _SILENT
+    try:
+        parser = DockerParser(None)
+        parser.lines = list(lines)
+        parser.parse()
+        text: str = SingularityWriter(parser.recipe).convert()
+    finally:
+        bot.level = level
+    last: Mapping[str, object] = list(parser.recipe.values())[-1].json()
+    return text, last

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
 from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, Fork, Template, source_stamp
+from rollyard_sandbox.isolation.forked_sandbox import Forks
 
 pytestmark = pytest.mark.real
 
@@ -171,6 +174,44 @@ async def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path, how: s
         for descriptor in descriptors:
             os.close(descriptor)
     assert isinstance(result, asyncio.CancelledError if how == "cancelled" else SandboxStartFailed)
+
+
+FORK = """
+import os, random
+from rollyard_sandbox.isolation.forked_sandbox import Forks
+os.register_at_fork(
+    before=lambda: print("before", flush=True),
+    after_in_child=lambda: print("in the child", os.getpid(), flush=True),
+    after_in_parent=lambda: print("in the parent", flush=True),
+)
+forks, drawn = Forks(), []
+for _ in range(2):
+    reading, writing = os.pipe()
+    child = forks.fork()
+    if child == 0:
+        os.write(writing, b"%d %d" % (os.getpid(), random.getrandbits(64)))
+        os._exit(0)
+    os.close(writing)
+    assert os.waitpid(child, 0) == (child, 0)
+    number, value = os.read(reading, 100).split()
+    assert number == b"1", "it is process 1 of its namespace"
+    drawn.append(value)
+assert drawn[0] != drawn[1], "the generator of each process begins elsewhere"
+"""
+
+
+def test_a_fork_of_the_template_is_a_fork_for_python_too(bubblewrap_works: None) -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(["before", "in the child 1", "in the parent"] * 2)
+
+
+def test_a_template_does_not_start_on_a_processor_whose_clone_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "n", "7", "1", "s390x")))
+    with pytest.raises(OSError, match="clone\\(2\\) on s390x is not known"):
+        Forks()
 
 
 async def test_work_in_a_thread_is_awaited_however_often_it_is_cancelled() -> None:

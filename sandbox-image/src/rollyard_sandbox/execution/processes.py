@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_LONG_PAUSE = 0.01  # seconds
+_STAT_BYTES = 4096  # A line of /proc/PID/stat has at most some hundred.
 _OOM_SCORE = 500  # With this score children die of a full memory limit before the server does.
 
 
@@ -43,8 +45,12 @@ def snapshot() -> dict[int, ProcessStat]:
         if not name.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                line = file.read()
+            # A file object would take longer than the reading.
+            file = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                line = os.read(file, _STAT_BYTES)
+            finally:
+                os.close(file)
         except OSError:
             continue  # It ended meanwhile.
         # The command name is in parentheses and may hold anything, even parentheses.
@@ -197,7 +203,11 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
     deadline = monotonic() + limit
     pause = 0.0005
     while True:
-        reap()
+        # In a namespace of our own, what was killed is usually our child. While it ends, its end is awaited
+        # for some milliseconds without another picture of the whole /proc.
+        while reap() and own_namespace and killed and pause < _LONG_PAUSE:
+            sleep(pause)
+            pause = min(pause * 2, 0.05)
         processes = snapshot()
         alive = alive_below(processes, own_namespace=own_namespace)
         # A zombie whose other threads are still exiting cannot be reaped yet.

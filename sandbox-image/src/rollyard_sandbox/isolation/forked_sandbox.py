@@ -9,6 +9,7 @@ Everything that comes from the template stays locked, because the new mounts bel
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -20,13 +21,13 @@ from rollyard_sandbox.isolation.syscalls import NODEV, NOEXEC, NOSUID, PRIVATE, 
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import NoReturn
+    from collections.abc import Mapping
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MOVE = 8192
 _SET_INTERFACE_FLAGS, _UP, _RUNNING = 0x8914, 0x1, 0x40  # ioctl SIOCSIFFLAGS; netdevice(7)
+_CLONE = {"x86_64": 56, "aarch64": 220}  # The number of clone(2), by the name of the processor.
 _SERVER_RIGHTS = frozenset({18, 21, 24, 31})  # sys_chroot, sys_admin, sys_resource, setfcap
 
 
@@ -68,25 +69,59 @@ def replace_proc(libc: ctypes.CDLL, spare: str) -> None:
     mount(spare, "/proc", flags=_MOVE)
 
 
-def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]], started: Callable[[int], None]) -> None:
-    """Move into the namespaces of a new sandbox, and return in its process 1.
+class Forks:
+    """Forks of this process into the namespaces of new sandboxes.
 
-    The calling process ends.
+    Raises:
+        OSError: The number of clone(2) on this processor is not known.
+    """
+
+    def __init__(self) -> None:
+        machine = os.uname().machine
+        if machine not in _CLONE:
+            raise OSError(errno.ENOSYS, f"the number of clone(2) on {machine} is not known")
+        # Libraries of these kinds keep the interpreter's lock during a call, as os.fork does.
+        self._python = ctypes.pythonapi
+        self._system_call = ctypes.PyDLL(None, use_errno=True).syscall
+        self._system_call.restype = ctypes.c_long
+        flags = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | _NEWUTS | _NEWNET | signal.SIGCHLD
+        self._arguments = [ctypes.c_ulong(value) for value in (_CLONE[machine], flags, 0, 0, 0, 0)]
+
+    def fork(self) -> int:
+        """Fork this process, which must have a single thread, as os.fork does.
+
+        The new process is process 1 of its pid namespace. A process that first moved into new namespaces
+        would have to fork a second time for that, and each fork of a Python process takes a millisecond.
+
+        Returns:
+            0 in the new process, and its number in this one.
+
+        Raises:
+            OSError: The kernel refuses it.
+        """
+        self._python.PyOS_BeforeFork()
+        child: int = self._system_call(*self._arguments)
+        if child == 0:
+            self._python.PyOS_AfterFork_Child()
+            return 0
+        number = ctypes.get_errno()
+        self._python.PyOS_AfterFork_Parent()
+        if child < 0:
+            raise OSError(number, f"clone: {os.strerror(number)}")
+        return child
+
+
+def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Set up the namespaces of a sandbox in its process 1, which `Forks` has made.
 
     Args:
         sizes: A map from a folder to (bytes, mode). Each folder is covered by a memory file system.
-        started: The function that reports the number of process 1, as the calling process sees it.
 
     Raises:
         OSError: The kernel refuses a part of it.
     """
-    own = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | _NEWUTS | _NEWNET
-    call(libc, "unshare", own)
     with suppress(OSError):  # Kernels without control groups lack these namespaces.
         call(libc, "unshare", _NEWCGROUP)
-    child = os.fork()
-    if child:
-        _report(started, child)
     os.setsid()
     mount = Mount(libc)
     mount("", "/", flags=REC | PRIVATE)
@@ -100,13 +135,3 @@ def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]], started: Ca
         flags = struct.pack("16sH14x", b"lo", _UP | _RUNNING)
         fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, flags)
     drop_rights(libc, _SERVER_RIGHTS)
-
-
-def _report(started: Callable[[int], None], child: int) -> NoReturn:
-    try:
-        started(child)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        os._exit(0)

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import struct
+from functools import cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def refused_calls(machine: str) -> dict[str, int]:
     return {name: number for name, row in _REFUSED.items() if (number := row[column]) is not None}
 
 
+@cache
 def program(machine: str) -> bytes | None:
     """Return the filter as an array of `struct sock_filter`, or None for an unknown processor."""
     if machine not in _AUDIT:

@@ -45,6 +45,7 @@ def run(control: int, ready: int, spare: str) -> int:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     try:
+        forks = forked_sandbox.Forks()
         forked_sandbox.replace_proc(libc, spare)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
@@ -63,18 +64,23 @@ def run(control: int, ready: int, spare: str) -> int:
         message, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, _MAX_DESCRIPTORS)
         if not message:
             return 0
-        if os.fork() == 0:
-            _be_sandbox(libc, json.loads(message), descriptors)
+        _fork(forks, libc, json.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _load() -> None:
-    """Import what the server otherwise imports when it is first needed."""
+    """Import and prepare what every server otherwise imports and prepares when it first needs it."""
+    import encodings.ascii  # noqa: F401
     import shutil  # noqa: F401
     import subprocess  # noqa: F401
 
     import ptyprocess  # noqa: F401
+
+    import rollyard_sandbox.execution.programs  # noqa: F401
+    from rollyard_sandbox.isolation import seccomp
+
+    seccomp.program(os.uname().machine)
 
 
 def _reap() -> None:
@@ -85,8 +91,23 @@ def _reap() -> None:
         return
 
 
+def _fork(
+    forks: forked_sandbox.Forks, libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int]
+) -> None:
+    """Fork a sandbox and name its process 1 to the worker, or write the reason why there is none."""
+    _, _, info, log, *_ = descriptors
+    try:
+        child = forks.fork()
+    except OSError as error:
+        os.write(log, f"{NOT_CONFINED}: {error}\n".encode())
+        return
+    if child == 0:
+        _be_sandbox(libc, wanted, descriptors)
+    os.write(info, json.dumps({"child-pid": child}).encode())
+
+
 def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    """Become the exec server of a new sandbox.
+    """Become the exec server of a new sandbox, in its process 1.
 
     Args:
         wanted: The fields `sizes` (see `forked_sandbox.confine`), `limits` (a list of resource limits: their
@@ -99,19 +120,16 @@ def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int
     status = FAILED
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        listen, ready, info, log, secret, *groups = descriptors
+        listen, ready, _, log, secret, *groups = descriptors
         os.dup2(log, 1)
         os.dup2(log, 2)
         for group in groups:
             os.write(group, b"0")  # This stands for the writing process.
-        kept = {0, 1, 2, listen, ready, info, secret}
+        kept = {0, 1, 2, listen, ready, secret}
         _close_all_but(kept)
         # A program that has just started may look at its children. The server's protections end this.
         libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
-        forked_sandbox.confine(
-            libc, wanted["sizes"], lambda pid: _write(info, json.dumps({"child-pid": pid}).encode())
-        )
-        os.close(info)
+        forked_sandbox.confine(libc, wanted["sizes"])
         known = proof.read_secret(secret)
         os.chdir(wanted["workdir"])
         for number, limit in wanted["limits"]:
@@ -135,10 +153,6 @@ def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    os.write(descriptor, data)
 
 
 def _close_all_but(kept: set[int]) -> None:

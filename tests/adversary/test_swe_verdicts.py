@@ -164,6 +164,12 @@ async def test_the_solution_is_rewarded_whatever_is_left_beside_it(lab: SweLab) 
     assert (result.reward, result.reward_reason) == (1.0, "")
 
 
+@pytest.mark.parametrize("name", ["conftest", "deletes_all_tests", "prints_results_and_exits"])
+async def test_a_job_of_several_kinds_rewards_nothing_else(lab: SweLab, name: str) -> None:
+    """The handler `mixed` does not evaluate a repository where the policy has left what it likes."""
+    assert (await lab.rollout(swe_task(ATTACKS[name]), "mixed")).reward == 0.0
+
+
 async def test_tests_that_hang_are_scored(lab: SweLab) -> None:
     result = await lab.rollout(swe_task([appending("while True: pass")]), timeoutSeconds=3)
     assert (result.reward, result.reward_reason) == (0.0, "TestTimeout")

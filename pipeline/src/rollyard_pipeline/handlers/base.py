@@ -192,6 +192,15 @@ class Handler(ABC):
             CarryRefused: What Run left cannot be copied, for which the policy is to blame.
         """
 
+    def for_task(self, task: Task) -> Handler:
+        """Return the handler that prepares, plays and scores this task; by default, this one.
+
+        A handler of several kinds of tasks returns one that it holds, and closes. The same task must always
+        get the same handler, since the stages of a rollout may run in different processes. The job's `reward`
+        knows the components of this handler.
+        """
+        return self
+
     def check(self, task: Task) -> list[str]:
         """Return the problems of a task, one line for each. A line begins with the name of the field."""
         return []

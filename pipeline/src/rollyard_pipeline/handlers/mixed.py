@@ -6,19 +6,21 @@ from rollyard_crds.task import Task
 
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.code.handler import CodeHandler
+from rollyard_pipeline.handlers.harbor.handler import HarborHandler
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.handlers.stem import StemHandler
+from rollyard_pipeline.handlers.swe.handler import SweHandler
 
 
 class MixedHandler(Handler):
-    """Scores each task by what it brings.
+    """Leaves each task to the handler of what it brings.
 
-    Tasks with `tests` are scored as by `code`, with `test_script` as by `shell`, with `choices` or `numeric`
-    as by `stem`, and all others as by `math`.
+    A task with `harbor` is one of `harbor`, with `swe` of `swe`, with `tests` of `code`, with `test_script`
+    of `shell`, with `choices` or `numeric` of `stem`, and every other task is one of `math`. Each has the
+    sandboxes and the range of rewards of its own handler.
     """
 
-    reward_range = (0.0, 1.0)
     components = (
         *CodeHandler.components,
         *ShellHandler.components,
@@ -26,10 +28,16 @@ class MixedHandler(Handler):
     )
 
     def __init__(self) -> None:
+        self._harbor, self._swe = HarborHandler(), SweHandler()
         self._code, self._shell = CodeHandler(), ShellHandler()
         self._stem, self._math = StemHandler(), MathHandler()
 
-    def _of(self, task: Task) -> Handler:
+    def for_task(self, task: Task) -> Handler:
+        """Return the handler of this kind of task."""
+        if task.harbor is not None:
+            return self._harbor
+        if task.swe is not None:
+            return self._swe
         if task.tests is not None:
             return self._code
         if task.test_script is not None:
@@ -38,11 +46,11 @@ class MixedHandler(Handler):
 
     def check(self, task: Task) -> list[str]:
         """Return the problems that the handler of this kind of task finds."""
-        return self._of(task).check(task)
+        return self.for_task(task).check(task)
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Return the score that the handler of this kind of task gives."""
-        return await self._of(ctx.task).eval(ctx)
+        return await self.for_task(ctx.task).eval(ctx)
 
     async def close(self) -> None:
         """End the processes that compare mathematical answers."""

@@ -140,10 +140,11 @@ class Stages:
 
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds
-        handler, (_, tools) = self._handler(spec), self._agent(spec)
+        whole, (_, tools) = self._handler(spec), self._agent(spec)
+        handler = whole.for_task(lease.task)
         # Unknown names are detected here, before a sandbox is started.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
-        await self._rewards.check(handler, spec)
+        await self._rewards.check(whole, spec)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
         context = stage_context(lease, spec, timeout)
         try:
@@ -171,7 +172,7 @@ class Stages:
 
     async def _run(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.run.timeout_seconds
-        handler, (agent, tools) = self._handler(spec), self._agent(spec)
+        handler, (agent, tools) = self._handler(spec).for_task(lease.task), self._agent(spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
         parser = self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)()
@@ -227,7 +228,8 @@ class Stages:
 
     async def _eval(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.eval.timeout_seconds
-        handler = self._handler(spec)
+        whole = self._handler(spec)
+        handler = whole.for_task(lease.task)
         context = stage_context(lease, spec, timeout)
         context.trajectory = lease.trajectory
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
@@ -259,7 +261,7 @@ class Stages:
         if spec.reward is not None:
             seconds = timeout + self._eval_grace
             evaluation = await shaped(
-                self._rewards, self._control, lease, handler, context, evaluation, seconds
+                self._rewards, self._control, lease, whole, context, evaluation, seconds
             )
         return StageResult(
             rollout=lease.rollout,

@@ -23,6 +23,7 @@ from rollyard_crds.task import Task
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.handlers.swe.handler import SweHandler
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.provider import NodeProvider
@@ -169,16 +170,17 @@ class SweLab:
     def __init__(self, provider: NodeProvider, stages: Stages, plane: _Plane) -> None:
         self.provider, self._stages, self._plane = provider, stages, plane
 
-    async def rollout(self, task: Task, **stage: Any) -> StageResult:
+    async def rollout(self, task: Task, handler: str = "swe", **stage: Any) -> StageResult:
         """Return the outcome of Eval.
 
         Args:
             task: The task, whose solution is played.
+            handler: The handler of the job: `swe` or `mixed`.
             stage: Fields of `stages.eval`.
         """
         self._plane.spec = RolloutJobSpec.model_validate(
             {
-                "tasks": {"stream": True}, "handler": "swe", "agent": {"type": "oracle"}, "sandbox": SMALL,
+                "tasks": {"stream": True}, "handler": handler, "agent": {"type": "oracle"}, "sandbox": SMALL,
                 "stages": {"eval": {"timeoutSeconds": 60, **stage}},
             }
         )  # fmt: skip
@@ -210,7 +212,7 @@ async def swe_lab(kind: str, folder: Path) -> AsyncIterator[SweLab]:
     assert isinstance(provider, NodeProvider)
     await provider.start()
     plane = _Plane()
-    extensions = registry.Registry({registry.HANDLERS: {"swe": SweHandler}})
+    extensions = registry.Registry({registry.HANDLERS: {"swe": SweHandler, "mixed": MixedHandler}})
     try:
         async with BackendClient() as backends:
             stages = Stages(plane, backends, provider, extensions)  # type: ignore[arg-type]

@@ -55,6 +55,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("echo_vs_pty_polled", "echo", "ms", _ratio(">=", 15, "≥ 15× faster"), "times faster"),
     Figure("echo_unix_vs_tcp", "echo", "ms", None, "times faster"),
     Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty"), "times the baseline"),
+    Figure("swe_action_time", "swe_action_time", "s", _ratio("<=", 0.6, "≤ 0.6× tmux"), "times the baseline"),
     Figure("ipython_p50", "ipython", "ms", _value("<=", 5, "≤ 5 ms"), "times faster"),
     Figure("sessions_16_sandboxes", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
     Figure("sessions_16_one_sandbox", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),

@@ -17,9 +17,14 @@ class TmuxTimeout(TimeoutError):
 
 
 class TmuxShell:
-    """One tmux server of our own with one session. It is used as a context manager."""
+    """One tmux server of our own with one session. It is used as a context manager.
 
-    def __init__(self, timeout: float = 30.0) -> None:
+    Args:
+        timeout: The seconds after which a command without its marker is given up.
+        cwd: The folder in which the shell starts; by default, that of this process.
+    """
+
+    def __init__(self, timeout: float = 30.0, cwd: Path | None = None) -> None:
         if shutil.which("tmux") is None:
             raise FileNotFoundError("tmux is not installed (Debian package tmux)")
         self._folder = Path(tempfile.mkdtemp(prefix="rollyard-bench-"))
@@ -28,7 +33,11 @@ class TmuxShell:
         # No configuration file is read: the user's own might slow tmux or change the shell.
         self._server = libtmux.Server(socket_path=self._folder / "tmux.sock", config_file="/dev/null")
         session = self._server.new_session(
-            session_name="bench", window_command="bash --norc --noprofile", x=120, y=40
+            session_name="bench",
+            window_command="bash --norc --noprofile",
+            x=120,
+            y=40,
+            start_directory=None if cwd is None else str(cwd),
         )
         pane = session.active_pane
         if pane is None:
@@ -45,8 +54,8 @@ class TmuxShell:
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, command: str, *, pause: float, look_first: bool) -> None:
-        """Type `command` and read the pane until its marker is there.
+    def run(self, command: str, *, pause: float, look_first: bool) -> int:
+        """Type `command`, read the pane until its marker is there, and return the exit status.
 
         With `look_first` the pane is read at once, otherwise after the first `pause`. A `pause` of 0 reads it
         again without waiting.
@@ -63,8 +72,9 @@ class TmuxShell:
         while time.monotonic() < deadline:
             lines = self._pane.capture_pane()
             # The typed line holds the marker, too, but behind the prompt and the command.
-            if any(line.startswith(marker) for line in reversed(lines)):
-                return
+            for line in reversed(lines):
+                if line.startswith(marker):
+                    return int(line.removeprefix(marker))
             if pause:
                 time.sleep(pause)
         raise TmuxTimeout(f"no marker within {self._timeout} s after {command!r}")

@@ -140,11 +140,10 @@ class Stages:
 
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds
-        whole, (_, tools) = self._handler(spec), self._agent(spec)
-        handler = whole.for_task(lease.task)
+        handler, (_, tools) = self._handler(spec).for_task(lease.task), self._agent(spec)
         # Unknown names are detected here, before a sandbox is started.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
-        await self._rewards.check(whole, spec)
+        await self._rewards.check(self._handler(spec), spec)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
         context = stage_context(lease, spec, timeout)
         try:
@@ -228,8 +227,7 @@ class Stages:
 
     async def _eval(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.eval.timeout_seconds
-        whole = self._handler(spec)
-        handler = whole.for_task(lease.task)
+        handler = self._handler(spec).for_task(lease.task)
         context = stage_context(lease, spec, timeout)
         context.trajectory = lease.trajectory
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
@@ -261,7 +259,7 @@ class Stages:
         if spec.reward is not None:
             seconds = timeout + self._eval_grace
             evaluation = await shaped(
-                self._rewards, self._control, lease, whole, context, evaluation, seconds
+                self._rewards, self._control, lease, self._handler(spec), context, evaluation, seconds
             )
         return StageResult(
             rollout=lease.rollout,

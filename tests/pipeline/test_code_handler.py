@@ -15,6 +15,7 @@ from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import ANSWER
+from rollyard_pipeline.handlers.code import handler as handler_module
 from rollyard_pipeline.handlers.code.assertions import plain_test
 from rollyard_pipeline.handlers.code.compare import same_result, same_text
 from rollyard_pipeline.handlers.code.handler import CodeHandler
@@ -208,11 +209,38 @@ def test_simple_assertions_are_judged_without_a_process(
         "for i in range(3): assert f(i)", "assert f(f(1))", "assert f(x)", "assert f(1) if 0 else 1",
         "assert True or f(1)", "g = f\nassert g(1)", "assert f(*[1])", "assert f(**{})",
         "assert all(map(f, [1]))",
+        "assert f(2**65 * 2)", "assert f(2**65)", "assert f(2**-1)", "assert f(1e999 - 1e999)",
+        "assert f([0] * 9)",
+        "assert f('a' * 9)", "assert f('a' + 1)", "assert f(1 // 2)", "assert f((10**40 + 1) + 1.0)",
         "def check(c):\n    assert c(1)\ncheck(f)", "is no Python", "try:\n    f(1)\nexcept Exception: pass",
     ],
 )  # fmt: skip
 def test_other_tests_are_run_to_find_their_calls(program: str) -> None:
     assert plain_test(program, "f") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        ("3 * 19 * 3", [171]), ("[1, 0**0, -0]", [[1, 1, 0]]), ("'ab' + 'c', 1.5 - 1", ["abc", 0.5]),
+        ("1 + 2j", [1 + 2j]), ("{1: (2, 3)}, 2**64", [{1: (2, 3)}, 2**64]), ("True, None", [True, None]),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_calculated_from_literals_are_read(arguments: str, values: list[Any]) -> None:
+    found = plain_test(f"assert f({arguments}) == 1", "f")
+    assert found is not None
+    assert found.calls == [[encode(tuple(values)), encode({})]]
+
+
+async def test_a_python_of_another_version_compiles_by_itself(
+    sandbox: tuple[ExecClient, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_POLICYS", "_AUTHORS"):
+        _, _, source = getattr(handler_module, name)
+        monkeypatch.setattr(handler_module, name, (b"other", b"no code", source))
+    tests = {"entry_point": "f", "cases": [{"program": "for i in range(3): assert f(i) == i + 1"}]}
+    assert (await scored(sandbox, "def f(x): return x + 1", tests)).reward == 1.0
+    assert (await scored(sandbox, "def f(x): return x", tests)).reward == 0.0
 
 
 def test_a_test_that_names_its_function_otherwise_is_run() -> None:

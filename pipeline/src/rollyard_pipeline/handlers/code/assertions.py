@@ -22,6 +22,10 @@ _MOST_HASHED: Final = 1000
 """The most items of a set or dictionary that is made here. The policy can choose items of the same hash."""
 _MOST_VALUES: Final = 20_000
 """The most values that a result may consist of here, and the most characters of a text."""
+_LARGEST: Final = 1 << 64
+"""The largest number in size that is calculated with here."""
+_HIGHEST: Final = 64
+"""The highest exponent of a power that is calculated here."""
 _EVALUATED_ONCE: Final = (
     ast.Assert, ast.Expr, ast.Compare, ast.Call, ast.keyword, ast.UnaryOp, ast.BinOp, ast.Subscript,
     ast.Attribute, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Constant, ast.Name, ast.expr_context,
@@ -34,6 +38,9 @@ _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
 }  # fmt: skip
 _CALCULATE: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv,
+}  # fmt: skip
+_EXACT: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
 }  # fmt: skip
 _FUNCTIONS: Final[Mapping[str, tuple[Callable[[Any], Any], tuple[type, ...]]]] = {
     "abs": (abs, (int, float, complex)), "bool": (bool, (object,)), "len": (len, (str, bytes, list, tuple)),
@@ -170,8 +177,34 @@ def _calls(statement: ast.stmt, names: set[str]) -> list[ast.Call]:
 def _literal(call: ast.Call) -> list[Any]:
     if any(keyword.arg is None for keyword in call.keywords):
         raise _Unknown
-    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    return [encode(tuple(map(ast.literal_eval, call.args))), encode(keywords)]
+    keywords = {str(keyword.arg): _constant(keyword.value) for keyword in call.keywords}
+    return [encode(tuple(map(_constant, call.args))), encode(keywords)]
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return the value of an argument in which nothing but literals is calculated with.
+
+    Raises:
+        _Unknown: The value could be large, or is known only where the test runs.
+        ValueError, TypeError: There are no literals only.
+    """
+    if isinstance(node, ast.BinOp):
+        left, right = _constant(node.left), _constant(node.right)
+        if type(left) is type(right) is str and isinstance(node.op, ast.Add):
+            return left + right
+        if type(left) not in (int, float) or type(right) not in (int, float):
+            return ast.literal_eval(node)  # This knows complex numbers.
+        if not (abs(left) <= _LARGEST and abs(right) <= _LARGEST):
+            raise _Unknown
+        if type(node.op) in _EXACT:
+            return _EXACT[type(node.op)](left, right)
+        if isinstance(node.op, ast.Pow) and type(left) is type(right) is int and 0 <= right <= _HIGHEST:
+            return left**right
+        raise _Unknown
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_constant(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    return ast.literal_eval(node)
 
 
 def _is_idle(statement: ast.stmt) -> bool:

@@ -8,6 +8,7 @@ import marshal
 import time
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.util import MAGIC_NUMBER
 from typing import Any, Final
 
 from rollyard_crds.code_tests import CodeCase, CodeTests
@@ -220,12 +221,13 @@ class _Trial:
         assert place is not None
         env = {**self.ctx.eval_env, "HOME": place.home, "TMPDIR": place.tmp, "PYTHONSAFEPATH": "1"}
         memory = int(parse_quantity(self.tests.memory_limit))
+        program = _POLICYS if what in ("call", "run") else _AUTHORS
         return await self.ctx.sandbox.run(
-            ["python3", "-S", "-c", _POLICYS if what in ("call", "run") else _SOURCE, what],
+            ["python3", "-S", "-c", _START, what],
             env={**env, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
             clean_env=True,
             cwd=cwd,
-            stdin=marshal.dumps({**request, "memory": memory}, _MARSHAL),
+            stdin=marshal.dumps((*program, {**request, "memory": memory}), _MARSHAL),
             timeout=limit,
             max_output=_OUTPUT,
         )
@@ -238,7 +240,21 @@ def _without_judges(source: str) -> str:
     return ast.unparse(tree)
 
 
+def _packed(source: str) -> tuple[bytes, bytes, str]:
+    """Return the start of a request: a version of Python, the code of a source for it, and the source."""
+    return MAGIC_NUMBER, marshal.dumps(compile(source, "sandboxed.py", "exec", dont_inherit=True)), source
+
+
 _JUDGES: Final = frozenset({"Anything", "Unanswered", "check", "judge", "tolerant"})
 _SOURCE: Final = files(__package__).joinpath("sandboxed.py").read_text(encoding="utf-8")
-"""The source of the programs in the sandbox, which need nothing that is installed there."""
-_POLICYS: Final = _without_judges(_SOURCE)
+_AUTHORS: Final = _packed(_SOURCE)
+"""The programs that run in the sandbox, which need nothing that is installed there."""
+_POLICYS: Final = _packed(_without_judges(_SOURCE))
+_START: Final = """
+import marshal, sys
+from _frozen_importlib_external import MAGIC_NUMBER
+magic, code, source, request = marshal.loads(sys.stdin.buffer.read())
+exec(marshal.loads(code) if magic == MAGIC_NUMBER else compile(source, "sandboxed.py", "exec"))
+main(sys.argv[1], request)
+"""
+"""The program that Python is started with, for which compiling the other one would be most of its work."""

@@ -8,14 +8,14 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollyard_operator.pods.observed_sandbox import ObservedSandbox
+from rollyard_operator.pods.trouble import Trouble
 from rollyard_operator.sandboxes.planning.plan import (
     DeleteSandbox,
-    ObservedSandbox,
     ObservedSandboxes,
     Refusal,
     SandboxLimits,
     SandboxPlan,
-    Trouble,
     WantedSandbox,
     WarmNeed,
 )

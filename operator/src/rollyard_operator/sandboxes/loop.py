@@ -36,6 +36,7 @@ from rollyard_operator.pods.sandboxes import (
     secret_of,
     token_hash,
 )
+from rollyard_operator.pods.trouble import Trouble
 from rollyard_operator.sandboxes.claims import POLL_SECONDS, Claims, ClaimSource
 from rollyard_operator.sandboxes.guard import Guard
 from rollyard_operator.sandboxes.job_events import JobEvents
@@ -51,7 +52,6 @@ from rollyard_operator.sandboxes.planning.plan import (
     SandboxLimits,
     SandboxPlan,
     TakeSandbox,
-    Trouble,
     WantedSandbox,
     WarmNeed,
 )

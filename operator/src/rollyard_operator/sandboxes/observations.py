@@ -9,9 +9,9 @@ from datetime import datetime
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
+from rollyard_operator.pods.observed_sandbox import ObservedSandbox
 from rollyard_operator.pods.sandboxes import secret_of, token_hash
 from rollyard_operator.pods.status import observed_sandbox, starting_address
-from rollyard_operator.sandboxes.planning.plan import ObservedSandbox
 from rollyard_operator.sandboxes.port_probes import Address, PortProbes
 
 

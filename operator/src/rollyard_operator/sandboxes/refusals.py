@@ -10,7 +10,8 @@ from typing import Final
 from rollyard_crds.backoff import Backoff
 
 from rollyard_operator.kube.errors import KubeError
-from rollyard_operator.sandboxes.planning.plan import Refusal, Trouble
+from rollyard_operator.pods.trouble import Trouble
+from rollyard_operator.sandboxes.planning.plan import Refusal
 
 _PAUSES: Final = Backoff(first=1.0, longest=30.0)
 FINAL_PAUSE_SECONDS = 60.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from rollyard_operator.sandboxes.planning.plan import LOST, ObservedSandbox, SandboxPlan
+from rollyard_operator.pods.observed_sandbox import ObservedSandbox
+from rollyard_operator.sandboxes.planning.plan import LOST, SandboxPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,60 +1,18 @@
-"""The input and the output of the reconcile of sandbox pods: claims, pods and plans, as immutable data."""
+"""The input and the output of the reconcile of sandbox pods: claims, limits and plans, as immutable data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
 
 from rollyard_crds.claims import ClaimState
 
-SandboxState = Literal["starting", "ready", "failed", "stopping"]
-Hope = Literal["none", "kubelet", "scheduler", "gate"]
-"""What may still solve a problem with a pod.
-
-This is nothing, the kubelet (by a retry), the scheduler (once a node has room), or the opening of the gate.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """What is wrong with a pod."""
-
-    reason: str
-    """A CamelCase word for programs. A claim that fails reports it."""
-    message: str
-    """The message as the cluster reports it."""
-    since: datetime
-    hope: Hope = "none"
-    retryable: bool = True
-    """Whether another pod may succeed."""
-
+from rollyard_operator.pods.observed_sandbox import ObservedSandbox
+from rollyard_operator.pods.trouble import Trouble
 
 LOST = "SandboxLost"
 """The reason for a bound claim whose pod cannot be found."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedSandbox:
-    """A sandbox pod as the cluster shows it."""
-
-    namespace: str
-    name: str
-    uid: str
-    flavor: str
-    """The hash of everything that the pod was made from."""
-    claim: str
-    """The id of the claim that the pod belongs to, or empty if it is warm and unclaimed."""
-    state: SandboxState
-    created_at: datetime
-    address: str = ""
-    """The `tcp://host:port` of its exec server, if the pod is ready."""
-    trouble: Trouble | None = None
-    usable: bool = True
-    """False if the secret of the pod is not known any more."""
-    gone_due: datetime | None = None
-    """The time by which a stopping pod should be gone."""
 
 
 @dataclass(frozen=True, slots=True)

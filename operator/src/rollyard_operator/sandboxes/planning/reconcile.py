@@ -14,18 +14,18 @@ from datetime import datetime
 
 from rollyard_drivers.reconcile.workloads import earliest
 
+from rollyard_operator.pods.observed_sandbox import ObservedSandbox
+from rollyard_operator.pods.trouble import Trouble
 from rollyard_operator.sandboxes.planning.plan import (
     LOST,
     BindSandbox,
     DeleteSandbox,
     FailSandbox,
     LaunchSandbox,
-    ObservedSandbox,
     ObservedSandboxes,
     SandboxLimits,
     SandboxPlan,
     TakeSandbox,
-    Trouble,
     WantedSandbox,
     WarmNeed,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ def test_workflows_call_make_targets(workflow: Path) -> None:
 def test_each_job_is_bounded(workflow: Path) -> None:
     jobs = yaml.safe_load(workflow.read_text())["jobs"]
     assert [name for name, job in jobs.items() if "timeout-minutes" not in job] == []
+
+
+def test_the_hermetic_tests_run_on_each_version_that_the_package_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: "
+    named = [line.removeprefix(prefix) for line in project["classifiers"] if line.startswith(prefix)]
+    assert f">={named[0]}" == project["requires-python"]
+    matrix = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]["check"]["strategy"]["matrix"]
+    assert matrix == {"python": named}
 
 
 def test_hooks_are_valid_and_call_make_targets() -> None:

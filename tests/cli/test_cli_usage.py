@@ -211,6 +211,8 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         ([*JOINED, "--allow-sandbox-host", "pypi.org"], "--allow-sandbox-host is for a control plane of its"),
         (["--allow-sandbox-host", "10.0.0.1"], "--allow-sandbox-host: '10.0.0.1' is no host"),
         (["--no-sandbox-templates"], "--no-sandbox-templates goes with --sandbox bubblewrap"),
+        (["--allow-image", "any", "--allow-image", "/x"], "--allow-image any stands alone"),
+        (["--allow-image", "http://x/"], "give a path, or a reference such as docker://HOST/PREFIX/"),
         (["--no-backend-seconds", "0"], "'--no-backend-seconds': 0.0 is not in the range"),
     ],
 )
@@ -231,8 +233,13 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
     shown = capsys.readouterr().out
     assert "--url https://head:8765 " in shown
     assert f"export ROLLYARD_CA_FILE={home}/ca.crt" in shown
+    assert "--allow-image none" in shown
+    assert main([*common, *JOINED, "--allow-image", "images", "--allow-image", "docker://hub/x/"]) == 0
+    assert f"--allow-image {Path.cwd()}/images --allow-image docker://hub/x/" in capsys.readouterr().out
     assert main([*common, "--listen", "unix"]) == 0
-    assert "--url http+unix://%2F" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--url http+unix://%2F" in shown
+    assert "--allow-image" not in shown, "jobs of its own control plane are the user's own"
     bubblewrap = [*BRIDGE, "--home", str(home), "--sandbox", "bubblewrap", "--dry-run", "--listen", "unix"]
     assert main([*bubblewrap, "--no-sandbox-templates"]) == 0
     assert "--sandbox bubblewrap --no-sandbox-templates" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 
 from rollyard_pipeline.errors import OptionError
 from rollyard_pipeline.sandboxes import PROVIDERS
+from rollyard_pipeline.sandboxes.allowed_images import ANY
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 
 if TYPE_CHECKING:
@@ -134,6 +135,17 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     )
 
 
+def images_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return what jobs may name as images on this node.
+
+    Raises:
+        OptionError: Another program than this worker fetches the images.
+    """
+    if options.allow_images and options.sandbox == PROVIDER:
+        raise OptionError(f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}")
+    return tuple(options.allow_images or (ANY,))
+
+
 def read_token(file: Path) -> str:
     """Return the token in `file`, which holds either the token alone or a tokens.json.
 
@@ -196,6 +208,11 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     parser.add_argument(
         "--default-image", metavar="IMAGE",
         help="apptainer: the image of jobs that name none: a SIF file, a root folder, docker://NAME, …",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-image", action="append", dest="allow_images", metavar="IMAGE",
+        help="what jobs and tasks may name as their image: the path of an image or of a folder with images, "
+        "docker://HOST/PREFIX/, none or any; repeatable, default: any",
     )  # fmt: skip
     parser.add_argument(
         "--image-cache", type=Path, metavar="DIR",

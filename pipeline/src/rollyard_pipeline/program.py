@@ -21,6 +21,7 @@ from rollyard_pipeline.command_line import (
     apptainer_options,
     assigned_options,
     concurrency_of,
+    images_of,
     parse,
     parse_known,
     read_token,
@@ -99,6 +100,7 @@ def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
         "node": options.node,
         "apptainer": apptainer_options(options),
         "templates": options.sandbox_templates,
+        "images": images_of(options),
     }
 
 

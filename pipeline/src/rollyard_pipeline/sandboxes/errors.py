@@ -36,6 +36,13 @@ class DockerfileRefused(ImageNotUsable):
         """The number of the line, from 1."""
 
 
+class ImageNotAllowed(SandboxProviderError):
+    """The installer of the worker does not list the image that a job or a task names."""
+
+    reason = "ImageNotAllowed"
+    retryable = False
+
+
 class UserNamespacesForbidden(SandboxProviderError):
     """The kernel or a container's policy forbids the namespaces that sandboxes need."""
 

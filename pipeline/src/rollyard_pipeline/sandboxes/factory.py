@@ -10,6 +10,7 @@ from typing import Final
 from rollyard_crds.names import NODE, PROVIDER
 
 from rollyard_pipeline.control_plane.calls import ClaimCalls
+from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
 from rollyard_pipeline.sandboxes.claims import ClaimProvider
 from rollyard_pipeline.sandboxes.host import cgroups
@@ -37,6 +38,7 @@ def open_provider(
     claims: ClaimCalls | None = None,
     apptainer: ApptainerOptions | None = None,
     templates: bool = True,
+    images: Sequence[str] = (ANY,),
 ) -> SandboxProvider:
     """Return the provider `name`. The caller must await its `start()` before any other call.
 
@@ -51,9 +53,11 @@ def open_provider(
         apptainer: The options of `apptainer` sandboxes.
         templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than to
             start bwrap and Python for each of them.
+        images: The images that jobs may name on this node; see `AllowedImages`.
 
     Raises:
-        ValueError: No provider has that name, or an option that it needs is missing; the message names it.
+        ValueError: No provider has that name, an option that it needs is missing, or an entry of `images` is
+            malformed; the message names it.
     """
     if name not in PROVIDERS:
         raise ValueError(f"--sandbox {name}: there is no such provider; choose one of {', '.join(PROVIDERS)}")
@@ -67,6 +71,10 @@ def open_provider(
             )
         return ClaimProvider(claims)
     folder = SandboxFolder(Path(run_dir))
+    try:
+        allowed = AllowedImages(images)
+    except ValueError as error:
+        raise ValueError(f"--allow-image: {error}") from error
     places = list(find_places())
     missing = {"memory", "pids"} - cgroups.enforced(places)
     warnings = []
@@ -75,10 +83,10 @@ def open_provider(
     starts = starts_at_once or max(2, os.cpu_count() or 2)
     if name == "process":
         warnings.append(WARNING % os.geteuid())
-        return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings)
+        return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings, allowed)
     if name == "apptainer":
         options = apptainer or ApptainerOptions()
         apptainer_starter = ApptainerStarter(folder, places, options)
-        return NodeProvider(folder, node, apptainer_starter, places, starts, warnings)
+        return NodeProvider(folder, node, apptainer_starter, places, starts, warnings, allowed)
     starter = BubblewrapStarter(folder, places, bwrap, templates=templates)
-    return NodeProvider(folder, node, starter, places, starts, warnings)
+    return NodeProvider(folder, node, starter, places, starts, warnings, allowed)

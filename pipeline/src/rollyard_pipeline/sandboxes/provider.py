@@ -15,6 +15,7 @@ from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
+from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
@@ -61,7 +62,9 @@ class NodeProvider:
         places: Sequence[cgroups.CgroupPlace],
         starts_at_once: int,
         warnings: Sequence[str] = (),
+        images: AllowedImages | None = None,
     ) -> None:
+        self._images = images or AllowedImages([ANY])
         self._folder = folder
         self._node = node
         self._starter = starter
@@ -117,7 +120,7 @@ class NodeProvider:
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """Hand out a warm sandbox of the request's key, or start one."""
-        self._starter.check(request.key)
+        self._check(request)
         try:
             while (warm := self._warm.take(request.key) or await self._warm.next(request.key)) is not None:
                 try:
@@ -127,6 +130,15 @@ class NodeProvider:
         finally:
             self._warm.refill(request.key)
         return await self._claim(await self._start_warm(request.key), request, owner, for_eval)
+
+    def _check(self, request: SandboxRequest) -> None:
+        """Check the request's image: first that it may be used, so nobody learns more of others.
+
+        Raises:
+            ImageNotAllowed, ImageNotUsable: It may not, or it cannot be started.
+        """
+        self._images.check(request.image)
+        self._starter.check(request.key)
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
         """Connect to a sandbox that any worker of this node has claimed."""
@@ -196,7 +208,7 @@ class NodeProvider:
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` sandboxes of the request's key ready in the background."""
-        self._starter.check(request.key)
+        self._check(request)
         self._warm.want(request.key, count)
 
     def trouble(self) -> str:

@@ -94,6 +94,14 @@ def command() -> None:
     "--default-image", default="", metavar="SIF", help="Apptainer: image of rollouts that name none."
 )
 @click.option(
+    "--allow-image",
+    "allow_images",
+    multiple=True,
+    metavar="IMAGE",
+    help="What jobs may name as images: paths, docker://HOST/PREFIX/, none or any [any; with --join: none]; "
+    "repeatable.",
+)
+@click.option(
     "--image-cache",
     default="",
     metavar="DIR",

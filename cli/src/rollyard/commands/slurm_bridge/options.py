@@ -83,6 +83,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         if given["sandbox"] != "bubblewrap":
             raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
         sandbox.append("--no-sandbox-templates")
+    sandbox += _allowed_images(given)
     for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):
         if value and given["sandbox"] != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
@@ -113,6 +114,30 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         timeout=given["command_timeout"],
         max_jobs=given["max_jobs"],
     )
+
+
+def _allowed_images(given: dict[str, Any]) -> list[str]:
+    """Return the workers' options about the images that jobs may name.
+
+    Whoever uses a control plane of this bridge holds this user's token. Authors of a control plane that the
+    bridge joins do not, and an image shows them files of this user.
+    """
+    from rollyard.errors import UsageProblem
+
+    entries = list(given["allow_images"]) or (["none"] if given["join"] else [])
+    found = []
+    for entry in entries:
+        alone = entry in ("any", "none")
+        if alone and len(entries) > 1:
+            raise UsageProblem(f"--allow-image {entry} stands alone")
+        if not alone and ":" in entry and not re.match(r"(docker|oras|library|shub)://[^\s/]", entry):
+            raise UsageProblem(
+                f"--allow-image {entry}: give a path, or a reference such as docker://HOST/PREFIX/; a path "
+                "also allows the archives below it"
+            )
+        reference = alone or "://" in entry
+        found += ["--allow-image", entry if reference else str(Path(entry).expanduser().absolute())]
+    return found
 
 
 def _pools(given: dict[str, Any]) -> tuple[Any, ...]:

@@ -6,12 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from rollyard_crds.lease import LeaseRef
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.allowed_images import AllowedImages
 from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
-from rollyard_pipeline.sandboxes.apptainer.images import dockerfile_image
+from rollyard_pipeline.sandboxes.apptainer.images import built_image, dockerfile_image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
 from rollyard_pipeline.sandboxes.dockerfiles.context import FolderContext, HeldContext
 from rollyard_pipeline.sandboxes.dockerfiles.recipe import make_recipe
-from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
+from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotAllowed, ImageNotUsable
+from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxRequest
 
 
 @pytest.fixture
@@ -170,3 +174,28 @@ async def test_a_build_sees_nothing_of_the_workers_environment(
     assert ":/tmp " in (tmp_path / "argv").read_text()
     assert ":/var/tmp " in (tmp_path / "argv").read_text()
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".sif"]
+
+
+async def test_a_dockerfile_is_built_over_allowed_images_only(tmp_path: Path) -> None:
+    """Neither its FROM nor what the job has in its place shows an image that the installer does not list."""
+
+    def request(base: str) -> SandboxRequest:
+        files = {"Dockerfile": (f"FROM {base}\nRUN x".encode(), 0o644)}
+        build = BuildFolder(files, {"mapped:1": "/home/other/image.sif", "listed:1": "docker://own/listed:1"})
+        return SandboxRequest(image="dockerfile:0123", build=build)
+
+    images = AllowedImages(["docker://own/"])
+    for base in ("other:1", "mapped:1", "docker.io/own/x:1"):
+        sought = request(base)
+        assert sought.build is not None
+        with pytest.raises(ImageNotAllowed):
+            built_image("dockerfile:0123", sought.build, images)
+    for base in ("own/x:1", "listed:1"):
+        sought = request(base)
+        assert sought.build is not None
+        found = built_image("dockerfile:0123", sought.build, images).base
+        assert found is not None
+        assert found.text.startswith("docker://own/")
+    provider = open_provider("apptainer", run_dir=tmp_path, node="n", images=["docker://own/"])
+    with pytest.raises(ImageNotAllowed, match="dockerfile:0123"):
+        await provider.acquire(SandboxRequest(image="dockerfile:0123"), LeaseRef(rollout="r", token=1))

@@ -213,6 +213,7 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         (["--no-sandbox-templates"], "--no-sandbox-templates goes with --sandbox bubblewrap"),
         (["--allow-image", "any", "--allow-image", "/x"], "--allow-image any stands alone"),
         (["--allow-image", "http://x/"], "give a path, or a reference such as docker://HOST/PREFIX/"),
+        (["--build-dockerfiles", "--sandbox", "bubblewrap"], "--build-dockerfiles goes with --sandbox appt"),
         (["--no-backend-seconds", "0"], "'--no-backend-seconds': 0.0 is not in the range"),
     ],
 )

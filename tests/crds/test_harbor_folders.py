@@ -6,6 +6,7 @@ import base64
 import gzip
 import io
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,29 @@ interval_sec = 1
     assert (check.interval, check.timeout, check.retries) == (1.0, 30.0, 3)
 
 
+def test_a_dockerfile_without_an_image() -> None:
+    """Its name stands for all that can be copied into it, and it is not one of a registry."""
+    found = plan("", **{"environment/Dockerfile": "FROM x\nWORKDIR /app\nworkdir sub/"})
+    name = found.sandbox().image
+    assert name is not None
+    assert re.fullmatch("dockerfile:[0-9a-f]{32}", name)
+    assert (found.workdir, found.dockerfile(name), found.dockerfile("dockerfile:0")) == (
+        "/app/sub", "environment", "",
+    )  # fmt: skip
+    more = plan("", **{"environment/Dockerfile": "FROM x\nWORKDIR /app\nworkdir sub/", "environment/a": ""})
+    assert more.sandbox().image != name
+    given = plan('[environment]\nworkdir = "/data"\n', **{"environment/Dockerfile": "FROM x\nWORKDIR $A"})
+    assert given.workdir == "/data"
+    assert plan("", **{"environment/Dockerfile": "FROM x"}).workdir == "/work"
+    separate = plan(
+        '[verifier]\nenvironment_mode = "separate"\n',
+        **{"environment/Dockerfile": "FROM x", "tests/Dockerfile": "FROM x"},
+    )
+    of_tests = separate.verifier_sandbox()
+    assert separate.dockerfile(of_tests.image or "") == "tests"
+    assert of_tests.folders == ["/logs"], "the image brings its tests"
+
+
 def test_a_task_of_several_steps() -> None:
     steps = f"{STEP}min_reward = 0.5\n"
     steps += STEP.replace('"a"', '"b"') + "min_reward = {x = 1}\n"
@@ -162,7 +186,11 @@ def test_what_cannot_be_honoured_is_refused(toml: str, words: str) -> None:
         ({"task.toml": None}, "task.toml: is missing"),
         ({"tests/test.sh": None}, "tests/test.sh: is missing, and nothing else gives a reward"),
         ({"instruction.md": " "}, "instruction.md: is missing or empty"),
-        ({"environment/Dockerfile": "FROM x"}, "environment/Dockerfile: no image is built here; build it"),
+        (
+            {"environment/Dockerfile": "FROM x\nWORKDIR /a\nWORKDIR $B"},
+            "environment/Dockerfile: line 3: this WORKDIR is not read; give environment.workdir",
+        ),
+        ({"environment/Dockerfile": "FROM x\nWORKDIR a"}, "line 2: this WORKDIR is not read"),
         (
             {"environment/docker-compose.yaml": ""},
             "environment/docker-compose.yaml: a sandbox is one container",

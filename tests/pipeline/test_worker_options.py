@@ -24,6 +24,7 @@ from rollyard_pipeline.program import main
             "--default-image goes with --sandbox apptainer (got --sandbox bubblewrap)",
         ),
         (["--fakeroot"], "--fakeroot goes with --sandbox apptainer"),
+        (["--build-dockerfiles"], "--build-dockerfiles goes with --sandbox apptainer"),
         (["--token-file", "/no/such/file"], "--token-file: /no/such/file cannot be read"),
     ],
 )

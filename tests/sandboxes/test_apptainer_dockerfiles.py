@@ -6,17 +6,24 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_crds.harbor.archive import pack, read_folder
+from rollyard_crds.task import Task
+from rollyard_crds.task_formats.harbor import HarborFormat
+from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import Image, dockerfile_image
 from rollyard_pipeline.sandboxes.apptainer.program import find_program
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.dockerfiles.context import HeldContext
 from rollyard_pipeline.sandboxes.dockerfiles.recipe import make_recipe
-from rollyard_pipeline.sandboxes.errors import ImageNotUsable
+from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_testing.pipeline.stagelab import SMALL, stage_lab
 from rollyard_testing.sandboxes.rootfolder import make_image
 
 pytestmark = [pytest.mark.real, pytest.mark.apptainer]
@@ -127,3 +134,33 @@ def test_the_command_builds_for_a_folder_of_tasks(base: Path, tmp_path: Path) ->
             env={**os.environ, "HOME": str(tmp_path)},
         )  # fmt: skip
         assert (done.returncode, expected in done.stdout) == (0, True), done.stderr + done.stdout
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples/harbor/dockerfile"
+
+
+def example(**files: str) -> Task:
+    contents = {**read_folder(EXAMPLE), **{path: (text.encode(), False) for path, text in files.items()}}
+    row = {"path": "dockerfile", "task_binary": pack(contents)}
+    return Task.model_validate(HarborFormat().task(Row(row, 1)))
+
+
+async def test_a_task_with_a_dockerfile_is_played(base: Path, run_dir: Path, tmp_path: Path) -> None:
+    """Its image is built once where the installer allows it, and is used where he does not."""
+    options = ApptainerOptions(image_cache=tmp_path / "cache", fakeroot=True)
+    sandbox = {**SMALL, "images": {"debian:bookworm-slim": str(base)}}
+    async with stage_lab("apptainer", run_dir / "a", apptainer=options) as lab:
+        with pytest.raises(ImageNotUsable, match=r"'dockerfile:.*has not been built, and workers may not"):
+            await lab.play(example(), sandbox=sandbox)
+    allowed = replace(options, build_dockerfiles=True)
+    async with stage_lab("apptainer", run_dir / "b", apptainer=allowed) as lab:
+        solved = await lab.play(example(), sandbox=sandbox)
+        assert solved.reward == 1.0, lab.observed
+        (built,) = (tmp_path / "cache").glob("*.sif")
+        identity = built.stat().st_ino
+        with pytest.raises(DockerfileRefused, match="Dockerfile line 2: USER: another user than root"):
+            await lab.play(example(**{"environment/Dockerfile": "FROM x\nUSER me"}), sandbox=sandbox)
+    async with stage_lab("apptainer", run_dir / "c", apptainer=options) as lab:
+        idle = await lab.play(example(), [[]], sandbox=sandbox)
+        assert (idle.reward, idle.reward_reason) == (0.0, "")
+    assert [path.stat().st_ino for path in (tmp_path / "cache").glob("*.sif")] == [identity]

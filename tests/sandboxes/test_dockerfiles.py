@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_crds.task import TaskSandbox
+from rollyard_pipeline.sandboxes.apptainer.images import parse_image
+from rollyard_pipeline.sandboxes.claims import shape_of_key
 from rollyard_pipeline.sandboxes.dockerfiles.context import FolderContext, HeldContext
 from rollyard_pipeline.sandboxes.dockerfiles.folders import dockerfile_folders
 from rollyard_pipeline.sandboxes.dockerfiles.recipe import Recipe, make_recipe
 from rollyard_pipeline.sandboxes.dockerfiles.translation import translate
-from rollyard_pipeline.sandboxes.errors import DockerfileRefused
+from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
+from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxRequest
+from rollyard_pipeline.sandboxes.starters.root_folders import check_image
 from spython.main.parse.parsers import DockerParser
 from spython.main.parse.writers import SingularityWriter
 
@@ -319,3 +326,26 @@ def test_dockerfiles_that_cannot_be_read(tmp_path: Path, make: Callable[[Path], 
 
 def test_translate_alone_lists_no_files_without_a_copy(tmp_path: Path) -> None:
     assert translate("FROM a:1\nRUN ls", FolderContext(tmp_path / "missing")).copies == []
+
+
+def test_other_sandboxes_say_what_to_do() -> None:
+    name = "dockerfile:0123"
+    with pytest.raises(ImageNotUsable, match=r"has a Dockerfile.*sandbox\.images of the job"):
+        check_image(name)
+    with pytest.raises(ImageNotUsable, match=r"has a Dockerfile.*sandbox\.images of the job"):
+        shape_of_key(SandboxRequest(image=name).key)
+    with pytest.raises(ImageNotUsable, match="the task brings no Dockerfile of this name"):
+        parse_image(name)
+
+
+def test_a_request_brings_the_folder_where_the_job_has_no_image_for_it() -> None:
+    files = {"Dockerfile": (b"FROM a:1", 0o644)}
+    task = TaskSandbox(image="dockerfile:0123")
+    spec = SandboxSpec(images={"a:1": "/a.sif"})
+    request = SandboxRequest.of(spec, task, lambda image: files if image == task.image else None)
+    assert request.build == BuildFolder(files, {"a:1": "/a.sif"})
+    assert request.key == replace(request, build=None).key
+    mapped = SandboxSpec(images={"dockerfile:0123": "/built.sif"})
+    given = SandboxRequest.of(mapped, task, lambda image: files)
+    assert (given.image, given.build) == ("/built.sif", None)
+    assert SandboxRequest.of(spec, task).build is None

@@ -120,6 +120,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
         "--image-cache": options.image_cache,
         "--apptainer": options.apptainer,
         "--fakeroot": options.fakeroot,
+        "--build-dockerfiles": options.build_dockerfiles,
     }
     if options.sandbox != "apptainer":
         for name, value in given.items():
@@ -132,6 +133,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
         image_cache=options.image_cache,
         image_cache_bytes=options.image_cache_gib << 30,
         fakeroot=options.fakeroot,
+        build_dockerfiles=options.build_dockerfiles,
     )
 
 
@@ -229,6 +231,10 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     parser.add_argument(
         "--fakeroot", action="store_true",
         help="apptainer: programs inside are root of their image and may change all of it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--build-dockerfiles", action="store_true",
+        help="apptainer: build the images of tasks' Dockerfiles; their commands run here as this user",
     )  # fmt: skip
     parser.add_argument(
         "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"

@@ -75,6 +75,11 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 )
 @click.option("--fakeroot", is_flag=True, help="Apptainer: programs inside are root of their image.")
 @click.option(
+    "--build-dockerfiles",
+    is_flag=True,
+    help="Apptainer: build the images of tasks' Dockerfiles; their commands run here, as you.",
+)
+@click.option(
     "--no-sandbox-templates",
     is_flag=True,
     help="bubblewrap: start each sandbox's server alone, with an address layout and a hash seed of its own.",
@@ -140,6 +145,7 @@ def command(
     default_image: str,
     image_cache: Path | None,
     fakeroot: bool,
+    build_dockerfiles: bool,
     no_sandbox_templates: bool,
     lease_seconds: float,
     no_backend_seconds: float,
@@ -183,6 +189,7 @@ def command(
         ("--default-image", default_image),
         ("--image-cache", image_cache),
         ("--fakeroot", fakeroot),
+        ("--build-dockerfiles", build_dockerfiles),
     ):
         if given and sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
@@ -233,6 +240,7 @@ def command(
         default_image=default_image,
         image_cache=str(image_cache.expanduser().resolve()) if image_cache is not None else "",
         fakeroot=fakeroot,
+        build_dockerfiles=build_dockerfiles,
         sandbox_templates=not no_sandbox_templates,
         lease_seconds=lease_seconds,
         no_backend_seconds=no_backend_seconds,

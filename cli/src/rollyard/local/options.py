@@ -51,6 +51,7 @@ class Options:
     image_cache: str = ""
     """The folder for built images, for Apptainer. If it is empty, the images are in the home."""
     fakeroot: bool = False
+    build_dockerfiles: bool = False
     """Whether programs inside a sandbox are root of their image, for Apptainer."""
     sandbox_templates: bool = True
     """Whether bubblewrap sandboxes are forked from a template. Otherwise each one is started alone."""
@@ -75,6 +76,7 @@ class Options:
             *(("--default-image", self.default_image) if self.default_image else ()),
             *(("--image-cache", self.image_cache) if self.image_cache else ()),
             *(("--fakeroot",) if self.fakeroot else ()),
+            *(("--build-dockerfiles",) if self.build_dockerfiles else ()),
             *(() if self.sandbox_templates else ("--no-sandbox-templates",)),
         )
 

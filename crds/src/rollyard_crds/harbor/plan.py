@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE, image_name, last_workdir
 from rollyard_crds.harbor.folder import HarborFolder
 from rollyard_crds.harbor.table import HarborRefused, Table
 from rollyard_crds.task import TaskSandbox, folder_problem
@@ -69,7 +70,8 @@ class HarborPlan:
     steps: tuple[HarborStep, ...]
     strategy: Literal["mean", "final"]
     image: str
-    """The image of the agent's sandbox, or "" for that of the job."""
+    """The image of the agent's sandbox, or "" for that of the job. It may have to be built of a Dockerfile
+    (see `dockerfiles`)."""
     env: Mapping[str, str]
     workdir: str
     """The working folder, in which the agent, its solution and the tests begin."""
@@ -99,7 +101,15 @@ class HarborPlan:
         # An image brings its working folder. Over the job's own system, the folder must be made.
         if not image and self.workdir != WORKDIR:
             folders = [*folders, self.workdir]
-        return TaskSandbox(image=f"docker://{image}" if image else None, env=dict(self.env), folders=folders)
+        if image and not image.startswith(DOCKERFILE_IMAGE):
+            image = f"docker://{image}"
+        return TaskSandbox(image=image or None, env=dict(self.env), folders=folders)
+
+    def dockerfile(self, image: str) -> str:
+        """Return the folder of the Dockerfile of which an image of the task is built, or "" if it is not."""
+        if not image.startswith(DOCKERFILE_IMAGE):
+            return ""
+        return {self.verifier_image: "tests", self.image: "environment"}.get(image, "")
 
 
 def harbor_plan(folder: HarborFolder) -> HarborPlan:
@@ -119,11 +129,10 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     about = {"task": _plain(root.free("task")), "metadata": _plain(root.free("metadata"))}
     root.skip("source")
     environment = _Environment(root.table("environment"))
-    if not environment.image and folder.has("environment/Dockerfile"):
-        raise HarborRefused(
-            "environment/Dockerfile",
-            "no image is built here; build it, and name it as environment.docker_image of task.toml",
-        )
+    image = environment.image or image_name(folder, "environment")
+    own_workdir = ""
+    if image.startswith(DOCKERFILE_IMAGE) and not environment.workdir:
+        own_workdir = last_workdir(folder.text("environment/Dockerfile") or "")
     agent, verifier = root.table("agent"), root.table("verifier")
     agent_seconds = agent.seconds("timeout_sec", None)
     _nothing_else(agent)
@@ -141,24 +150,22 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
         raise HarborRefused(
             "verifier.environment_mode", "a task of several steps cannot have a separate verifier here"
         )
-    if checks.separate and not checks.image and folder.has("tests/Dockerfile"):
-        raise HarborRefused(
-            "tests/Dockerfile",
-            "no image is built here; build it, and name it as verifier.environment.docker_image",
-        )
+    verifier_image = checks.image
+    if checks.separate and not verifier_image:
+        verifier_image = image_name(folder, "tests")
     if tables:
         steps = tuple(_table_step(folder, table, agent_seconds, checks) for table in tables)
     else:
         steps = (_step(folder, "", agent_seconds, checks),)
     if len({step.name for step in steps}) < len(steps):
         raise HarborRefused("steps", "two steps have the same name")
-    workdir = environment.workdir or WORKDIR
-    if not environment.image and workdir != WORKDIR and (problem := folder_problem(workdir)):
+    workdir = environment.workdir or own_workdir or WORKDIR
+    if not image and workdir != WORKDIR and (problem := folder_problem(workdir)):
         raise HarborRefused("environment.workdir", f"{problem}, where the task names no docker_image")
     return HarborPlan(
         steps=steps,
         strategy="final" if strategy == "final" else "mean",
-        image=environment.image,
+        image=image,
         env=environment.env,
         workdir=workdir,
         solution_env=solution_env,
@@ -166,7 +173,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
         memory_bytes=max(environment.memory_bytes, checks.memory_bytes),
         disk_bytes=max(environment.disk_bytes, checks.disk_bytes),
         separate=checks.separate,
-        verifier_image=checks.image,
+        verifier_image=verifier_image,
         artifacts=artifacts,
         healthcheck=environment.healthcheck,
         metadata={key: value for key, value in about.items() if value},

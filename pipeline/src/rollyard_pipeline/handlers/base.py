@@ -176,6 +176,13 @@ class Handler(ABC):
     is copied into it except what `stages.eval.carry` names.
     """
 
+    def dockerfile(self, task: Task, image: str) -> Mapping[str, tuple[bytes, int]] | None:
+        """Return the folder of the Dockerfile of which an image that the task names can be built.
+
+        It has content and mode of each file by path. It is None for an image that is not built of the task.
+        """
+        return None
+
     def eval_apart(self, task: Task) -> TaskSandbox | None:
         """Return the sandbox of a task whose Eval always has one of its own, whatever the job says.
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeVar
 
 from rollyard_crds.claims import Claim, ClaimRequest, SandboxShape
+from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
 from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_sandbox.client import ExecClient
@@ -218,6 +219,11 @@ def shape_of_key(key: SandboxKey) -> SandboxShape:
                 "docker://python:3.12-slim or python:3.12-slim, or leave image out for the default"
             )
         image = rest
+    if image.startswith(DOCKERFILE_IMAGE):
+        raise ImageNotUsable(
+            f"sandbox.image {image!r}: the task has a Dockerfile, whose image is built for Apptainer only; "
+            "build it elsewhere, and name what was built in sandbox.images of the job"
+        )
     if image.startswith(("/", ".")) or image.endswith((".sif", ".tar", ".img", ".squashfs")):
         raise ImageNotUsable(
             f"sandbox.image {image!r}: a file or folder of one machine is no container image; name one as in "

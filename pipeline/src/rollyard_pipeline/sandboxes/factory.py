@@ -86,7 +86,7 @@ def open_provider(
         return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings, allowed)
     if name == "apptainer":
         options = apptainer or ApptainerOptions()
-        apptainer_starter = ApptainerStarter(folder, places, options)
+        apptainer_starter = ApptainerStarter(folder, places, options, allowed)
         return NodeProvider(folder, node, apptainer_starter, places, starts, warnings, allowed)
     starter = BubblewrapStarter(folder, places, bwrap, templates=templates)
     return NodeProvider(folder, node, starter, places, starts, warnings, allowed)

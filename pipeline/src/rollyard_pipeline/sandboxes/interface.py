@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -12,6 +12,16 @@ from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
 from rollyard_sandbox.client import ExecClient
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFolder:
+    """The folder of a Dockerfile, of which an image is built where there is none of its name."""
+
+    files: Mapping[str, tuple[bytes, int]]
+    """Content and mode by path. No path is absolute or has the part `..`."""
+    bases: Mapping[str, str]
+    """What the job has in place of images that Dockerfiles name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,8 @@ class SandboxKey:
     """Every sandbox is started without a network (see `sandboxes.egress`)."""
     folders: tuple[str, ...] = ()
     """Empty folders directly below /, in which programs can write. Each may grow to `disk_bytes`."""
+    build: BuildFolder | None = field(default=None, compare=False, repr=False)
+    """What the image can be built from. Its name stands for the content, so it is no part of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class SandboxRequest:
     processes: int = 512
     network: Literal["none"] = "none"
     folders: tuple[str, ...] = ()
+    build: BuildFolder | None = field(default=None, repr=False)
 
     @property
     def key(self) -> SandboxKey:
@@ -62,19 +75,32 @@ class SandboxRequest:
             self.processes,
             self.network,
             self.folders,
+            self.build,
         )
 
     @classmethod
-    def of(cls, spec: SandboxSpec, task: TaskSandbox | None = None) -> SandboxRequest:
+    def of(
+        cls,
+        spec: SandboxSpec,
+        task: TaskSandbox | None = None,
+        dockerfile: Callable[[str], Mapping[str, tuple[bytes, int]] | None] = lambda image: None,
+    ) -> SandboxRequest:
         """Return the request for a job's sandbox with what one task adds to it.
+
+        Args:
+            spec: The job's sandbox.
+            task: What the task adds.
+            dockerfile: Returns the folder of the Dockerfile of which the task's image can be built.
 
         Raises:
             ValueError: A quantity of the spec is malformed.
         """
-        image = spec.image
+        image, build = spec.image, None
         if task is not None and task.image is not None:
             name = task.image.removeprefix("docker://")
             image = spec.images.get(name, spec.images.get(f"docker://{name}", task.image))
+            if image == task.image and (files := dockerfile(image)) is not None:
+                build = BuildFolder(files, spec.images)
         return cls(
             image=image,
             env={**spec.env, **(task.env if task is not None else {})},
@@ -84,6 +110,7 @@ class SandboxRequest:
             disk_bytes=int(parse_quantity(spec.resources.disk)),
             processes=spec.resources.processes,
             folders=tuple(sorted(set(task.folders))) if task is not None else (),
+            build=build,
         )
 
 

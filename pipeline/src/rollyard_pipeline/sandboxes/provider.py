@@ -137,7 +137,9 @@ class NodeProvider:
         Raises:
             ImageNotAllowed, ImageNotUsable: It may not, or it cannot be started.
         """
-        self._images.check(request.image)
+        # What a Dockerfile is built from is known when it has been translated, and checked there.
+        if request.build is None:
+            self._images.check(request.image)
         self._starter.check(request.key)
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:

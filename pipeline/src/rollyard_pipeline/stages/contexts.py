@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Final
 
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task, TaskSandbox
 
 from rollyard_pipeline.errors import HandlerStateInvalid
-from rollyard_pipeline.handlers.base import ANSWER, StageContext
+from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
 _CARRY_LIMIT: Final = 1 << 20  # The limit that the wire format sets, in bytes.
 
@@ -44,3 +47,18 @@ def checked_carry(context: StageContext) -> dict[str, object]:
     if size > _CARRY_LIMIT:
         raise HandlerStateInvalid(f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed")
     return context.carry
+
+
+def sandbox_request(
+    spec: RolloutJobSpec, handler: Handler, task: Task, added: TaskSandbox | None = None
+) -> SandboxRequest:
+    """Return the request for a sandbox of a task.
+
+    Args:
+        added: What the task adds to the job's sandbox; its `sandbox` if it is None.
+
+    Raises:
+        ValueError: A quantity of the spec is malformed.
+    """
+    of_image = functools.partial(handler.dockerfile, task)
+    return SandboxRequest.of(spec.sandbox, task.sandbox if added is None else added, of_image)

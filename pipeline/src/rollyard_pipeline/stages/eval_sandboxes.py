@@ -23,8 +23,9 @@ from rollyard_pipeline.handlers.base import FolderChanges, Handler, StageContext
 from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
-from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider
 from rollyard_pipeline.stages import eval_carry
+from rollyard_pipeline.stages.contexts import sandbox_request
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class EvalSandboxes:
     ) -> Sandbox:
         task = held.lease.task
         apart = handler.eval_apart(task)
-        request = SandboxRequest.of(spec.sandbox, task.sandbox if apart is None else apart)
+        request = sandbox_request(spec, handler, task, apart)
         sandbox = await self._provider.acquire(request, held.ref, for_eval=True)
         held.eval_sandbox = sandbox.handle
         try:

@@ -39,7 +39,7 @@ from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
-from rollyard_pipeline.stages.contexts import checked_carry, stage_context
+from rollyard_pipeline.stages.contexts import checked_carry, sandbox_request, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, carries, eval_sandbox
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.reward_shaping import shaped
@@ -304,10 +304,10 @@ class Stages:
         return await self._provider.oom_killed(lease.sandbox)
 
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
-        provider = self._provider
-        if provider is None:
+        if self._provider is None:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
-        sandbox = await provider.acquire(SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.ref)
+        wanted = sandbox_request(spec, self._handler(spec), held.lease.task)
+        sandbox = await self._provider.acquire(wanted, held.ref)
         held.sandbox = sandbox.handle
         # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
         if held.lease.job_uid in self._met:

@@ -108,6 +108,11 @@ def command() -> None:
     help="Apptainer: built images, shared by the nodes [HOME/images].",
 )
 @click.option(
+    "--build-dockerfiles",
+    is_flag=True,
+    help="Apptainer: nodes build the images of tasks' Dockerfiles; their commands run there as you.",
+)
+@click.option(
     "--engine",
     type=click.Choice(["none", "embedded", "vllm"]),
     default="none",

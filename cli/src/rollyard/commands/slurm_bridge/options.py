@@ -91,6 +91,10 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
             # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
             local = re.match(r"[a-z][a-z-]*:", value) is None
             sandbox += [name, str(Path(value).expanduser().absolute()) if local else value]
+    if given["build_dockerfiles"]:
+        if given["sandbox"] != "apptainer":
+            raise UsageProblem("--build-dockerfiles goes with --sandbox apptainer")
+        sandbox.append("--build-dockerfiles")
     if given["sandbox"] == "apptainer" and not given["image_cache"]:
         sandbox += ["--image-cache", str(home / "images")]
     return BridgeOptions(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from rollyard_crds.fields.quantity import parse_quantity
+from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
 from rollyard_crds.harbor.folder import HarborFolder
 from rollyard_crds.harbor.plan import (
     ARTIFACTS,
@@ -73,6 +75,14 @@ class HarborHandler(Handler):
         except HarborRefused as error:
             return [f"harbor: {error}"]
         return []
+
+    def dockerfile(self, task: Task, image: str) -> Mapping[str, tuple[bytes, int]] | None:
+        """Return the folder `environment`, or `tests` of a separate verifier."""
+        if not image.startswith(DOCKERFILE_IMAGE):
+            return None
+        plan, folder = _plan(task)
+        top = plan.dockerfile(image)
+        return folder.below(top) if top else None
 
     def eval_apart(self, task: Task) -> TaskSandbox | None:
         """Return the sandbox of a separate verifier."""

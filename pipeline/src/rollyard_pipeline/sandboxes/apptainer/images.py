@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from rollyard_pipeline.sandboxes.dockerfiles.recipe import Recipe
-from rollyard_pipeline.sandboxes.errors import ImageNotUsable
+from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
+
+from rollyard_pipeline.sandboxes.allowed_images import AllowedImages
+from rollyard_pipeline.sandboxes.dockerfiles.context import HeldContext
+from rollyard_pipeline.sandboxes.dockerfiles.recipe import Recipe, make_recipe
+from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
+from rollyard_pipeline.sandboxes.interface import BuildFolder
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image
 
 _REGISTRIES: Final = ("docker", "oras", "library", "shub")
@@ -85,6 +90,8 @@ def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
         path = Path(rest.removeprefix("//"))
         _check_file(text, path)
         return Image("archive", text, path, scheme)
+    if text.startswith(DOCKERFILE_IMAGE):
+        raise ImageNotUsable(f"sandbox.image {text!r}: the task brings no Dockerfile of this name")
     if "://" in text:
         raise ImageNotUsable(f"sandbox.image {text!r}: Apptainer sandboxes know no {scheme}://; {_EXPECTED}")
     path = Path(text)
@@ -112,9 +119,31 @@ def dockerfile_image(
     Raises:
         ImageNotUsable: The base cannot be used.
     """
+    return Image("dockerfile", text, recipe=recipe, base=parse_image(base_name(recipe, bases), private))
+
+
+def base_name(recipe: Recipe, bases: Mapping[str, str]) -> str:
+    """Return the image that is taken for that of FROM."""
     name = recipe.base
-    given = bases.get(name) or bases.get(f"docker://{name}")
-    return Image("dockerfile", text, recipe=recipe, base=parse_image(given or f"docker://{name}", private))
+    return bases.get(name) or bases.get(f"docker://{name}") or f"docker://{name}"
+
+
+def built_image(text: str, build: BuildFolder, allowed: AllowedImages, private: Iterable[Path] = ()) -> Image:
+    """Return the image of the Dockerfile that a task brings.
+
+    Raises:
+        ImageNotAllowed: The image of its FROM is not among `allowed`.
+        ImageNotUsable: It cannot be translated faithfully, or its base cannot be used.
+    """
+    data, _ = build.files.get("Dockerfile", (b"", 0))
+    try:
+        dockerfile = data.decode()
+    except UnicodeDecodeError as error:
+        raise DockerfileRefused(f"sandbox.image {text!r}: Dockerfile: is no UTF-8 text", 1) from error
+    files = {path: (content, bool(mode & 0o100)) for path, (content, mode) in build.files.items()}
+    recipe = make_recipe(dockerfile, HeldContext(files))
+    allowed.check(base_name(recipe, build.bases))
+    return dockerfile_image(text, recipe, build.bases, private)
 
 
 def check_sif(text: str, path: Path) -> None:

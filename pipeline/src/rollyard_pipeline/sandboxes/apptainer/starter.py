@@ -21,9 +21,10 @@ from typing import Final
 
 from rollyard_sandbox.isolation.protections import NOT_CONFINED
 
+from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
 from rollyard_pipeline.sandboxes.apptainer import instances
 from rollyard_pipeline.sandboxes.apptainer.image_cache import NO_ROOM, ImageCache
-from rollyard_pipeline.sandboxes.apptainer.images import Image, parse_image
+from rollyard_pipeline.sandboxes.apptainer.images import Image, built_image, parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import (
     ContainerProgram,
     find_program,
@@ -43,7 +44,7 @@ from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
-from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import (
     SANDBOX_ENV,
     START_SECONDS,
@@ -100,6 +101,8 @@ class ApptainerOptions:
     image_cache: Path | None = None
     """The folder for built images, best on storage that the nodes share. The default is in the run folder."""
     image_cache_bytes: int = 100 << 30
+    build_dockerfiles: bool = False
+    """Whether images of tasks' Dockerfiles are built, which runs their authors' commands as this user."""
     fakeroot: bool = False
     """Whether programs inside are root of the image and may change all of it."""
 
@@ -110,13 +113,22 @@ class ApptainerStarter:
     name = "apptainer"
 
     def __init__(
-        self, folder: SandboxFolder, places: Sequence[CgroupPlace], options: ApptainerOptions
+        self,
+        folder: SandboxFolder,
+        places: Sequence[CgroupPlace],
+        options: ApptainerOptions,
+        images: AllowedImages | None = None,
     ) -> None:
+        self._allowed = images or AllowedImages([ANY])
         self._folder = folder
         self._places = places
         self._options = options
         self._own = folder.run_dir / "apptainer"
-        self._cache = ImageCache(options.image_cache or self._own / "images", options.image_cache_bytes)
+        self._cache = ImageCache(
+            options.image_cache or self._own / "images",
+            options.image_cache_bytes,
+            dockerfiles=options.build_dockerfiles,
+        )
         self._program: ContainerProgram | None = None
         self._runtime: Runtime | None = None
         self._unpacked = False
@@ -193,10 +205,16 @@ class ApptainerStarter:
         """Do nothing, because every instance is started alone."""
 
     def check(self, key: SandboxKey) -> None:
-        """Raise ImageNotUsable if no sandbox can ever be started from the key's image."""
-        self._image(key.image)
+        """Raise ImageNotUsable if no sandbox can ever be started from the key's image.
 
-    def _image(self, text: str | None) -> Image:
+        A Dockerfile is translated later, because its files take time to read.
+        """
+        if key.build is None:
+            self._image(key.image)
+
+    def _image(self, text: str | None, build: BuildFolder | None = None) -> Image:
+        if text is not None and build is not None:
+            return built_image(text, build, self._allowed, private=[self._folder.run_dir])
         if text is None:
             text = self._options.default_image
             if text is None:
@@ -213,7 +231,7 @@ class ApptainerStarter:
     async def _ready(self, key: SandboxKey) -> Path:
         if self._program is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
-        image = await in_thread(self._image, key.image)
+        image = await in_thread(self._image, key.image, key.build)
         try:
             return await self._cache.ready(image, self._program, unpacked=self._unpacked)
         except DiskFull as error:

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
+
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER, INSIDE, Runtime
@@ -166,6 +168,11 @@ def check_image(image: str, private: Iterable[Path] = ()) -> Path:
             f"sandbox.image {image!r}: bubblewrap starts no container or SIF images; name a folder that "
             "holds an unpacked root file system (for example from `docker export`), or leave image out "
             "to use this machine's read-only system"
+        )
+    if image.startswith(DOCKERFILE_IMAGE):
+        raise ImageNotUsable(
+            f"sandbox.image {image!r}: the task has a Dockerfile, whose image is built for Apptainer only; "
+            "build it elsewhere, and name its root folder in sandbox.images of the job"
         )
     root = Path(image)
     if not root.is_absolute():

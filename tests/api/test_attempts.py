@@ -11,7 +11,10 @@ from rollyard_api.rollouts import lease_expiry, node_loss
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import attempts
 from rollyard_client import RolloutSummary
+from rollyard_crds.lease import Lease, StageTimes
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
+from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.worker.failures import stage_failure
 
 PATH = "/v1/rolloutjobs/job"
 OLDER = {"User-Agent": "rollyard-client"}
@@ -76,6 +79,36 @@ async def test_every_way_back_into_a_queue_is_explained(served: Any, worker: Any
     assert (lost["worker"], lost["node"]) == ("", "n"), "it waited, so no worker had it"
     assert Trajectory.model_validate(record).attempts[0].reason == "ImageBroken"
     assert record["timings"]["run"]["queued_seconds"] >= 7200
+
+
+async def test_a_lost_sandbox_is_explained(served: Any, worker: Any) -> None:
+    """The reports are those that a worker makes of the provider's error, once in Run and once in Eval."""
+
+    async def until_lease(stage: str) -> Any:
+        for before in ("init", "run", "eval"):
+            (lease,) = await worker.lease(init=1, run=1, eval=1)
+            assert lease["stage"] == before, "the sandbox is made again"
+            if before == stage:
+                return lease
+            await worker.complete(worker.result(lease))
+        raise AssertionError(stage)
+
+    for stage in ("run", "eval"):
+        lease = await until_lease(stage)
+        lost = SandboxLost(f"the exec server of {stage} is gone")
+        report = stage_failure(Lease.model_validate(lease), lost, StageTimes()).model_dump()
+        kept = {name: report[name] for name in ("message", "return_to", "retryable", "counts")}
+        await worker.fail(lease, report["reason"], **kept)
+    summary = (await served.admin.get(f"{PATH}/rollouts")).json()["items"][0]
+    assert await worker.finish_all() == 1
+    record = await _record(served)
+    assert _told(record) == [("run", 1, "SandboxLost", True), ("eval", 1, "SandboxLost", True)]
+    assert [(one["worker"], one["node"], one["message"]) for one in record["attempts"]] == [
+        ("w", "n", "the exec server of run is gone"),
+        ("w", "n", "the exec server of eval is gone"),
+    ]
+    assert (record["status"], record["reward"]) == ("succeeded", 1.0)
+    assert summary["attempts"] == record["attempts"]
 
 
 async def test_the_last_failure_is_an_attempt_too(served: Any, worker: Any) -> None:

@@ -413,6 +413,17 @@ async def test_stale_rollouts(
         outcomes = {(r["status"], r["reason"], r["attempt"]) for r in map(json.loads, records)}
         expected = ("succeeded", "", 0) if choice == "Restart" else ("cancelled", "PolicyTooStale", 0)
         assert (len(records), outcomes) == (3, {expected})
+        attempts = [one for record in map(json.loads, records) for one in record.get("attempts", ())]
+        explained = sorted(
+            (one["stage"], one["attempt"], one["reason"], one["worker"], one["node"], one["counted"])
+            for one in attempts
+        )
+        # One of them waited for its first Eval, so no worker had it, and two were in Run.
+        # A rollout that is cancelled never returns to a queue.
+        waiting, running = ("eval", 0, "PolicyTooStale", "", "n"), ("run", 1, "PolicyTooStale", "w", "n")
+        taken_back = [(*one, False) for one in (waiting, running, running)]
+        assert explained == (taken_back if choice == "Restart" else [])
+        assert all("maxPolicyLag" in one["message"] and one["seconds"] >= 0 for one in attempts)
         metrics = (await served.admin.get("/metrics")).text
         action = "restarted" if choice == "Restart" else "cancelled"
         assert f'rollyard_stale_rollouts_total{{action="{action}"}} 3.0' in metrics
@@ -448,6 +459,11 @@ async def test_in_flight_restart_fences_what_is_in_run(
         assert {one["rollout"] for one in again} == {one["rollout"] for one in held}
         await worker.complete(*[worker.result(one) for one in again])
         assert {one["backend"]["policy_version"] for one in await worker.lease(run=2)} == {"v1"}
+        items = (await served.admin.get("/v1/rolloutjobs/job/rollouts")).json()["items"]
+        attempts = [one for item in items for one in item["attempts"]]
+        assert [(one["stage"], one["attempt"], one["reason"], one["counted"]) for one in attempts] == [
+            ("run", 1, "WeightsUpdated", False)
+        ] * 2
 
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)

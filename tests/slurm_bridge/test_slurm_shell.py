@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from rollyard_drivers.reconcile.plan import Owner, Workload
-from rollyard_slurm.errors import ScriptInvalid
-from rollyard_slurm.profile import SiteProfile
+from rollyard_slurm.errors import ProfileInvalid, ScriptInvalid
+from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, render
@@ -139,42 +141,198 @@ def workload(kind: str, text: str, pairs: tuple[tuple[str, str], ...]) -> Worklo
     )
 
 
-@tries
-@given(text=HOSTILE, kind=st.sampled_from(["backend", "stage-worker"]), nodes=st.lists(HOSTILE, max_size=2))
-@example(text="x\n#SBATCH --uid=0\ntouch HACKED", kind="backend", nodes=[])
-def test_whole_scripts(tmp_path: Path, text: str, kind: str, nodes: list[str]) -> None:
-    """Whatever pools, jobs, paths and nodes hold, the script does what it does without them, and no more."""
+WORDS = HOSTILE.map(lambda text: "".join(c for c in text if c.isprintable() and not c.isspace()) or "x")
+LINES = HOSTILE.map(lambda text: "".join(c if c.isprintable() else " " for c in text))
+OPTIONS = ("partition", "account", "qos", "reservation", "wckey", "constraint", "exclude", "gres")
+"""The text fields of the profile that are the options of sbatch of the same names."""
+COMMON = {
+    **{name: LINES if name in ("constraint", "gres") else WORDS for name in OPTIONS},
+    "python": WORDS,
+    "env": LINES.map(lambda text: {"FROM_PROFILE": text}),
+    "sbatch": WORDS.map(lambda text: [f"--licenses={text}"]),
+}
+PROFILES = st.fixed_dictionaries(
+    {},
+    optional={
+        **COMMON,
+        "workers": st.fixed_dictionaries(
+            {}, optional={**COMMON, "runDir": WORDS.map(lambda text: "/" + text[:39])}
+        ),
+        "backends": st.fixed_dictionaries(
+            {},
+            optional={
+                **COMMON,
+                "image": HOSTILE.filter(bool),
+                "apptainer": st.lists(WORDS, min_size=1, max_size=2),
+                "execOptions": st.lists(WORDS, max_size=2),
+            },
+        ),
+    },
+).map(SiteProfile.model_validate)
+"""Profiles that hold hostile strings in each text field, as far as the field takes them.
+
+The lines of `prolog` are left out, because they are code.
+"""
+OBJECTS = st.tuples(
+    st.sampled_from(["workload", "namespace", "name", "uid"]),
+    st.one_of(st.from_regex(r"\A[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?\Z"), HOSTILE),
+)
+"""A name of a job, a pool or one of their workloads, and whose name it is."""
+
+
+def named(one: Workload, whose: str, name: str) -> Workload:
+    """Return the workload with one of its names replaced."""
+    if whose == "workload":
+        return replace(one, name=name)
+    return replace(one, owner=replace(one.owner, **{whose: name}))
+
+
+def defined(made: str) -> list[str]:
+    """Return the lines of a script that define variables, without those that make the run folder."""
+    lines = made[made.index("\numask 077\n") + 1 :].split("\n")
+    begin = lines.index("begin() {")
+    prepared = next((at for at, line in enumerate(lines) if line.startswith("node=")), None)
+    if prepared is None:
+        return lines[:begin]
+    top, base, name = (
+        next(at for at, line in enumerate(lines) if at > prepared and line.startswith(start))
+        for start in ("top=", "base=", "name=")
+    )
+    return [*lines[:prepared], *lines[top:base], *lines[name:begin]]
+
+
+@settings(tries, max_examples=100)
+@given(
+    text=HOSTILE,
+    kind=st.sampled_from(["backend", "stage-worker"]),
+    nodes=st.lists(HOSTILE, max_size=2),
+    profile=PROFILES,
+    called=OBJECTS,
+)
+@example(
+    text="x\n#SBATCH --uid=0\ntouch HACKED",
+    kind="backend",
+    nodes=[],
+    profile=SiteProfile(),
+    called=("uid", "u"),
+)
+@example(
+    text="x", kind="stage-worker", nodes=[], profile=SiteProfile(), called=("workload", "$(touch HACKED)")
+)
+@example(text="x", kind="backend", nodes=[], profile=SiteProfile(), called=("name", "p\ntouch HACKED"))
+def test_whole_scripts(
+    tmp_path: Path, text: str, kind: str, nodes: list[str], profile: SiteProfile, called: tuple[str, str]
+) -> None:
+    """Whatever pools, jobs, profiles, paths and nodes hold, the script does what it does without them, and no
+    more. Names that are not plain are refused.
+    """
     of = Site(
         home=Path("/shared/h" + text.replace("\0", "")),
         instance="abcd1234",
         url=f"http://head:1/{text}",
-        profile=SiteProfile(),
+        profile=profile,
         sandbox_options=("--default-image", text),
         python=text or "python",
     )
-    one = workload(kind, text, (("A", text),))
+    one = named(workload(kind, text, (("A", text),)), *called)
+    wanted = profile.of(kind)
     try:
-        made = batch_script(one, of, SlurmJobIdentity.of(one, of.instance, "ffff", 0), nodes).text()
+        identity = SlurmJobIdentity.of(one, of.instance, "ffff", 0)
+        made = batch_script(one, of, identity, nodes).text()
     except ScriptInvalid:
         return
+    assert all(character.isalnum() or character in "._/-" for character in called[1])
+    assert SlurmJobIdentity.parse(identity.comment) == identity
+    assert subprocess.run(["bash", "-n"], input=made, text=True, timeout=60).returncode == 0
     head = made[: made.index("\numask 077\n")]
-    assert all(line.startswith("#") for line in head.splitlines())
+    assert all(line.startswith("#") for line in head.split("\n"))
     assert made[len(head) :].startswith("\numask 077\n")
-    asked = [word.partition("=")[0] for word in asked_of_sbatch(made)]
+    for option in {*wanted.sbatch}:  # The site's own options stand in the script as they are.
+        assert f"#SBATCH {option}\n" in made
+        made = made.replace(f"#SBATCH {option}\n", "")
+    asked = dict(word.partition("=")[::2] for word in asked_of_sbatch(made))
+    set_here = {name: getattr(wanted, name) for name in OPTIONS if getattr(wanted, name) is not None}
+    if "gres" in set_here:
+        set_here["gres"] = set_here["gres"].replace("{gpus}", "0")
+    if excluded := ",".join([*([wanted.exclude] if wanted.exclude else []), *nodes]):
+        set_here["exclude"] = excluded
     plain = workload(kind, "x", ())
     usual = batch_script(
-        plain, replace(of, home=Path("/h"), url="u", python="p"), SlurmJobIdentity.of(plain, "a", "f", 0)
+        plain,
+        replace(of, home=Path("/h"), url="u", python="p", profile=SiteProfile()),
+        SlurmJobIdentity.of(plain, "a", "f", 0),
     )
-    assert set(asked) - {"--exclude"} == {word.partition("=")[0] for word in asked_of_sbatch(usual.text())}
+    default = {word.partition("=")[0] for word in asked_of_sbatch(usual.text())}
+    assert asked.keys() - {f"--{name}" for name in set_here} == default - {f"--{name}" for name in set_here}
+    assert {name: asked[f"--{name}"] for name in set_here} == set_here
+    assert asked["--job-name"] == f"rollyard-{one.name}"
     # Only what the script defines is run, not the program: its words are printed in its place.
-    definitions = made[len(head) :].split("\n")
-    begin = definitions.index("begin() {")
-    start = next(place for place, line in enumerate(definitions) if line.startswith("program=("))
-    done = bash(tmp_path, [*definitions[start:begin], 'printf "%s\\0" "${program[@]}"'])
+    show = 'printf "%s\\0" "${program[@]}" "$FROM_PROFILE" "$top" "$name"'
+    done = bash(tmp_path, ["SLURM_JOB_ID=7 FROM_PROFILE= top= name=", *defined(made), show])
     assert done.returncode == 0, done.stderr
     words = done.stdout.split("\0")
-    assert (text in words) == (text != "" or "" in words[:-1])
+    assert words[0] == (wanted.python or of.python)
+    assert words[-4] == wanted.env.get("FROM_PROFILE", "")
+    if kind == "stage-worker":
+        assert words[-3:-1] == [profile.workers.run_dir, f"{one.name}-7"]
+    elif profile.backends.image is not None:
+        assert profile.backends.image in words
+        assert {*profile.backends.apptainer, *profile.backends.exec_options} <= {*words}
+    assert text in words or text == ""
     assert os.listdir(tmp_path) == []
+
+
+TEXT_FIELDS = (
+    *(f"{part}{name}" for part in ("", "workers.", "backends.") for name in (*OPTIONS, "python", "env.A")),
+    "memory",
+    "timeLimit", "sbatch.0", "passEnv.0", "workers.runDir", "backends.image", "backends.apptainer.0",
+    "backends.execOptions.0",
+)  # fmt: skip
+
+
+def nested(field: str, value: object) -> object:
+    """Return the document of a profile with one field, whose name may lead into mappings and lists."""
+    for name in reversed(field.split(".")):
+        value = [value] if name.isdigit() else {name: value}
+    return value
+
+
+@tries
+@given(text=HOSTILE, field=st.sampled_from(TEXT_FIELDS))
+@example(text="a\ntouch HACKED", field="partition")
+@example(text="a\0b", field="workers.env.A")
+@example(text="a\x1fb", field="sbatch.0")
+@example(text="--licenses=x\u2028#SBATCH --uid=0", field="sbatch.0")
+def test_a_profiles_text_is_kept_or_refused_by_the_name_of_its_field(
+    tmp_path: Path, text: str, field: str
+) -> None:
+    path = tmp_path.parent / f"{tmp_path.name}.yaml"
+    path.write_text(yaml.safe_dump(nested(field, text)))
+    refused, found = "", None
+    try:
+        found = load(path).model_dump(by_alias=True)
+    except ProfileInvalid as error:
+        refused = str(error).removeprefix(f"--profile {path}: ")
+    if refused:
+        assert refused.startswith(field.split(".")[0])
+        return
+    for name in field.split("."):
+        found = found[int(name) if name.isdigit() else name]  # type: ignore[index]
+    assert found == text
+    assert not {"\n", "\0"} & {*text} or field == "backends.image"
+
+
+@tries
+@given(name=NAMES)
+@example(name="é")
+@example(name="A\n")
+@example(name="A;touch HACKED")
+def test_a_profiles_variable_has_a_plain_name(name: str) -> None:
+    if name.isascii() and name.isidentifier():
+        assert SiteProfile.model_validate({"env": {name: "x"}}).env == {name: "x"}
+    else:
+        with pytest.raises(ValidationError, match="env"):
+            SiteProfile.model_validate({"env": {name: "x"}})
 
 
 @pytest.mark.parametrize("name", ["A;touch HACKED", "A B", "$(touch HACKED)", "A=B", "1A", "", "A\nB", "A-B"])

@@ -20,8 +20,9 @@ from rollyard_slurm.scripts import job_fields
 
 SIGNAL_SECONDS = 90
 """The default of `signalSeconds`. A drain, a hand-over and the end of the sandboxes fit into this time."""
-Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
-Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n]*$")]
+Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s\x00-\x1f\x7f]+$")]
+Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n\x00]*$")]
+Variable = Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Words = Annotated[list[Word], Field(max_length=64)]
 _OURS = (
     "--job-name", "-J", "--comment", "--output", "-o", "--error", "-e", "--signal",
@@ -75,9 +76,7 @@ class JobProfile(Model):
     """Further options of sbatch, such as `--licenses=matlab:1`."""
     prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)
     """The shell lines that run before the program, such as `module load apptainer`."""
-    env: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line], Field(max_length=128)] = (
-        Field(default_factory=dict)
-    )
+    env: Annotated[dict[Variable, Line], Field(max_length=128)] = Field(default_factory=dict)
     """The environment of the job. The variables for all jobs and those for its kind are joined."""
     python: Word | None = None
     """The Python on the nodes that has Rollyard installed. The default is the bridge's own Python."""

@@ -117,8 +117,8 @@ async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> No
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
 ARTIFACTS = {
     "a link": "ln -s /etc/hostname /logs/artifacts/answer; ln -s / /logs/artifacts/root",
-    "too much": "for i in $(seq 6); do head -c 3M /dev/zero > /logs/artifacts/$i; done",
-    "too many": "cd /logs/artifacts; touch $(seq 10001)",
+    "too much": "cd /logs/artifacts; echo done > answer; for i in {1..6}; do head -c 3M /dev/zero > $i; done",
+    "too many": "cd /logs/artifacts; echo done > answer; touch $(seq 501)",
     "a pipe": "mkfifo /logs/artifacts/answer",
     "a program": "printf '#!/bin/sh\\necho done' | tee /logs/artifacts/cat; chmod +x /logs/artifacts/cat",
     "nothing": "rm -r /logs/artifacts",
@@ -134,7 +134,10 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
-async def test_artifacts_for_a_separate_verifier(lab: StageLab, name: str) -> None:
+async def test_artifacts_for_a_separate_verifier(
+    lab: StageLab, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.handlers.harbor.verifier._MAX_ENTRIES", 500)
     found = await lab.play(task(MEETS, SEPARATE), [[ARTIFACTS[name]]])
     assert found.reward == 0.0
 

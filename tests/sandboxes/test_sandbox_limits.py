@@ -57,6 +57,17 @@ async def test_fork_bomb(kit: Any, isolated: NodeProvider) -> None:
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
 
 
+async def test_commands_have_the_lowest_priority_in_their_control_group(
+    kit: Any, isolated: NodeProvider
+) -> None:
+    """They compete with their exec server there, which must answer however many they are."""
+    expected = str(19 if "cpu" in enforced(find_places()) else os.getpriority(os.PRIO_PROCESS, 0))
+    show = "/.rollyard/venv/bin/python -c 'import os; print(os.nice(0))'"
+    async with await kit.acquire(isolated, "r-1") as sandbox:
+        assert await kit.sh(sandbox, show) == (0, expected)
+        assert (await sandbox.client.run(["bash", "-c", show])).text().strip() == expected
+
+
 @pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm"])
 async def test_disk_filler(kit: Any, isolated: NodeProvider, folder: str) -> None:
     async with await kit.acquire(isolated) as sandbox:

@@ -19,10 +19,11 @@ _OOM_SCORE = 500  # With this score children die of a full memory limit before t
 class ProcessStat:
     """A process, as one line of /proc/PID/stat describes it."""
 
-    __slots__ = ("group", "parent", "pid", "session", "state")
+    __slots__ = ("group", "name", "parent", "pid", "session", "state")
 
-    def __init__(self, pid: int, state: str, parent: int, group: int, session: int) -> None:
+    def __init__(self, pid: int, name: bytes, state: str, parent: int, group: int, session: int) -> None:
         self.pid = pid
+        self.name = name
         self.state = state
         self.parent = parent
         self.group = group
@@ -54,9 +55,10 @@ def snapshot() -> dict[int, ProcessStat]:
         except OSError:
             continue  # It ended meanwhile.
         # The command name is in parentheses and may hold anything, even parentheses.
-        state, parent, group, session = line[line.rindex(b")") + 2 :].split(b" ", 4)[:4]
+        begin, end = line.index(b"(") + 1, line.rindex(b")")
+        state, parent, group, session = line[end + 2 :].split(b" ", 4)[:4]
         pid = int(name)
-        found[pid] = ProcessStat(pid, state.decode(), int(parent), int(group), int(session))
+        found[pid] = ProcessStat(pid, line[begin:end], state.decode(), int(parent), int(group), int(session))
     return found
 
 
@@ -141,12 +143,16 @@ def forked_by(shell: int) -> tuple[dict[int, int], dict[int, int]]:
             return b""  # The process has ended.
 
     own = arguments(shell)
+    members = session_members(shell)
+    name = next((member.name for member in members if member.pid == shell), b"")
     copies: dict[int, int] = {}
     programs: dict[int, int] = {}
-    for member in session_members(shell):
+    for member in members:
         if member.pid == shell:
             continue
-        if own and arguments(member.pid) == own:
+        # The kernel gives no arguments of a process that forks meanwhile, so hundreds of busy processes would
+        # take many seconds. A copy still has the shell's name, which can be read at any time.
+        if own and member.name == name and arguments(member.pid) == own:
             copies[member.pid] = member.group
         elif member.parent == shell:
             programs[member.pid] = member.group

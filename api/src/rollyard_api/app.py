@@ -1,10 +1,11 @@
-"""The ASGI application puts middleware for tokens, limits and problems around the routes."""
+"""The ASGI application puts a gate for tokens, limits and problems around the routes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from inspect import signature
 from typing import Any
@@ -39,7 +40,11 @@ from rollyard_api.settings import Settings
 
 
 class Gate:
-    """A middleware that checks the token and the size of the body, and measures the latency of each call."""
+    """The outermost layer checks the token and the size of the body, and measures the latency of each call.
+
+    It calls the routes of workers by itself. All others are called by FastAPI, whose layers take longer than
+    many answers.
+    """
 
     def __init__(
         self, app: ASGIApp, plane: Callable[[], ControlPlane], rules: Access, max_body: int, max_blob: int
@@ -57,14 +62,14 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 500
+        started, status, answered = time.perf_counter(), 500, False
 
         body = Body(receive, scope)
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal status, answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, answered = message["status"], True
                 if status >= HTTPStatus.BAD_REQUEST and not body.whole:
                     # Without this, the server would read and drop everything that a refused caller still
                     # sends.
@@ -93,6 +98,10 @@ class Gate:
             await (await direct.endpoint(Request(scope, body)))(scope, body, watched)
         except ApiError as error:
             await response(error)(scope, receive, watched)
+        except Exception as error:
+            if not answered:
+                await _unexpected(error)(scope, receive, watched)
+            raise  # The server logs it with its traceback.
         finally:
             route = scope.get("route")
             path = getattr(route, "path", "unknown")
@@ -161,13 +170,24 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return response(other)
 
 
-async def _unexpected(_request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after the answer, and the server then logs it with its traceback.
+def _unexpected(error: Exception) -> Response:
     return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
 
 
+async def _unexpected_error(_request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after the answer.
+    return _unexpected(error)
+
+
 class Application(FastAPI):
-    """The application. Its OpenAPI document is generated when it is first asked for."""
+    """The application behind its gate. Its OpenAPI document is generated when it is first asked for."""
+
+    gate: Gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as ASGI specifies it."""
+        scope["app"] = self
+        await self.gate(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
@@ -224,15 +244,15 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             ApiError: _api_error,
             RequestValidationError: _validation_error,
             HTTPException: _http_error,
-            Exception: _unexpected,
+            Exception: _unexpected_error,
         },
     )
     for router in _ROUTERS:
         # Including a router would analyse all its routes again, for each application.
         app.router.routes.extend(router.routes)
     rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
-    app.add_middleware(
-        Gate,
+    app.gate = Gate(
+        partial(FastAPI.__call__, app),
         plane=lambda: app.state.plane,
         rules=rules,
         max_body=settings.max_body_bytes,

@@ -226,14 +226,14 @@ class ControlPlane:
         for (op, batch), count in zip(work, counts, strict=True):
             while batch and (count or 0) >= batch:
                 count = await write(op, durable=False)
-        cancelled, deleted = await read(cancellation.left_over)
+        cancelled, deleted, assigned = await read(_left_over)
         for job_id in cancelled:
             await self.cancel_rest(job_id)
         for job_id in deleted:
             while not await write(partial(cancellation.purge_some, job_id=job_id)):
                 pass
             self.events.forget(job_id)
-        if await read(assignments.has_old):
+        if assigned:
             await write(assignments.forget_old, durable=False)
         await self.uploads.remove_unneeded()
 
@@ -257,6 +257,11 @@ class ControlPlane:
     async def read_stats(self) -> None:
         """Read the backends' own metrics."""
         await self.poller.poll(self.database, self.transport)
+
+
+def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
+    """Return what `cancellation.left_over` returns, and whether there are old assignments."""
+    return *cancellation.left_over(conn), assignments.has_old(conn)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -38,13 +38,25 @@ def values(breaker: Breaker) -> dict[str, Any]:
     return {"circuit": breaker.circuit, "failures": breaker.failures, "opened_at": breaker.opened_at}
 
 
-def _pool_of(job_id: int) -> sa.Select[tuple[int]]:
+def _pool_of(job_id: int | sa.BindParameter[int]) -> sa.Select[tuple[int]]:
     """Return a query for a job's pool; other pools judge the same server by their own rollouts alone."""
     return (
         sa.select(pools.c.id)
         .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
         .where(jobs.c.id == job_id)
     )
+
+
+_RESET = (
+    sa.update(backends)
+    .where(
+        backends.c.pool_id.in_(_pool_of(sa.bindparam("b_job", type_=sa.Integer))),
+        backends.c.url == sa.bindparam("b_url"),
+        backends.c.failures > 0,
+        backends.c.circuit == "Closed",
+    )
+    .values(failures=0)
+)
 
 
 def failed(tx: Transaction, job_id: int, url: str) -> bool:
@@ -71,16 +83,7 @@ def failed(tx: Transaction, job_id: int, url: str) -> bool:
 def completed(tx: Transaction, runs: Collection[tuple[int, str]]) -> None:
     """Reset the failure counts of the backends, in their jobs' pools, that completed these Runs."""
     for job_id, url in sorted(runs):
-        tx.conn.execute(
-            sa.update(backends)
-            .where(
-                backends.c.pool_id.in_(_pool_of(job_id)),
-                backends.c.url == url,
-                backends.c.failures > 0,
-                backends.c.circuit == "Closed",
-            )
-            .values(failures=0)
-        )
+        tx.conn.execute(_RESET, {"b_job": job_id, "b_url": url})
 
 
 def _write(tx: Transaction, pool_id: int, url: str, breaker: Breaker) -> None:
@@ -98,18 +101,21 @@ class Suspect:
     breaker: Breaker
 
 
+_SUSPECTS = (
+    sa.select(backends, pools.c.model, pools.c.served_model)
+    .join_from(backends, pools, pools.c.id == backends.c.pool_id)
+    .where(
+        backends.c.circuit != "Closed",
+        backends.c.ready.is_(True),
+        backends.c.weights == "Current",
+        pools.c.paused.is_(False),
+    )
+)
+
+
 def _suspects(conn: Connection) -> list[Suspect]:
     # A paused backend answers nothing, and its driver deals with a backend that is not ready.
-    rows = conn.execute(
-        sa.select(backends, pools.c.model, pools.c.served_model)
-        .join_from(backends, pools, pools.c.id == backends.c.pool_id)
-        .where(
-            backends.c.circuit != "Closed",
-            backends.c.ready.is_(True),
-            backends.c.weights == "Current",
-            pools.c.paused.is_(False),
-        )
-    )
+    rows = conn.execute(_SUSPECTS)
     return [
         Suspect(row.pool_id, row.url, row.served_model or row.model, of(BackendRow(*row[:-2])))
         for row in rows

@@ -296,16 +296,20 @@ def active_rollouts(conn: Connection) -> dict[str, int]:
     return {row.backend: row.n for row in rows}
 
 
+_POOLS = sa.select(pools).order_by(pools.c.id)
+_BACKENDS = sa.select(backends).order_by(backends.c.position)
+
+
 def listed(conn: Connection, namespace: str | None, name: str | None = None) -> list[dict[str, Any]]:
     """Return pools as the REST API presents them, with backends and live counts of active rollouts."""
-    query = sa.select(pools).order_by(pools.c.id)
+    query = _POOLS
     if namespace is not None:
         query = query.where(pools.c.namespace == namespace)
     if name is not None:
         query = query.where(pools.c.name == name)
     active = active_rollouts(conn)
     by_pool: defaultdict[int, list[BackendRow]] = defaultdict(list)
-    for backend in read_all(BackendRow, conn.execute(sa.select(backends).order_by(backends.c.position))):
+    for backend in read_all(BackendRow, conn.execute(_BACKENDS)):
         by_pool[backend.pool_id].append(backend)
     return [_document(pool, by_pool[pool.id], active) for pool in read_all(PoolRow, conn.execute(query))]
 

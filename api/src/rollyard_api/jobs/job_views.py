@@ -166,6 +166,9 @@ def unfinished(conn: Connection) -> dict[str, Any]:
     return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
 
 
+_JOBS = sa.select(jobs)
+
+
 def listed(
     conn: Connection,
     namespace: str | None,
@@ -190,7 +193,7 @@ def listed(
     if not count:
         return [], None
     last = found[count - 1].id
-    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
+    rows = conn.execute(_JOBS.where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
     documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
     return documents, last if count < len(found) else None
 

@@ -67,9 +67,14 @@ def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
 
 def query(namespace: str, name: str) -> sa.Select[Any]:
     """Return the query that selects the job of this name that is not deleted."""
-    return sa.select(jobs).where(
-        jobs.c.namespace == namespace, jobs.c.name == name, jobs.c.deleted_at.is_(None)
-    )
+    return _FIND.params(b_namespace=namespace, b_name=name)
+
+
+_FIND = sa.select(jobs).where(
+    jobs.c.namespace == sa.bindparam("b_namespace"),
+    jobs.c.name == sa.bindparam("b_name"),
+    jobs.c.deleted_at.is_(None),
+)
 
 
 def find(conn: Connection, namespace: str, name: str) -> JobRow:
@@ -78,7 +83,7 @@ def find(conn: Connection, namespace: str, name: str) -> JobRow:
     Raises:
         NotFound: There is no such job in this namespace.
     """
-    row = conn.execute(query(namespace, name)).one_or_none()
+    row = conn.execute(_FIND, {"b_namespace": namespace, "b_name": name}).one_or_none()
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
     return JobRow(*row)

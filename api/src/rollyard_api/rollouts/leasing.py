@@ -253,6 +253,8 @@ def _fitting(
     tx: Transaction, taken: list[WaitingRollout], stage: StageName, room: int
 ) -> list[WaitingRollout]:
     """Return the first taken rollouts whose compressed parts fit into `room` bytes, but at least one."""
+    if len(taken) == 1:
+        return taken
     wanted: defaultdict[int, set[int]] = defaultdict(set)
     for row in taken:
         wanted[row.job_id].add(row.group_no)

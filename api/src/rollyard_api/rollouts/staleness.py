@@ -34,6 +34,19 @@ _REACHED = (
         backends.c.weights == "Current",
     )
 )
+_BEHIND = (
+    sa.select(*_AT)
+    .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+    .where(
+        jobs.c.namespace == bindparam("b_namespace"),
+        jobs.c.pool == bindparam("b_pool"),
+        jobs.c.finished_at.is_(None),
+        rollouts.c.state.in_([RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]),
+        rollouts.c.policy_index < bindparam("b_index"),
+    )
+    .order_by(rollouts.c.id)
+    .with_for_update(of=rollouts)
+)
 _PLACES = (
     sa.select(pools.c.namespace, pools.c.name)
     .distinct()
@@ -60,21 +73,9 @@ def reached(tx: Transaction, namespace: str, pool: str) -> int:
 def enforce(tx: Transaction, namespace: str, pool: str) -> int:
     """Take back the pool's rollouts that are too stale in Run or before Eval, and return their number."""
     index = reached(tx, namespace, pool)
-    query = (
-        sa.select(*_AT)
-        .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
-        .where(
-            jobs.c.namespace == namespace,
-            jobs.c.pool == pool,
-            jobs.c.finished_at.is_(None),
-            rollouts.c.state.in_([RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]),
-            rollouts.c.policy_index < index,
-        )
-        .order_by(rollouts.c.id)
-        .with_for_update(of=rollouts)
-    )
+    asked = {"b_namespace": namespace, "b_pool": pool, "b_index": index}
     stale = []
-    for row in read_all(AgedRollout, tx.conn.execute(query)):
+    for row in read_all(AgedRollout, tx.conn.execute(_BEHIND, asked)):
         lag = max_lag(loads(row.limits))
         if lag is not None and row.policy_index is not None and index - row.policy_index > lag:
             stale.append(row)

@@ -24,7 +24,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -83,6 +82,13 @@ class Transaction:
 
 
 AfterCommit = Callable[[Sequence[Transaction]], None]
+
+
+@dataclass(slots=True)
+class _Query(Generic[T]):
+    query: Callable[[Connection], T]
+    future: asyncio.Future[T]
+    result: T | None = None
 
 
 @dataclass(slots=True)
@@ -181,9 +187,12 @@ class Database:
                 isolation_level="REPEATABLE READ",
                 pool_pre_ping=True,
             )
-        self._waiting: queue.Queue[_Waiting[Any] | None] = queue.Queue(MAX_WAITING)
+        # These queues are written in C. Those with a bound, and the futures of an executor, take longer than
+        # many a query. Only the event loop's thread adds to them, and it keeps to MAX_WAITING.
+        self._waiting: queue.SimpleQueue[_Waiting[Any] | None] = queue.SimpleQueue()
+        self._queries: queue.SimpleQueue[_Query[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        self._readers: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._after: AfterCommit = lambda _committed: None
         self._synchronous = ""
@@ -213,16 +222,19 @@ class Database:
 
     async def migrate(self, upgrade: Callable[[Engine], None]) -> None:
         """Bring the schema up to date. This must be called before `start`."""
-        await asyncio.get_running_loop().run_in_executor(self._readers, upgrade, self.writer)
+        await asyncio.to_thread(upgrade, self.writer)
 
     async def close(self) -> None:
-        """Finish the waiting ops, then close every connection."""
-        loop = asyncio.get_running_loop()
+        """Finish the waiting ops and queries, then close every connection."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._waiting.put(None)
-            await loop.run_in_executor(self._readers, thread.join)
-        self._readers.shutdown()
+            await asyncio.to_thread(thread.join)
+        readers, self._readers = self._readers, []
+        for _ in readers:
+            self._queries.put(None)
+        for reader in readers:
+            await asyncio.to_thread(reader.join)
         self.writer.dispose()
         self.reader.dispose()
 
@@ -240,13 +252,10 @@ class Database:
         """
         if self._loop is None or self._thread is None:
             raise Unavailable("the database is closed")
+        if self._waiting.qsize() >= MAX_WAITING:
+            raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
         future: asyncio.Future[T] = self._loop.create_future()
-        try:
-            self._waiting.put_nowait(_Waiting(op, future, durable))
-        except queue.Full:
-            raise Unavailable(
-                "too many requests wait for the database", headers={"Retry-After": "1"}
-            ) from None
+        self._waiting.put(_Waiting(op, future, durable))
         return await future
 
     async def read(self, query: Callable[[Connection], T]) -> T:
@@ -258,21 +267,41 @@ class Database:
         """
         if self._reading >= MAX_WAITING:
             raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
+        if not self._readers:
+            self._start_readers()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._reading += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, query)
+            self._queries.put(_Query(query, future))
+            return await future
         finally:
             self._reading -= 1
 
-    def _read(self, query: Callable[[Connection], T]) -> T:
-        try:
-            with self.reader.connect() as conn:
-                return query(conn)
-        except Exception as error:
-            translated = translate(error)
-            if translated is error:
-                raise
-            raise translated from error
+    def _start_readers(self) -> None:
+        for number in range(READERS):
+            reader = threading.Thread(target=self._read_forever, name=f"reader_{number}", daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _read_forever(self) -> None:
+        while (asked := self._queries.get()) is not None:
+            if asked.future.cancelled():
+                continue
+            error: Exception | None = None
+            try:
+                with self.reader.connect() as conn:
+                    asked.result = asked.query(conn)
+            except Exception as raised:
+                error = translate(raised)
+                if error is not raised:
+                    error.__cause__ = raised
+            try:
+                asked.future.get_loop().call_soon_threadsafe(_settle, asked, error)
+            except RuntimeError:
+                # The loop is closed, so no caller waits any more.
+                return
+            # Nothing of this answer stays in memory until the next query.
+            del asked, error
 
     def _write_forever(self) -> None:
         stopping = False
@@ -362,6 +391,15 @@ class Database:
                 item.future.set_result(item.result)
             else:
                 item.future.set_exception(error)
+
+
+def _settle(asked: _Query[Any], error: Exception | None) -> None:
+    if asked.future.cancelled():
+        return
+    if error is None:
+        asked.future.set_result(asked.result)
+    else:
+        asked.future.set_exception(error)
 
 
 def _retryable(error: Exception) -> bool:

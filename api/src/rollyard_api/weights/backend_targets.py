@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -69,12 +70,24 @@ def action(pool: PoolRow, row: BackendRow) -> Action:
     return "resume" if row.weights == "Updating" else "look"
 
 
+# These are built once, because they are asked for several times a second.
+_POOLS = sa.select(pools_table)
+_BACKENDS = sa.select(backends)
+_WITHOUT_BACKENDS = (
+    sa.select(weight_updates.c.pool_id)
+    .outerjoin(backends, backends.c.pool_id == weight_updates.c.pool_id)
+    .where(weight_updates.c.state == "Running", backends.c.url.is_(None))
+)
+
+
 def read(conn: Connection) -> list[BackendTarget]:
     """Return every backend of every pool."""
     found = []
-    for pool in read_all(PoolRow, conn.execute(sa.select(pools_table))):
-        query = sa.select(backends).where(backends.c.pool_id == pool.id)
-        rows = read_all(BackendRow, conn.execute(query))
+    by_pool: defaultdict[int, list[BackendRow]] = defaultdict(list)
+    for row in read_all(BackendRow, conn.execute(_BACKENDS)):
+        by_pool[row.pool_id].append(row)
+    for pool in read_all(PoolRow, conn.execute(_POOLS)):
+        rows = by_pool[pool.id]
         update = update_records.desired(conn, pool)
         chain: tuple[WeightUpdateRow, ...] = ()
         if any(action(pool, row) == "bring" for row in rows) and update is not None:
@@ -85,9 +98,4 @@ def read(conn: Connection) -> list[BackendTarget]:
 
 def pools_without_backends(conn: Connection) -> set[int]:
     """Return the ids of the pools without backends in which an update is running."""
-    query = (
-        sa.select(weight_updates.c.pool_id)
-        .outerjoin(backends, backends.c.pool_id == weight_updates.c.pool_id)
-        .where(weight_updates.c.state == "Running", backends.c.url.is_(None))
-    )
-    return set(conn.scalars(query))
+    return set(conn.scalars(_WITHOUT_BACKENDS))

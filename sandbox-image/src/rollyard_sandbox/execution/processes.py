@@ -186,7 +186,13 @@ def prefer_for_oom(pid: int) -> None:
         return  # It ended, or this /proc is read-only. This is a preference, not a guarantee.
 
 
-def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: float = 5.0) -> int:
+def kill_everything(
+    reap: Callable[[], bool],
+    *,
+    own_namespace: bool,
+    limit: float = 5.0,
+    pausing: Callable[[float], object] = sleep,
+) -> int:
     """Kill every process below this one and wait until they are gone.
 
     In a pid namespace of our own `kill(-1)` reaches all of them at once. Elsewhere the tree below the server,
@@ -200,6 +206,7 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
         reap: Collects ended children, and returns False if there are no children.
         own_namespace: Whether only this process and its init may survive.
         limit: The seconds after which processes that do not die are given up.
+        pausing: Waits for the end of what was killed, at most for some seconds.
 
     Returns:
         The number of processes that were killed.
@@ -212,7 +219,7 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
         # In a namespace of our own, what was killed is usually our child. While it ends, its end is awaited
         # for some milliseconds without another picture of the whole /proc.
         while reap() and own_namespace and killed and pause < _LONG_PAUSE:
-            sleep(pause)
+            pausing(pause)
             pause = min(pause * 2, 0.05)
         processes = snapshot()
         alive = alive_below(processes, own_namespace=own_namespace)

@@ -112,11 +112,16 @@ class CommandNamespaces:
 
     def alive(self) -> bool:
         """Return whether the first process of the namespaces is alive."""
-        if self._first < 0:
-            return False
+        return self._first >= 0 and not self.wait(0)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the first process, and return whether it has ended.
+
+        The kernel ends every other process of the pid namespace before it.
+        """
         poll = select.poll()
         poll.register(self._first, select.POLLIN)
-        return not poll.poll(0)
+        return bool(poll.poll(seconds * 1000))
 
     def mount_place(self) -> str:
         """Mount a new, empty memory file system for an evaluation, and return its folder.

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from time import monotonic
+from time import monotonic, sleep
 
 from rollyard_sandbox import proof
 from rollyard_sandbox.errors import ConnectionLost, TokenRefused
@@ -136,7 +136,8 @@ class ExecServer:
         # The first process of the commands' namespaces is killed, too. The next command starts another one.
         namespaces = self._protections.namespaces
         first = namespaces is not None and namespaces.alive()
-        count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace)
+        pausing = namespaces.wait if namespaces is not None and first else sleep
+        count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace, pausing=pausing)
         return count - first
 
     def survivors(self) -> int:

@@ -10,6 +10,8 @@ _FENCED: Final = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I
 )
 
+_FUNCTION: Final = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
+
 
 def program_of(text: str) -> str:
     """Return the last fenced block of Python in what was said after `</think>`, else all of it."""
@@ -42,7 +44,7 @@ def completed(prefix: str) -> str:
 
 
 def _begins(prefix: str, name: str) -> bool:
-    return re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(name)}\b", prefix, re.MULTILINE) is not None
+    return name in _FUNCTION.findall(prefix)
 
 
 def _defines(program: str, name: str) -> bool:

@@ -18,11 +18,6 @@ import os
 import resource
 import sys
 
-try:
-    from _json import encode_basestring_ascii as quoted
-except ImportError:
-    from json.encoder import encode_basestring_ascii as quoted
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,10 +93,19 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+def quoted(words: str) -> str:
+    """Return a text as JSON."""
+    if words.isascii() and words.isprintable() and '"' not in words and "\\" not in words:
+        return f'"{words}"'
+    from json.encoder import encode_basestring_ascii
+
+    return str(encode_basestring_ascii(words))
+
+
 def text(value: Any) -> str:
-    """Return a value of `encode` as JSON, without the time that importing `json` takes."""
+    """Return a value of `encode` as JSON, mostly without the time that importing `json` takes."""
     if isinstance(value, str):
-        return str(quoted(value))
+        return quoted(value)
     if isinstance(value, dict):
         return "{" + ",".join(quoted(key) + ":" + text(each) for key, each in value.items()) + "}"
     if isinstance(value, list):

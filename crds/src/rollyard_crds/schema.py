@@ -18,6 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import GROUP, NAME_PATTERN, VERSION
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.rolloutjob import RolloutJob
 
 JsonSchema = dict[str, Any]
@@ -32,7 +33,7 @@ _KEPT = frozenset(
 )  # fmt: skip
 
 
-class SchemaError(ValueError):
+class SchemaError(CrdsError, ValueError):
     """A model says something that a structural schema cannot."""
 
     reason = "NotStructural"

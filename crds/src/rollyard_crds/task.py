@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
-from rollyard_crds.code_tests import CodeTests
+from rollyard_crds.fields.code_tests import CodeTests
 from rollyard_crds.fields.nesting import deeper_than
 from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.harbor.folder import HarborFolder

@@ -12,13 +12,16 @@ from rollyard_crds.base import Model, Name
 from rollyard_crds.fields.pod_template import LocalReference, PodResources
 
 from rollyard_operator.allowed import Allowed
+from rollyard_operator.errors import OperatorError
 
 Image = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")]
 _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 
-class SettingsError(ValueError):
+class SettingsError(OperatorError, ValueError):
     """The operator's settings cannot be used. The message names the field."""
+
+    reason = "InvalidSettings"
 
 
 def _host_port(text: str) -> str:

@@ -1,5 +1,6 @@
 """The exceptions of the stage workers: one tree, each with a stable `reason`.
 
+Exceptions that the package always catches itself derive from the root and stand where they are raised.
 Failures of an inference server have their own tree, `rollyard_inference.errors`. A `PipelineError` is
 always an infrastructure failure. It becomes a `StageFailure`, never a reward. What the policy did wrong is
 not an exception but a `truncated` trajectory, an observation, or a low score.
@@ -12,8 +13,15 @@ from typing import ClassVar
 from rollyard_crds.names import StageName
 
 
-class PipelineError(Exception):
-    """The base class. `reason` (CamelCase) is stable; the other attributes say what the queue does next."""
+class WorkerError(Exception):
+    """The base class of every exception of the stage workers."""
+
+    reason: ClassVar[str] = "WorkerError"
+    """A CamelCase word for programs. It is stable."""
+
+
+class PipelineError(WorkerError):
+    """The base class of infrastructure failures. The attributes say what the queue does next."""
 
     reason: ClassVar[str] = "PipelineError"
     retryable: ClassVar[bool] = True

@@ -1,17 +1,23 @@
-"""The exceptions of the bridge. Each of them has a stable `reason`."""
+"""The exceptions of the bridge: one tree, each with a stable `reason`."""
 
 from __future__ import annotations
 
 from rollyard_drivers.host.errors import HostError
 
 
-class ProfileInvalid(HostError):
+class BridgeError(Exception):
+    """The base class of every exception of the bridge. Those that end a command are also a HostError."""
+
+    reason: str = "BridgeError"
+
+
+class ProfileInvalid(BridgeError, HostError):
     """A profile cannot be used. The message names the file and the field."""
 
     reason = "ProfileInvalid"
 
 
-class SlurmError(HostError):
+class SlurmError(BridgeError, HostError):
     """A call to Slurm failed."""
 
     reason = "SlurmError"

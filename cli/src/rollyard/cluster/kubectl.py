@@ -20,8 +20,10 @@ class ClusterProblem(CliError):
     reason = "ClusterProblem"
 
 
-class KubectlRefused(Exception):
+class KubectlRefused(CliError):
     """Raised if kubectl failed. The message is kubectl's own."""
+
+    reason = "KubectlRefused"
 
     @property
     def forbidden(self) -> bool:

@@ -16,13 +16,14 @@ import zlib
 from pathlib import Path
 from typing import Final
 
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.harbor.folder import MAX_BYTES, MAX_FILES, path_problem
 
 _MAX_ARCHIVE: Final = MAX_BYTES + (MAX_FILES + 64) * 2048
 """The largest size of an archive after decompression, in bytes. Each file has a head and padding."""
 
 
-class FolderRefused(ValueError):
+class FolderRefused(CrdsError, ValueError):
     """A task folder, or its archive, that cannot be read. The message names the file."""
 
     reason = "InvalidTasks"

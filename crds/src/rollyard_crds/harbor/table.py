@@ -8,12 +8,14 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rollyard_crds.errors import CrdsError
+
 _DEFAULTED: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}")
 MAX_SECONDS: Final = 7 * 86_400.0
 """The longest time limit that a task may state, in seconds."""
 
 
-class HarborRefused(ValueError):
+class HarborRefused(CrdsError, ValueError):
     """A task folder that is broken, or that asks for something that cannot be had. It names the field."""
 
     reason = "InvalidTasks"

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import API_VERSION
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.reading.yaml_text import YamlError, load_all
 from rollyard_crds.rolloutjob import RolloutJob
 
@@ -20,7 +21,7 @@ _KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {
 }
 
 
-class ManifestError(ValueError):
+class ManifestError(CrdsError, ValueError):
     """A manifest that cannot be accepted; `problems` names each field and what would be right."""
 
     reason = "InvalidManifest"

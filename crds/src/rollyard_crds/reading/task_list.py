@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.task_selection import TaskSelection
 from rollyard_crds.rolloutjob import TaskSource
@@ -25,7 +26,7 @@ MAX_TASKS = 1_000_000
 """The largest number of tasks of one list, with their epochs."""
 
 
-class TaskListError(ValueError):
+class TaskListError(CrdsError, ValueError):
     """A task list that cannot be accepted; `problems` names line and field of each fault."""
 
     reason = "InvalidTasks"

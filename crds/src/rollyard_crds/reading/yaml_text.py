@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import yaml
 
+from rollyard_crds.errors import CrdsError
+
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 500_000
 """Values and keys of a text. Each takes some hundred bytes while it is read."""
@@ -21,8 +23,10 @@ _NUMBER: Final = re.compile(r"[-+]?(0x[0-9a-fA-F_]*|[0-9_.:]*([eE][-+0-9]*)?)")
 _NUMBER_TAGS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
-class YamlError(ValueError):
+class YamlError(CrdsError, ValueError):
     """The text is no YAML, or not of the plain kind that is taken; the message says where."""
+
+    reason = "InvalidYaml"
 
 
 def load_all(text: str | bytes) -> list[Any]:

@@ -12,13 +12,17 @@ import os
 import stat
 from pathlib import Path
 
+from rollyard_crds.errors import CrdsError
+
 _MAX_LINKS = 40  # as the kernel itself allows in one path
 _ALL_USERS = "4294967295"
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class NotPrivateError(OSError):
+class NotPrivateError(CrdsError, OSError):
     """Another user can read, change or replace the folder, or something on the way to it."""
+
+    reason = "NotPrivate"
 
 
 def make_private_folder(path: Path) -> None:

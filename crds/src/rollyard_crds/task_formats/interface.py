@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rollyard_crds.errors import CrdsError
+
 _KINDS: Final = {str: "a text", dict: "an object", list: "a list", int: "a whole number"}
 MAX_NESTED_BYTES: Final = 8 << 20
 """The largest JSON text within a field, in bytes."""
 
 
-class RowRefused(ValueError):
+class RowRefused(CrdsError, ValueError):
     """A row that is no task of its format. The message names a field and never shows the row's content.
 
     Args:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Final
 
+from rollyard_crds.errors import CrdsError
+
 MAGIC: Final = b"PAR1"
 """The first bytes of a Parquet file. No JSON text begins with them."""
 BATCH_ROWS: Final = 64
@@ -22,7 +24,7 @@ MISSING, UNREADABLE, TOO_LARGE = 3, 4, 5
 """The exit codes of the process: pyarrow is missing, the file is broken, or it needs too much memory."""
 
 
-class ParquetProblem(ValueError):
+class ParquetProblem(CrdsError, ValueError):
     """A Parquet file that cannot be read; `code` is the exit code that stands for the problem."""
 
     reason = "InvalidTasks"

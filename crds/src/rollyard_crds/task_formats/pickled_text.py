@@ -8,13 +8,15 @@ import pickletools
 import zlib
 from typing import Final
 
+from rollyard_crds.errors import CrdsError
+
 MAX_BYTES: Final = 16 << 20
 """The largest size after decompression, in bytes."""
 _TEXTS: Final = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _HARMLESS: Final = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 
 
-class PickleRefused(ValueError):
+class PickleRefused(CrdsError, ValueError):
     """The data is no pickle of one text."""
 
     reason = "InvalidTasks"

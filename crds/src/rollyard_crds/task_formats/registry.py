@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Final
 
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.task_formats.interface import TaskFormat
 
 GROUP: Final = "rollyard.task_formats"
 DEFAULT: Final = "rollyard"
 
 
-class FormatUnknown(ValueError):
+class FormatUnknown(CrdsError, ValueError):
     """No installed distribution provides the task format."""
 
     reason = "NotInstalled"

@@ -35,6 +35,7 @@ from rollyard_operator.controllers.resource import (
     write_status,
 )
 from rollyard_operator.controllers.worker_token import JobSecret
+from rollyard_operator.errors import OperatorError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, uid_of
 from rollyard_operator.pods.parts import digest
@@ -51,7 +52,7 @@ COUNTS_SECONDS = 2.0
 """If only counts and messages have changed, the status is written at most once in this many seconds."""
 
 
-class Refused(Exception):
+class Refused(OperatorError):
     """The job cannot be registered now. `reason` is a CamelCase word."""
 
     def __init__(self, reason: str, message: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import orjson
 
+from rollyard_operator.errors import OperatorError
 
-class KubeError(Exception):
+
+class KubeError(OperatorError):
     """The API server refused a call or did not answer after several attempts.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollyard_crds.fields.pod_template import LocalReference, Placement, PodResources, PodTemplate
 
+from rollyard_operator.errors import OperatorError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
 
@@ -17,8 +18,10 @@ RESERVED_PREFIX = "rollyard-"
 """The prefix of the names of the operator's own volumes."""
 
 
-class PodTemplateError(ValueError):
+class PodTemplateError(OperatorError, ValueError):
     """A pod template cannot be used. The message names the field."""
+
+    reason = "InvalidPodTemplate"
 
 
 def restricted(read_only_root: bool) -> Object:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 
 NAME_LIMIT: Final = 128
@@ -22,7 +23,7 @@ The longest token is shorter.
 _SPACE: Final = re.compile(r"[ \t\r\n]*+")
 
 
-class NotJson(ValueError):
+class NotJson(WorkerError, ValueError):
     """There is no JSON value where one was expected.
 
     The message explains why, and `at` is the index in the text.

@@ -10,6 +10,8 @@ import re
 import unicodedata
 from typing import Any, Final
 
+from rollyard_pipeline.errors import WorkerError
+
 MAX_DEPTH: Final = 100
 """The deepest nesting of lists and dictionaries that is read."""
 
@@ -56,7 +58,7 @@ _CHARACTERS: Final = {
 }
 
 
-class NotLiteral(ValueError):
+class NotLiteral(WorkerError, ValueError):
     """There is no literal where one was expected. `at` is the index in the text."""
 
     reason = "NotLiteral"

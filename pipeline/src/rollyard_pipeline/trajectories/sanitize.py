@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from rollyard_pipeline.errors import WorkerError
+
 MAX_DEPTH: Final = 64
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
-class TooDeep(ValueError):
+class TooDeep(WorkerError, ValueError):
     """A nested value is deeper than MAX_DEPTH."""
 
     reason = "TooDeep"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollyard_slurm.errors import BridgeError
+
 PENDING_STATES = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 )
@@ -21,8 +23,10 @@ LIVE_STATES = (
 """The states of all jobs that have not ended."""
 
 
-class Unreadable(ValueError):
+class Unreadable(BridgeError, ValueError):
     """An answer does not have the form that any supported version of Slurm gives it."""
+
+    reason = "Unreadable"
 
 
 @dataclass(frozen=True, slots=True)

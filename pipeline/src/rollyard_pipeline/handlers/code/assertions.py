@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.handlers.code.programs import parsed
 from rollyard_pipeline.handlers.code.sandboxed import decode, encode
 
@@ -49,7 +50,7 @@ _FUNCTIONS: Final[Mapping[str, tuple[Callable[[Any], Any], tuple[type, ...]]]] =
 """The functions that are known here, and the types of which their only argument may be."""
 
 
-class _Unknown(Exception):
+class _Unknown(WorkerError):
     """The test has to be run."""
 
 

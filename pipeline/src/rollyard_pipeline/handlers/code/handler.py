@@ -11,7 +11,7 @@ from importlib.resources import files
 from importlib.util import MAGIC_NUMBER
 from typing import Any, Final
 
-from rollyard_crds.code_tests import CodeCase, CodeTests
+from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.task import Task
 from rollyard_sandbox.client import EvalPlace, ExecResult

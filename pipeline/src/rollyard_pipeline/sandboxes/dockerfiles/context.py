@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Protocol
 
+from rollyard_pipeline.errors import WorkerError
+
 MAX_FILES: Final = 50_000
 MAX_BYTES: Final = 8 << 30
 """The largest size of all files of a folder together, in bytes."""
 _PIECE: Final = 1 << 20
 
 
-class ContextProblem(ValueError):
+class ContextProblem(WorkerError, ValueError):
     """A file that cannot be copied. The message names it."""
+
+    reason = "CopyImpossible"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from rollyard_pipeline.errors import WorkerError
+
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BRACED: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?:(:?[-+])([^{}$\"'\\]*))?\}")
 
 
-class WordProblem(ValueError):
+class WordProblem(WorkerError, ValueError):
     """Words that cannot be read, or not be translated faithfully."""
+
+    reason = "WordsRefused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from rollyard_pipeline.errors import WorkerError
+
 MAX_HELLO: Final = 16 * 1024  # bytes
 _HANDSHAKE, _CLIENT_HELLO = 22, 1
 _SERVER_NAME, _ENCRYPTED_HELLO = 0, 0xFE0D
@@ -11,13 +13,13 @@ _MAX_RECORD = 1 << 14
 _MAX_RECORDS = 16
 
 
-class NotTls(Exception):
+class NotTls(WorkerError):
     """The bytes are no ClientHello that is taken. The message says why."""
 
     reason = "NotTls"
 
 
-class _Cut(Exception):
+class _Cut(WorkerError):
     """A field ends before its length."""
 
 

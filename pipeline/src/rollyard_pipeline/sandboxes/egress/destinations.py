@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from rollyard_crds.fields.allowed_hosts import HostRule
 
+from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
 
 RESOLVE_SECONDS: Final = 10.0
@@ -24,7 +25,7 @@ Resolve = Callable[[str], Awaitable[list[Address]]]
 """Returns the addresses of a host. It raises OSError if there are none."""
 
 
-class DestinationRefused(Exception):
+class DestinationRefused(WorkerError):
     """The destination is not allowed. The message may be shown to the policy; `detail` is for the log."""
 
     reason = "DestinationRefused"
@@ -34,7 +35,7 @@ class DestinationRefused(Exception):
         self.detail = detail or message
 
 
-class Unresolved(Exception):
+class Unresolved(WorkerError):
     """The host has no address at present."""
 
     reason = "HostUnresolved"

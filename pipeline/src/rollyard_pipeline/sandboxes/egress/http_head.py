@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from rollyard_crds.fields.allowed_hosts import host_name
 
+from rollyard_pipeline.errors import WorkerError
+
 MAX_HEAD: Final = 32 * 1024  # bytes
 _MAX_FIELDS: Final = 128
 _TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
@@ -23,7 +25,7 @@ _OF_THIS_CONNECTION: Final = frozenset(
 )  # fmt: skip
 
 
-class BadHead(Exception):
+class BadHead(WorkerError):
     """The request is none that the proxy takes; `status` is the status of the answer."""
 
     reason = "RequestRefused"

@@ -9,6 +9,8 @@ from typing import Final
 
 from rollyard_crds.security.log_text import one_line
 
+from rollyard_pipeline.errors import WorkerError
+
 log = logging.getLogger(__name__)
 
 MAX_NOTES: Final = 20
@@ -40,7 +42,7 @@ class EgressLimits:
     """The number of connections of all sandboxes of one worker at the same time. More are refused."""
 
 
-class Spent(Exception):
+class Spent(WorkerError):
     """A sandbox has used up the bytes that it may move."""
 
     reason = "NetworkSpent"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, kill_and_wait
 from rollyard_pipeline.sandboxes.host.threads import in_thread
@@ -45,7 +46,7 @@ NAMED_SECONDS: Final = 5.0
 """The time for which a start that was given up waits for the template to name the process that it forked."""
 
 
-class TemplateLost(Exception):
+class TemplateLost(WorkerError):
     """The template has ended, so another one has to be started."""
 
     reason = "TemplateLost"

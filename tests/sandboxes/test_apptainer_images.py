@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
-from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
+from rollyard_pipeline.sandboxes.apptainer.image_cache import BUILDS_AT_ONCE, ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram, run_program
 from rollyard_pipeline.sandboxes.errors import (
@@ -412,6 +412,25 @@ async def test_cancelled_build_leaves_nothing_and_no_lock(tmp_path: Path) -> Non
     again = builder(tmp_path, 'echo now > "$target"')
     path = await cache.ready(image, again, unpacked=False)
     assert path.read_text() == "now\n"
+
+
+async def test_builds_at_once_are_bounded(tmp_path: Path) -> None:
+    """Twice as many images as places: each build waits until all places are taken, and counts the others."""
+    script = f'''mkdir -p {tmp_path}/now; touch {tmp_path}/now/$$
+for i in $(seq 100); do
+  ls {tmp_path}/now | wc -l >> {tmp_path}/seen
+  test -e {tmp_path}/full && break
+  test $(ls {tmp_path}/now | wc -l) -ge {BUILDS_AT_ONCE} && touch {tmp_path}/full
+  sleep 0.05
+done
+rm {tmp_path}/now/$$; echo > "$target"'''
+    cache = ImageCache(tmp_path / "cache")
+    cache.prepare()
+    program = builder(tmp_path, script)
+    images = [parse_image(f"docker://image:{n}") for n in range(2 * BUILDS_AT_ONCE)]
+    await asyncio.gather(*(cache.ready(image, program, unpacked=False) for image in images))
+    assert calls(program) == len(images)
+    assert max(map(int, (tmp_path / "seen").read_text().split())) == BUILDS_AT_ONCE
 
 
 async def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 100 << 30
 BUILD_SECONDS: Final = 3600.0
 """The longest time of a build in seconds. The Init stage's own limit is usually reached earlier."""
+BUILDS_AT_ONCE: Final = 4
+"""The number of images that one worker builds or fetches at the same time. Others wait for a place."""
 _IN_USE_SECONDS: Final = 3600.0
 _REMOVE_SECONDS: Final = 60.0
 _ZSTD: Final = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
@@ -74,6 +76,7 @@ class ImageCache:
         self._stale_seconds = stale_seconds
         self._dockerfiles = dockerfiles
         self._builds: dict[Path, asyncio.Lock] = {}
+        self._places = asyncio.Semaphore(BUILDS_AT_ONCE)
 
     def prepare(self) -> None:
         """Make the folder.
@@ -148,10 +151,11 @@ class ImageCache:
                 base = await self.ready(image.base, program, unpacked=False)
                 await in_thread(recipe.write, work, base)
             code, text = 1, ""
-            for options in ((),) if target.suffix == ".dir" else (_ZSTD, ()):
-                code, text = await self._run(image, program, built, target, options)
-                if code == 0 or not re.search(r"compress|zstd|mksquashfs", text, re.IGNORECASE):
-                    break
+            async with self._places:
+                for options in ((),) if target.suffix == ".dir" else (_ZSTD, ()):
+                    code, text = await self._run(image, program, built, target, options)
+                    if code == 0 or not re.search(r"compress|zstd|mksquashfs", text, re.IGNORECASE):
+                        break
             if code != 0 or not built.exists():
                 raise _failure(image, code, text)
             notes = {"image": image.text, "host": socket.gethostname(), "seconds": time.monotonic() - began}

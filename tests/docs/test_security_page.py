@@ -14,6 +14,9 @@ TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "SECURITY.md"
 NAMED = re.compile(r"([\w/]+\.py)::(\w+)(?:\[([^\]]+)\])?")
 
+TABLES = "rollyard_testing.adversary.policy_"
+"""How the names of the modules begin that hold tables of attacks."""
+
 
 def rows() -> list[list[str]]:
     """Return the cells of each row below 'What stops what'."""
@@ -34,10 +37,10 @@ def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def tables_of(path: Path) -> Iterator[Path]:
-    """Yield the file itself, and the module of `rollyard_testing` that holds its table of attacks."""
+    """Yield the file itself, and the modules of `rollyard_testing` that hold its tables of attacks."""
     yield path
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and "ATTACKS" in [each.name for each in node.names]:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(TABLES):
             assert node.module is not None
             yield TESTS.joinpath("support", *node.module.split(".")).with_suffix(".py")
 

@@ -21,10 +21,13 @@ from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.adversary.attacklab import command_lines
 from rollyard_testing.adversary.attacks import Attack, python, submit
 from rollyard_testing.adversary.policy_channel import ATTACKS as CHANNEL
+from rollyard_testing.adversary.policy_environment import IN_BASH, IN_GIT, IN_PYTHON
 from rollyard_testing.adversary.policy_evaluation import ATTACKS as EVALUATION
 from rollyard_testing.adversary.policy_leftovers import ATTACKS as LEFTOVERS
+from rollyard_testing.adversary.policy_sabotage import ATTACKS as SABOTAGE
 from rollyard_testing.adversary.policy_walls import ATTACKS as WALLS
 from rollyard_testing.adversary.sharedrollouts import SharedRollout
+from rollyard_testing.adversary.takeover import ATTACKS as TAKEOVER
 from rollyard_testing.adversary.takeover import LOOK_INTO
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
 
@@ -36,6 +39,8 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900,
 LEFT_OUT = {
     "debug_trap": "each of its commands takes the time limit of a tool call, which is that of all attacks",
     "stopped_session": "the same",
+    "long_answer": "no annotation of kubectl takes the job with its answer",
+    "lost_shell": "the work folder of a pod belongs to root, so no policy can lock the shell out of it",
 }
 """The attacks of these tables that are not played in pods, and the reasons.
 
@@ -152,6 +157,18 @@ PLAYED = {
         "forged_reports", "replaced_shells", "exit_flood", "terminal_tricks", "files_of_the_server",
         "leased_file", "forged_kernel_messages", "kernel_tampering",
     ],
+    "environment": [
+        "user_settings_of_git", "repository_settings_of_git", "home_and_tmp", "rewriter",
+        "user_settings_of_pip", "standard_library", "usercustomize", "path_of_a_session",
+        "login_shell",
+    ],
+    "variables": [
+        "forged_variables", "path_of_the_author", "startup_file", "sitecustomize", "bash_env",
+    ],
+    "preload": ["preload"],
+    "locked": ["read_only_work_folder", "locked_work_folder", "everything_locked"],
+    "full": ["full_tmp", "full_shared_memory", "full_work_folder", "everything_full"],
+    "takeover": [attack.name for attack in TAKEOVER],
     "pod": [attack.name for attack in OF_PODS],
     "honest": ["honest"],
 }  # fmt: skip
@@ -172,11 +189,29 @@ def in_a_pod(attack: Attack) -> Attack:
         assert steps != attack.steps
         harmless = "/dev/termination-log|/proc/pressure/(cpu|io|irq|memory)"
         return replace(attack, steps=steps, hides=(rf"^WON(?! ({harmless})$)",))
+    if attack in SABOTAGE:
+        # Its folders belong to root, and may hold less than those of the other kinds.
+        steps = tuple(
+            step.replace("head -c 1G", "head -c 100M") for step in attack.steps if isinstance(step, str)
+        )
+        shows = tuple(word.replace("Permission denied", "Operation not permitted") for word in attack.shows)
+        return replace(attack, steps=steps, shows=shows)
     return attack
 
 
-TABLES = {one.name: in_a_pod(one) for one in [*WALLS, *EVALUATION, *LEFTOVERS, *CHANNEL, *OF_PODS, HONEST]}
-ROLLOUTS = [SharedRollout(name, tuple(TABLES[one] for one in names)) for name, names in PLAYED.items()]
+def together(name: str, attacks: Sequence[Attack]) -> SharedRollout:
+    """Return one rollout of these attacks, of which only the last may have a hidden test that grades."""
+    *others, last = attacks
+    graded = '> "$ROLLYARD_REWARD_FILE"'
+    plain = (replace(one, test_script="exit 1") if graded in one.test_script else one for one in others)
+    return SharedRollout(name, (*plain, last))
+
+
+ENVIRONMENT = [*IN_BASH, *IN_PYTHON, *IN_GIT]
+SHARED = [*WALLS, *EVALUATION, *LEFTOVERS, *CHANNEL, *ENVIRONMENT, *SABOTAGE, *TAKEOVER]
+"""The attacks that other kinds of sandboxes are under, too."""
+TABLES = {one.name: in_a_pod(one) for one in [*SHARED, *OF_PODS, HONEST]}
+ROLLOUTS = [together(name, [TABLES[one] for one in names]) for name, names in PLAYED.items()]
 
 
 @dataclass(frozen=True)
@@ -266,6 +301,7 @@ def task_of(rollout: SharedRollout, mark: str, words: dict[str, str]) -> dict[st
         "prompt": f"Solve the task {mark}.",
         "solution": [{"name": call.name, "arguments": filled(call.arguments)} for call in calls],
         "test_script": f"# {hidden(mark)}\n{filled(rollout.test_script())}",
+        "sandbox": rollout.sandbox(),
     }
 
 
@@ -359,7 +395,7 @@ def ended(
 
 def test_every_attack_is_played_or_left_out() -> None:
     """A new attack of these tables must be named here, too."""
-    names = [attack.name for table in (WALLS, EVALUATION, LEFTOVERS, CHANNEL) for attack in table]
+    names = [attack.name for attack in SHARED]
     chosen = [name for names in PLAYED.values() for name in names]
     assert sorted(set(names) - set(chosen)) == sorted(LEFT_OUT)
     assert len(chosen) == len(set(chosen))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
@@ -50,6 +51,19 @@ class SharedRollout:
         for attack in self.attacks:
             turns += [*attack.steps, *BETWEEN]
         return tuple(turns[: -len(BETWEEN)])
+
+    def sandbox(self) -> dict[str, Any]:
+        """Return the task's `sandbox`, which has the environment variables of all attacks.
+
+        Raises:
+            AssertionError: Two attacks give a variable different values, or one needs more than variables.
+        """
+        env: dict[str, str] = {}
+        for attack in self.attacks:
+            assert attack.sandbox.keys() <= {"env"}, f"{attack.name} needs a sandbox of its own"
+            for name, value in attack.sandbox.get("env", {}).items():
+                assert env.setdefault(name, value) == value, f"{attack.name} needs another {name}"
+        return {"env": env} if env else {}
 
     def test_script(self) -> str:
         """Return the hidden test, which passes if that of any attack does."""

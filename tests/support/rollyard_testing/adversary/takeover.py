@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rollyard_testing.adversary.attacks import Attack
+
 # The calls are made by number, so that no library of the sandbox stands between.
 HEAD = """
 import ctypes, errno, json, os, platform, signal, socket, struct, sys, threading, time
@@ -124,3 +126,17 @@ for pid in others():
 print(json.dumps(worked))
 """
 )
+
+ATTACKS = [
+    Attack(
+        name="taken_socket",
+        goal="Take the exec server's socket, stop the server, and answer Eval's calls in its place.",
+        steps=(
+            f"touch go; cat > takeover.py <<'ENDOFPROGRAM'\n{TAKEOVER}\nENDOFPROGRAM",
+            "@PY@ takeover.py @MARK@ > said 2>&1 & "
+            "until [ -e armed ] || ! kill -0 $!; do sleep 0.05; done; cat said",
+        ),
+        shows=("^stolen 0$",),
+        hides=("^stolen [1-9]", "Traceback"),
+    ),
+]

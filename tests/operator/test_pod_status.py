@@ -371,7 +371,7 @@ def test_a_backend_may_listen_elsewhere() -> None:
             ),
             {},
             "failed",
-            "Evicted",
+            "OutOfDisk",
             "exceeds the total limit of containers 1Gi",
         ),
         (

@@ -85,6 +85,11 @@ async def test_what_the_api_server_will_never_take_fails_at_once(world: World) -
     assert "spec.tolerations[0].operator" in failed.message
 
 
+def evicted(message: str) -> dict[str, Any]:
+    """Return the status of a pod that the kubelet evicted, in its words."""
+    return {"phase": "Failed", "reason": "Evicted", "message": message}
+
+
 @pytest.mark.parametrize(
     ("status", "reason", "retryable"),
     [
@@ -92,6 +97,14 @@ async def test_what_the_api_server_will_never_take_fails_at_once(world: World) -
         (ended(78, message="NotIsolated: 10.0.0.1:443 answers"), "NotIsolated", True),
         (ended(128, "StartError", "exec: no such file"), "StartFailed", False),
         ({"phase": "Failed", "reason": "Evicted", "message": "ephemeral-storage"}, "Evicted", True),
+        (evicted("The node was low on resource: ephemeral-storage. "), "Evicted", True),
+        (evicted('Usage of EmptyDir volume "rollyard-work" exceeds the limit "64Mi". '), "OutOfDisk", True),
+        (evicted('Container main exceeded its local ephemeral storage limit "64Mi". '), "OutOfDisk", True),
+        (
+            evicted("Pod ephemeral local storage usage exceeds the total limit of containers 64Mi. "),
+            "OutOfDisk",
+            True,
+        ),
     ],
 )
 @pytest.mark.parametrize("bound", [True, False])

@@ -298,7 +298,9 @@ async def test_out_of_memory_by_the_containers_own_counters(
         assert await provider.oom_killed(sandbox.handle.id) is True
 
 
-@pytest.mark.parametrize(("reason", "killed"), [("OutOfMemory", True), ("Evicted", False)])
+@pytest.mark.parametrize(
+    ("reason", "killed"), [("OutOfMemory", True), ("OutOfDisk", True), ("Evicted", False)]
+)
 async def test_out_of_memory_of_a_whole_sandbox(
     cluster: Cluster, provider: ClaimProvider, reason: str, killed: bool
 ) -> None:

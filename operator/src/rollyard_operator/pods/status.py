@@ -52,6 +52,8 @@ _NO_SUCH_IMAGE = re.compile(
 )
 _TAKEN_AWAY = frozenset({"Evicted", "NodeLost", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
 """Values of `status.reason` of pods that the cluster ended."""
+_OWN_DISK = re.compile(r"exceed(s|ed) (the|its local ephemeral storage|the total) limit")
+"""Is found in the kubelet's message if it evicted a pod for what the pod itself has written."""
 
 
 def parse_time(text: str | None) -> datetime | None:
@@ -161,6 +163,9 @@ def end_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     at = parse_time(end.get("finishedAt")) or deleted or created_at(pod)
     if word in _TAKEN_AWAY or phase == "Unknown":
         reason = "Evicted" if word == "Evicted" else "SandboxLost"
+        sandbox = labels.label_of(pod, labels.COMPONENT) == "sandbox"
+        if sandbox and reason == "Evicted" and _OWN_DISK.search(text):
+            reason = "OutOfDisk"  # Its own commands caused this, as they cause an end for too much memory.
         return Trouble(reason, _said(word or "Unknown", text), at)
     if phase not in ("Succeeded", "Failed"):
         if deleted is None:

@@ -142,7 +142,7 @@ class AgentContext:
         except ConnectionLost:
             if context.oom_killed is None or not await context.oom_killed():
                 raise
-            gone = "the sandbox ran out of memory, and is gone"
+            gone = "the sandbox ran out of memory or disk, and is gone"
             return ToolResult(f"error: {gone}", error=gone, out_of_memory=True)
         except ExecError as error:
             if not reward_reason(error) and not await was_removed(context.sandbox, error):

@@ -38,8 +38,8 @@ from rollyard_pipeline.sandboxes.starters.root_folders import WORKDIR
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY: Final = "OutOfMemory"
-"""The reason of a claim whose sandbox was ended by the kernel because it ran out of memory."""
+OWN_ENDS: Final = frozenset({"OutOfMemory", "OutOfDisk"})
+"""The reasons of claims whose sandboxes ended because their own commands used up the memory or the disk."""
 POLL_SECONDS: Final = 20.0
 CONNECT_SECONDS: Final = 10.0
 """The time to connect to a sandbox that is reported ready, in seconds.
@@ -154,7 +154,8 @@ class ClaimProvider:
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         """Return whether the memory limit has ended a process inside, or the sandbox as a whole.
 
-        The cluster determines which of the two happens (the kubelet's `singleProcessOOMKill`).
+        The cluster determines which of the two happens (the kubelet's `singleProcessOOMKill`). A sandbox that
+        the kubelet evicted because it wrote more than its disk may hold counts as well.
         """
         address, secret = (handle.address, handle.token) if isinstance(handle, SandboxHandle) else ("", None)
         claim_id = handle if isinstance(handle, str) else handle.id
@@ -166,7 +167,7 @@ class ClaimProvider:
                 # decides in that case.
                 address, secret = claim.address, f"{PROVEN}{claim.secret}"
                 if claim.state != "Bound":
-                    return claim.reason == OUT_OF_MEMORY
+                    return claim.reason in OWN_ENDS
             client = await connect(address, self._connect_seconds, secret)
             try:
                 return await _oom_kills(client) > 0
@@ -187,7 +188,7 @@ class ClaimProvider:
             except SandboxLost:
                 return False
             if claim.state != "Bound" or time.monotonic() >= deadline:
-                return claim.state == "Failed" and claim.reason == OUT_OF_MEMORY
+                return claim.state == "Failed" and claim.reason in OWN_ENDS
             await asyncio.sleep(0.5)
 
     async def _asked(self, claim_id: str) -> Claim:

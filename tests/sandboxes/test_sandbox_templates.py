@@ -180,9 +180,10 @@ FORK = """
 import os, random
 from rollyard_sandbox.isolation.forked_sandbox import Forks
 os.register_at_fork(
-    before=lambda: print("before", flush=True),
-    after_in_child=lambda: print("in the child", os.getpid(), flush=True),
-    after_in_parent=lambda: print("in the parent", flush=True),
+    # Two processes write at the same time, so each line is one write.
+    before=lambda: os.write(1, b"before\\n"),
+    after_in_child=lambda: os.write(1, b"in the child %d\\n" % os.getpid()),
+    after_in_parent=lambda: os.write(1, b"in the parent\\n"),
 )
 forks, drawn = Forks(), []
 for _ in range(2):

@@ -273,9 +273,7 @@ class NodeProvider:
                 workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
             )
             try:
-                await in_thread(self._folder.create, record)
-                await in_thread(self._make_groups, sandbox_id, key)
-                secret = await in_thread(self._folder.new_secret, sandbox_id)
+                secret = await in_thread(self._make_folder, record, key)
                 started = await self._starter.start(key, self._folder.folder(sandbox_id), groups, secret)
                 record = replace(
                     record,
@@ -294,6 +292,12 @@ class NodeProvider:
                     raise SandboxStartFailed(f"the exec server ended at once: {error}") from error
                 raise
             return WarmSandbox(record, client)
+
+    def _make_folder(self, record: SandboxRecord, key: SandboxKey) -> bytes:
+        """Make a sandbox's folder and control groups, and return its secret. This blocks."""
+        self._folder.create(record)
+        self._make_groups(record.id, key)
+        return self._folder.new_secret(record.id)
 
     def _make_groups(self, sandbox_id: str, key: SandboxKey) -> None:
         try:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from rollyard_crds import Task
 from rollyard_crds.harbor.archive import pack
 from rollyard_crds.task_formats.harbor import HarborFormat
 from rollyard_crds.task_formats.interface import Row
-from rollyard_testing.pipeline.stagelab import StageLab, stage_lab
+from rollyard_pipeline.errors import TaskInvalid
+from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
+from rollyard_testing.sandboxes.outside import HOST, PUBLIC, Outside
 
 pytestmark = pytest.mark.real
 
@@ -147,3 +150,33 @@ async def test_an_honest_artifact_is_rewarded(lab: StageLab) -> None:
     assert found.reward == 1.0
     honest = await lab.play(task(), [[f"echo '{SECRET}' > answer"]])
     assert honest.reward == 1.0
+
+
+OTHER = "other.example.org"
+AGENT = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["{}"]\n'
+ASK = "for host in {} {}; do curl -sf --max-time 5 http://$host:{}/ && echo ' from' $host; done; true"
+
+
+async def test_a_task_has_no_more_network_than_it_states(lab: StageLab, tmp_path: Path) -> None:
+    """It reaches those hosts of its job that it names, and its tests reach none."""
+    async with Outside().serving(tmp_path) as world:
+        world.names[OTHER] = [[PUBLIC]]
+        hosts = [f"{name}:{world.port}" for name in (HOST, OTHER)]
+        job = {**SMALL, "network": "allowlist", "allowedHosts": hosts}
+        ask = ASK.format(HOST, OTHER, world.port)
+        tests = f"({ask}) > /work/seen; [ -s /work/seen ]; echo $? > /logs/verifier/reward.txt"
+
+        async def seen(toml: str) -> str:
+            lab.egress = world.egress()
+            found = await lab.play(task(tests, toml), [[ask]], sandbox=job)
+            assert (found.reward, found.reward_reason) == (1.0, ""), "the tests have reached a host"
+            return lab.observed[0]
+
+        assert await seen(AGENT.format(hosts[0])) == f"reached from {HOST}"
+        assert await seen(TOML) == "(no output)"
+        assert len(world.received) == 1
+        # What the folder does not state is that of the job.
+        assert await seen("") == f"reached from {HOST}\nreached from {OTHER}"
+        with pytest.raises(TaskInvalid, match=f"a.org is not among the job's sandbox.allowedHosts .{HOST}"):
+            await seen(AGENT.format("a.org"))
+        assert len(world.received) == 3

@@ -18,11 +18,14 @@ from rollyard_crds.harbor.archive import FolderRefused, pack, read_folder, unpac
 from rollyard_crds.harbor.folder import MAX_BYTES, MAX_FILES, HarborFolder
 from rollyard_crds.harbor.plan import HarborPlan, harbor_plan
 from rollyard_crds.harbor.table import HarborRefused
+from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import Task, TaskSandbox
 from rollyard_crds.task_formats.harbor import HarborFormat, folder_rows
 from rollyard_crds.task_formats.interface import Row, RowRefused
 
 FILES = {"task.toml": "", "instruction.md": "Do it.", "tests/test.sh": "true"}
+ALLOWLIST = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["{}"]\n'
+SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
 STEP = '[[steps]]\nname = "a"\n'
 
 
@@ -80,7 +83,10 @@ interval_sec = 1
         **{"solution/solve.sh": "true", "environment/Dockerfile": "FROM x"},
     )
     assert found.sandbox() == TaskSandbox(
-        image="docker://ghcr.io/a/b:1", env={"A": "b"}, folders=["/logs", "/tests", "/solution"]
+        image="docker://ghcr.io/a/b:1",
+        env={"A": "b"},
+        folders=["/logs", "/tests", "/solution"],
+        allowed_hosts=[],
     )
     (step,) = found.steps
     assert (step.agent_seconds, step.verifier_seconds, step.solution) == (90.0, 30.5, "solution")
@@ -134,7 +140,54 @@ def test_a_separate_verifier() -> None:
     found = plan(artifacts + toml, **{"tests/test.sh": None})
     assert found.artifacts == ("/app/a", "/app/b")
     assert found.sandbox().folders == ["/logs", "/solution"]
-    assert found.verifier_sandbox() == TaskSandbox(image="docker://v", folders=["/logs"])
+    assert found.verifier_sandbox() == TaskSandbox(image="docker://v", folders=["/logs"], allowed_hosts=[])
+
+
+@pytest.mark.parametrize(
+    ("toml", "hosts"),
+    [
+        ("", None),
+        ('[verifier]\nnetwork_mode = "no-network"', None),
+        ('[environment]\nnetwork_mode = "no-network"', []),
+        ("[environment]\nallow_internet = false", []),
+        (ALLOWLIST.format("*.a.org:8443"), ["*.a.org:8443"]),
+        # The agent's table comes before that of its environment, which the tests do not use, either.
+        (
+            '[environment]\nnetwork_mode = "public"\n[verifier]\nnetwork_mode = "no-network"\n'
+            + ALLOWLIST.format("a.org"),
+            ["a.org"],
+        ),
+        (
+            ALLOWLIST.format("a.org").replace("agent", "environment")
+            + SEPARATE
+            + '[verifier.environment]\nnetwork_mode = "no-network"',
+            ["a.org"],
+        ),
+    ],
+)
+def test_the_network_of_a_task(toml: str, hosts: list[str] | None) -> None:
+    assert plan(toml).sandbox().allowed_hosts == hosts
+    assert plan(toml).verifier_sandbox().allowed_hosts == []
+
+
+def test_a_job_is_narrowed_to_the_hosts_of_a_task() -> None:
+    none = SandboxSpec()
+    job = SandboxSpec.model_validate({"network": "allowlist", "allowedHosts": ["*.a.org", "b.org:8443"]})
+    assert job.narrowed(None) is job
+    assert none.narrowed([]).host_rules == job.narrowed([]).host_rules == ()
+    assert job.narrowed([]).network == "none"
+    assert job.narrowed(["x.a.org", "b.org:8443"]).allowed_hosts == ["x.a.org", "b.org:8443"]
+    for spec, host in (
+        (none, "a.org"),
+        (job, "a.org"),
+        (job, "b.org"),
+        (job, "*.b.org:8443"),
+        (job, "x.c.org"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{re.escape(host)} is not among the job's sandbox.allowedHosts"
+        ):
+            spec.narrowed([host])
 
 
 @pytest.mark.parametrize(
@@ -149,9 +202,27 @@ def test_a_separate_verifier() -> None:
         ("[verifier]\ntimeout_sec = nan", "verifier.timeout_sec: must be larger"),
         ('[agent]\nuser = "root"', "agent.user: all programs of a sandbox run as one user"),
         ("[verifier]\nuser = 1000", "verifier.user: all programs"),
-        ('[environment]\nnetwork_mode = "public"', "environment.network_mode: is 'public', but"),
-        ('[agent]\nallowed_hosts = ["a"]', "agent.allowed_hosts: sandboxes have no network"),
-        ("[environment]\nallow_internet = true", "environment.allow_internet: sandboxes have no network"),
+        ('[environment]\nnetwork_mode = "public"', "environment.network_mode: asks for every host"),
+        ('[agent]\nnetwork_mode = "public"', "agent.network_mode: asks for every host"),
+        ("[environment]\nallow_internet = true", "environment.allow_internet: asks for every host"),
+        ("[environment]\nallow_internet = 1", "environment.allow_internet: must be true or false"),
+        ('[environment]\nnetwork_mode = "host"', "environment.network_mode: is 'host', expected no-network"),
+        ('[agent]\nallowed_hosts = ["a.org"]', "agent.allowed_hosts: needs network_mode = 'allowlist'"),
+        ('[agent]\nnetwork_mode = "allowlist"', "agent.allowed_hosts: must name from 1 to 64 hosts"),
+        (ALLOWLIST.format("reference"), "agent.allowed_hosts: 'reference' is no host"),
+        (ALLOWLIST.format("10.0.0.1"), "agent.allowed_hosts: '10.0.0.1' is no host"),
+        (ALLOWLIST.format("a.org:99999"), "agent.allowed_hosts: 'a.org:99999': a port is"),
+        (ALLOWLIST.replace('["{}"]', "[1]"), "agent.allowed_hosts: '1' is no host"),
+        (ALLOWLIST.format("a.org").replace("agent", "environment"), "environment.network_mode: gives the"),
+        (ALLOWLIST.format("a.org").replace("agent", "verifier"), "verifier.network_mode: asks for a network"),
+        ('[verifier]\nnetwork_mode = "public"', "verifier.network_mode: asks for a network"),
+        (
+            SEPARATE + ALLOWLIST.format("a.org").replace("agent", "verifier.environment"),
+            "verifier.environment.network_mode: asks for a network",
+        ),
+        (ALLOWLIST.format("a.org") + STEP, "steps: need a task without a network"),
+        (STEP + '[steps.agent]\nnetwork_mode = "public"', r"steps\[0\].agent.network_mode: a step cannot"),
+        (STEP + '[steps.verifier]\nnetwork_mode = "public"', r"steps\[0\].verifier.network_mode: a step"),
         ("[environment]\ngpus = 1", "environment.gpus: sandboxes have no GPU"),
         ('[environment]\nos = "windows"', "environment.os: is 'windows'"),
         ('[[environment.mcp_servers]]\nname = "m"', "environment.mcp_servers: an agent"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
+from rollyard_crds.fields.allowed_hosts import MAX_HOSTS, AllowedHost, HostRule
 from rollyard_crds.fields.code_tests import CodeTests
 from rollyard_crds.fields.nesting import deeper_than
 from rollyard_crds.fields.swe_tests import SweTests
@@ -96,8 +97,20 @@ class TaskSandbox(Model):
     folders: Annotated[list[EmptyFolder], Field(max_length=8)] = Field(default_factory=list)
     """Empty folders directly below /, beside the work folder, in which programs can write. Each may grow as
     large as the work folder, and hides what the image has at its path."""
+    allowed_hosts: Annotated[list[AllowedHost], Field(max_length=MAX_HOSTS)] | None = None
+    """Those of the job's `allowedHosts` that this task may reach. An empty list means no network; without a
+    list the task has the network of the job."""
     setup: Annotated[str, Field(max_length=1 << 16)] | None = None
     """A bash script that Init runs after the files are there; must exit with 0."""
+
+    @model_validator(mode="after")
+    def _hosts_can_be_read(self) -> TaskSandbox:
+        for text in self.allowed_hosts or ():
+            try:
+                HostRule.parse(text)
+            except ValueError as error:
+                raise ValueError(f"'allowed_hosts': {error}") from error
+        return self
 
 
 Choice = Annotated[str, Field(max_length=1 << 16)]

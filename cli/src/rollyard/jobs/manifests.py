@@ -214,6 +214,19 @@ def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
     return problems
 
 
+def host_problems(job: RolloutJob, tasks: list[Task]) -> list[str]:
+    """Return a problem for each task that names a host which the job does not."""
+    problems: list[str] = []
+    for task in tasks:
+        try:
+            job.spec.sandbox.narrowed(task.sandbox.allowed_hosts)
+        except ValueError as error:
+            problems.append(f"task {task.id!r}: {error}")
+        if len(problems) >= MAX_PROBLEMS:
+            return [*problems, "… (more)"]
+    return problems
+
+
 def reward_problems(job: RolloutJob) -> list[str]:
     """Return the problems of the names of a job's reward components.
 
@@ -256,6 +269,7 @@ def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport
         except LookupFailed as error:
             return CheckReport(problems=(*problems, f"{where}: spec.tasks.url: {error}"))
     if tasks and not problems:
+        problems += [f"{where}: {problem}" for problem in host_problems(job, tasks)]
         problems += [f"{where}: {problem}" for problem in handler_problems(job.spec.handler, tasks)]
     if problems:
         return CheckReport(problems=tuple(problems))

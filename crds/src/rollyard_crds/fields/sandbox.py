@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -81,3 +82,23 @@ class SandboxSpec(Model):
     def host_rules(self) -> tuple[HostRule, ...]:
         """The hosts that programs inside may reach; none with `network: none`."""
         return tuple(HostRule.parse(text) for text in self.allowed_hosts or ())
+
+    def narrowed(self, hosts: Sequence[str] | None) -> SandboxSpec:
+        """Return these sandboxes with the network of a task.
+
+        Args:
+            hosts: Those of `allowed_hosts` that the task may reach, or None for all of them.
+
+        Raises:
+            ValueError: The task names a host that the job does not. The message names it.
+        """
+        if hosts is None:
+            return self
+        for text in hosts:
+            if not any(rule.contains(HostRule.parse(text)) for rule in self.host_rules):
+                listed = ", ".join(self.allowed_hosts or ()) or "none"
+                raise ValueError(
+                    f"sandbox.allowed_hosts: {text} is not among the job's sandbox.allowedHosts ({listed})"
+                )
+        network: Literal["none", "allowlist"] = "allowlist" if hosts else "none"
+        return self.model_copy(update={"network": network, "allowed_hosts": list(hosts) or None})

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE, image_name, last_workdir
 from rollyard_crds.harbor.folder import HarborFolder
+from rollyard_crds.harbor.network import agents_hosts, stated_network
 from rollyard_crds.harbor.table import HarborRefused, Table
 from rollyard_crds.task import TaskSandbox, folder_problem
 
@@ -25,10 +26,6 @@ _SCHEMA: Final = re.compile(r"1(\.\d{1,3})*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _IMAGE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,511}")
 _ABSOLUTE: Final = re.compile(r"(/[A-Za-z0-9._+@-]{1,128}){1,32}/?")
-_NO_NETWORK: Final = (
-    "sandboxes have no network but what the job's sandbox.network opens: build what the task needs into its "
-    "image, and say no-network"
-)
 _NO_USER: Final = "all programs of a sandbox run as one user, who cannot be chosen"
 
 
@@ -86,24 +83,32 @@ class HarborPlan:
     artifacts: tuple[str, ...]
     """The absolute paths of files and folders that a separate verifier gets, besides `/logs/artifacts`."""
     healthcheck: Healthcheck | None
+    hosts: tuple[str, ...] | None
+    """The hosts that the agent may reach, or None for those of the job, if the folder states nothing."""
     metadata: Mapping[str, Any]
 
     def sandbox(self) -> TaskSandbox:
         """Return what the task adds to the job's sandbox."""
-        return self._sandbox(self.image, [LOGS, SOLUTION] if self.separate else [LOGS, TESTS, SOLUTION])
+        folders = [LOGS, SOLUTION] if self.separate else [LOGS, TESTS, SOLUTION]
+        return self._sandbox(self.image, folders, self.hosts)
 
     def verifier_sandbox(self) -> TaskSandbox:
         """Return the same for the sandbox of a separate verifier."""
         folders = [LOGS] if self.verifier_image else [LOGS, TESTS]
-        return self._sandbox(self.verifier_image or self.image, folders)
+        return self._sandbox(self.verifier_image or self.image, folders, ())
 
-    def _sandbox(self, image: str, folders: list[str]) -> TaskSandbox:
+    def _sandbox(self, image: str, folders: list[str], hosts: tuple[str, ...] | None) -> TaskSandbox:
         # An image brings its working folder. Over the job's own system, the folder must be made.
         if not image and self.workdir != WORKDIR:
             folders = [*folders, self.workdir]
         if image and not image.startswith(DOCKERFILE_IMAGE):
             image = f"docker://{image}"
-        return TaskSandbox(image=image or None, env=dict(self.env), folders=folders)
+        return TaskSandbox(
+            image=image or None,
+            env=dict(self.env),
+            folders=folders,
+            allowed_hosts=None if hosts is None else list(hosts),
+        )
 
     def dockerfile(self, image: str) -> str:
         """Return the folder of the Dockerfile of which an image of the task is built, or "" if it is not."""
@@ -134,9 +139,10 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     if image.startswith(DOCKERFILE_IMAGE) and not environment.workdir:
         own_workdir = last_workdir(folder.text("environment/Dockerfile") or "")
     agent, verifier = root.table("agent"), root.table("verifier")
-    agent_seconds = agent.seconds("timeout_sec", None)
+    agent_seconds, agent_network = agent.seconds("timeout_sec", None), stated_network(agent)
     _nothing_else(agent)
     checks = _Verifier(verifier)
+    hosts = agents_hosts(environment.network, agent_network, checks.network, checks.environment_network)
     solution = root.table("solution")
     solution_env = solution.env("env")
     solution.end()
@@ -146,6 +152,10 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     root.end()
     if len(tables) > MAX_STEPS:
         raise HarborRefused("steps", f"are {len(tables)}, and at most {MAX_STEPS} are played")
+    if tables and hosts:
+        raise HarborRefused(
+            "steps", "need a task without a network, because tests of earlier steps would have it, too"
+        )
     if tables and checks.separate:
         raise HarborRefused(
             "verifier.environment_mode", "a task of several steps cannot have a separate verifier here"
@@ -176,6 +186,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
         verifier_image=verifier_image,
         artifacts=artifacts,
         healthcheck=environment.healthcheck,
+        hosts=hosts,
         metadata={key: value for key, value in about.items() if value},
     )
 
@@ -211,7 +222,7 @@ class _Environment:
         table.absent("gpu_types", "sandboxes have no GPU")
         table.absent("mcp_servers", "an agent of a rollout connects to no MCP server")
         table.absent("skills_dir", "an agent of a rollout reads no skills")
-        _network(table)
+        self.network = stated_network(table)
         table.skip("build_timeout_sec")
         table.end()
 
@@ -234,22 +245,15 @@ class _Verifier:
         self.image, self.cpus = found.image, found.cpus
         self.memory_bytes, self.disk_bytes = found.memory_bytes, found.disk_bytes
         self.env = {**found.env, **self.env}
+        self.network = stated_network(table)
+        self.environment_network = found.network
         table.absent("collect", "commands that collect artifacts are not run here; name artifacts instead")
         _nothing_else(table)
 
 
 def _nothing_else(table: Table) -> None:
     table.absent("user", _NO_USER)
-    _network(table)
     table.end()
-
-
-def _network(table: Table) -> None:
-    mode = table.text("network_mode", "no-network")
-    if mode != "no-network":
-        raise table.refused("network_mode", f"is {mode[:50]!r}, but {_NO_NETWORK}")
-    table.absent("allowed_hosts", _NO_NETWORK)
-    table.absent("allow_internet", _NO_NETWORK)
 
 
 def _no_compose(folder: HarborFolder) -> None:
@@ -297,9 +301,12 @@ def _table_step(
     if not _NAME.fullmatch(name):
         raise table.refused("name", "must be a name of letters, digits, '.', '_' and '-'")
     agent = table.table("agent")
-    seconds = agent.seconds("timeout_sec", agent_seconds)
+    seconds, network = agent.seconds("timeout_sec", agent_seconds), stated_network(agent)
     _nothing_else(agent)
     own = _Verifier(table.table("verifier"), checks)
+    for stated in (network, own.network):
+        if stated is not None and (stated.public or stated.hosts):
+            raise stated.refused("a step cannot have a network of its own here")
     if own.separate:
         raise table.refused("verifier.environment_mode", "a step cannot have a separate verifier here")
     least, check = _least(table), _healthcheck(table)

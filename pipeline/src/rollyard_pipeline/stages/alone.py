@@ -17,6 +17,7 @@ from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.calls import LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.stages import Stages
 
@@ -32,6 +33,7 @@ class StagesAlone:
         provider: Starts sandboxes. The caller starts and closes it.
         backends: The process's backend client, which is not used by such agents.
         extensions: Loads handlers, agents, tools and parsers.
+        egress: The network of sandboxes, if the job asks for one.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class StagesAlone:
         provider: SandboxProvider,
         backends: BackendClient,
         extensions: registry.Registry | None = None,
+        egress: Egress | None = None,
     ) -> None:
         self._spec = spec
         self._provider = provider
         calls = cast("LeaseCalls", self)  # Only `job_spec` is called where no model is asked.
-        self._stages = Stages(calls, backends, provider, extensions or registry.Registry())
+        self._stages = Stages(calls, backends, provider, extensions or registry.Registry(), egress=egress)
         self._numbers = itertools.count()
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:

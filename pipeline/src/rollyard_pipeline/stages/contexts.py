@@ -7,10 +7,10 @@ import json
 from typing import Final
 
 from rollyard_crds.lease import Lease
-from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
 from rollyard_crds.task import Task, TaskSandbox
 
-from rollyard_pipeline.errors import HandlerStateInvalid
+from rollyard_pipeline.errors import HandlerStateInvalid, TaskInvalid
 from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
@@ -32,6 +32,18 @@ def stage_context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageCo
         env={**spec.sandbox.env, **lease.task.sandbox.env},
         carry=carry,
     )
+
+
+def narrowed(spec: SandboxSpec, task: TaskSandbox) -> SandboxSpec:
+    """Return the sandboxes of a job with the network of a task.
+
+    Raises:
+        TaskInvalid: The task names a host that the job does not.
+    """
+    try:
+        return spec.narrowed(task.allowed_hosts)
+    except ValueError as error:
+        raise TaskInvalid(str(error)) from error
 
 
 def checked_carry(context: StageContext) -> dict[str, object]:

@@ -25,7 +25,7 @@ from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider
 from rollyard_pipeline.stages import eval_carry
-from rollyard_pipeline.stages.contexts import sandbox_request
+from rollyard_pipeline.stages.contexts import narrowed, sandbox_request
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 
 log = logging.getLogger(__name__)
@@ -165,11 +165,12 @@ class EvalSandboxes:
     ) -> Sandbox:
         task = held.lease.task
         apart = handler.eval_apart(task)
+        network = narrowed(spec.sandbox, task.sandbox if apart is None else apart)
         request = sandbox_request(spec, handler, task, apart)
         sandbox = await self._provider.acquire(request, held.ref, for_eval=True)
         held.eval_sandbox = sandbox.handle
         try:
-            async with self._egress.lent(sandbox, spec.sandbox, context.rollout, context.env):
+            async with self._egress.lent(sandbox, network, context.rollout, context.env):
                 await handler.init(
                     StageContext(
                         task=context.task,

@@ -39,7 +39,7 @@ from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
-from rollyard_pipeline.stages.contexts import checked_carry, sandbox_request, stage_context
+from rollyard_pipeline.stages.contexts import checked_carry, narrowed, sandbox_request, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, carries, eval_sandbox
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.reward_shaping import shaped
@@ -288,8 +288,7 @@ class Stages:
         context.purpose = "control"
         async with self._eval_sandboxes.fresh(held, spec, handler, context) as sandbox:
             context.client, context.workdir = sandbox.client, sandbox.workdir
-            seconds = context.timeout + self._eval_grace
-            control = await evaluate(handler, context, seconds, untouched=True)
+            control = await evaluate(handler, context, context.timeout + self._eval_grace, untouched=True)
         if control.reason:
             raise error
         log.info("%s: reward 0 (%s): %s", held.lease.rollout, error.reward_reason, error)
@@ -361,10 +360,11 @@ class Stages:
             yield sandbox
 
     def _lent(self, sandbox: Sandbox | None, context: StageContext) -> AbstractAsyncContextManager[None]:
-        """Return the context in which a sandbox has the network of its job. Eval never has one."""
+        """Return the context in which a sandbox has the network of its task. Eval never has one."""
         if sandbox is None:
             return nullcontext()
-        return self._egress.lent(sandbox, context.spec.sandbox, context.rollout, context.env)
+        spec = narrowed(context.spec.sandbox, context.task.sandbox)
+        return self._egress.lent(sandbox, spec, context.rollout, context.env)
 
     def _handler(self, spec: RolloutJobSpec) -> Handler:
         if spec.handler not in self._handlers:

@@ -14,6 +14,7 @@ from rollyard_pipeline import registry
 from rollyard_pipeline.agents import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.alone import StagesAlone
 from rollyard_pipeline.tool_parsers.base import ParsedCall
@@ -45,6 +46,8 @@ class StageLab:
         self.said: list[str] = []
         self.observed: list[str] = []
         """What the tools of the last rollout showed."""
+        self.egress: Egress | None = None
+        """The network of sandboxes, for one rollout. Its end closes it."""
         self._backends = backends
 
     async def play(
@@ -67,7 +70,7 @@ class StageLab:
                 "stages": {"eval": {"timeoutSeconds": 60}}, **spec,
             }
         )  # fmt: skip
-        alone = StagesAlone(job, self.provider, self._backends, found)
+        alone = StagesAlone(job, self.provider, self._backends, found, self.egress)
         try:
             ran, scored = await alone.play(task if isinstance(task, Task) else Task.model_validate(task))
         finally:

@@ -104,3 +104,5 @@ async def test_a_close_waits_for_the_queries(tmp_path: Path) -> None:
     release.set()
     await closing
     assert await asyncio.gather(*queries) == [1] * READERS
+    with pytest.raises(Unavailable, match="the database is closed"):
+        await database.read(one)

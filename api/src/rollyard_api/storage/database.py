@@ -193,6 +193,7 @@ class Database:
         self._queries: queue.SimpleQueue[_Query[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._readers: list[threading.Thread] = []
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._after: AfterCommit = lambda _committed: None
         self._synchronous = ""
@@ -230,6 +231,7 @@ class Database:
         if thread is not None:
             self._waiting.put(None)
             await asyncio.to_thread(thread.join)
+        self._closed = True
         readers, self._readers = self._readers, []
         for _ in readers:
             self._queries.put(None)
@@ -267,6 +269,8 @@ class Database:
         """
         if self._reading >= MAX_WAITING:
             raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
+        if self._closed:
+            raise Unavailable("the database is closed")
         if not self._readers:
             self._start_readers()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()

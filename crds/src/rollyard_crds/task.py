@@ -94,7 +94,7 @@ class TaskSandbox(Model):
         default_factory=dict
     )
     """Path (relative to the work folder, or absolute) to text content."""
-    folders: Annotated[list[EmptyFolder], Field(max_length=8)] = Field(default_factory=list)
+    folders: Annotated[list[EmptyFolder], Field(max_length=8)] | None = None
     """Empty folders directly below /, beside the work folder, in which programs can write. Each may grow as
     large as the work folder, and hides what the image has at its path."""
     allowed_hosts: Annotated[list[AllowedHost], Field(max_length=MAX_HOSTS)] | None = None

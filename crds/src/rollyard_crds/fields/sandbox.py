@@ -44,13 +44,16 @@ class SandboxSpec(Model):
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Kubernetes: a container image, with or without `docker://`. Under bubblewrap: a root folder; nothing
     means the host's read-only system (on Kubernetes: the installation's default image)."""
-    images: Annotated[
-        dict[
-            Annotated[str, Field(min_length=1, max_length=1024)],
-            Annotated[str, Field(min_length=1, max_length=1024)],
-        ],
-        Field(max_length=1024),
-    ] = Field(default_factory=dict)
+    images: (
+        Annotated[
+            dict[
+                Annotated[str, Field(min_length=1, max_length=1024)],
+                Annotated[str, Field(min_length=1, max_length=1024)],
+            ],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
     """What this platform has in place of images that tasks name, with or without `docker://`: container
     images, SIF files or root folders, by the name in the task."""
     network: Literal["none", "allowlist"] = "none"

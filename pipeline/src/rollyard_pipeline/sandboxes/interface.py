@@ -97,10 +97,10 @@ class SandboxRequest:
         """
         image, build = spec.image, None
         if task is not None and task.image is not None:
-            name = task.image.removeprefix("docker://")
-            image = spec.images.get(name, spec.images.get(f"docker://{name}", task.image))
+            name, images = task.image.removeprefix("docker://"), spec.images or {}
+            image = images.get(name, images.get(f"docker://{name}", task.image))
             if image == task.image and (files := dockerfile(image)) is not None:
-                build = BuildFolder(files, spec.images)
+                build = BuildFolder(files, images)
         return cls(
             image=image,
             env={**spec.env, **(task.env if task is not None else {})},
@@ -109,7 +109,7 @@ class SandboxRequest:
             memory_bytes=int(parse_quantity(spec.resources.memory)),
             disk_bytes=int(parse_quantity(spec.resources.disk)),
             processes=spec.resources.processes,
-            folders=tuple(sorted(set(task.folders))) if task is not None else (),
+            folders=tuple(sorted(set(task.folders or ()))) if task is not None else (),
             build=build,
         )
 

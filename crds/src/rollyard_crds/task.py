@@ -109,7 +109,7 @@ class TaskSandbox(Model):
             try:
                 HostRule.parse(text)
             except ValueError as error:
-                raise ValueError(f"'allowed_hosts': {error}") from error
+                raise ValueError(f"'allowedHosts': {error}") from error
         return self
 
 

@@ -87,7 +87,7 @@ def test_links_lead_to_headings(page: Path) -> None:
 
 
 def entries(text: str) -> Iterator[str]:
-    """Yield the paragraphs, entries of lists and rows of tables, each as one line, without what is in fences."""
+    """Yield the paragraphs, entries of lists and rows of tables, each as a line. Fences are left out."""
     for block in re.split(r"\n(?=\s*[-*] |\s*\d+\. |\||#)|\n\s*\n", FENCE.sub("", text)):
         line = " ".join(block.split())
         if not re.fullmatch(r"[|: -]*|#.*|\| surface \|.*", line):

@@ -45,6 +45,7 @@ class CodeHandler(Handler):
 
     reward_range = (0.0, 1.0)
     components = ("tests_passed",)
+    judges_answers = True
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of the tests."""

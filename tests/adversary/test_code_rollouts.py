@@ -24,27 +24,59 @@ PROGRAMS = {
 }
 
 
-def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
-    tests = {"cases": [{"input": "1", "output": "2"}], "time_limit_seconds": 2}
+FILLING = """
+def f(i):
+    for n in range(10**6):
+        try: open(f'/work/{n}', 'w').write('x' * 10**6)
+        except OSError: return 0
+"""
+FUNCTIONS = {
+    "fills-the-disk": FILLING,
+    "locks-the-folders": "import os\ndef f(i):\n    for d in ('/work', '/tmp', '/dev/shm'): os.chmod(d, 0)",
+    "kills-everything": "import os\ndef f(i): os.kill(-1, 9)",
+    "fills-the-memory": "held = []\ndef f(i):\n    while True: held.append(bytearray(1 << 20))",
+    "right": "def f(i): return i + 1",
+}
+"""Programs that break the sandbox between the policy's processes and those of the test."""
+
+
+def played(lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any], **stage: Any) -> Any:
+    """Return the trajectories of a job whose policy answers with these programs."""
     tasks: list[dict[str, Any]] = [
         {
             "id": name, "prompt": "?", "tests": tests,
             "solution": [{"name": "submit", "arguments": {"answer": program}}],
         }
-        for name, program in PROGRAMS.items()
+        for name, program in programs.items()
     ]  # fmt: skip
     manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "code-rollouts"},
+        "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": name},
         "spec": {
             "tasks": {"inline": tasks}, "handler": "code", "minGroupSize": 1,
             "agent": {"type": "oracle", "tools": ["submit"]},
             "sandbox": {"resources": {"memory": "512Mi", "disk": "16Mi", "processes": 256}, "warm": 0},
+            "stages": {"eval": stage},
         },
     }  # fmt: skip
-    bubblewrap_lab.client.submit(manifest)
-    found = list(bubblewrap_lab.client.trajectories("code-rollouts", follow=True))
+    lab.client.submit(manifest)
+    found = list(lab.client.trajectories(name, follow=True))
     assert {each.task_id: (each.reward, len(each.attempts)) for each in found} == {
-        name: (float(name == "right"), 0) for name in PROGRAMS
+        name: (float(name == "right"), 0) for name in programs
     }
+    return found
+
+
+def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
+    tests = {"cases": [{"input": "1", "output": "2"}], "time_limit_seconds": 2}
+    found = played(bubblewrap_lab, "code-rollouts", PROGRAMS, tests)
     timed_out = {each.task_id for each in found if each.reward_reason == "TestTimeout"}
     assert {"hangs", "fork-bomb"} <= timed_out
+
+
+@pytest.mark.parametrize("where", ["shared", "fresh"])
+def test_a_program_that_breaks_the_sandbox_gets_one_evaluation(bubblewrap_lab: Lab, where: str) -> None:
+    """A fresh sandbox holds nothing of Run's, but the answer is the policy's there, too."""
+    program = "import math\nfor i in range(2): assert f(i) == i + math.ceil(0.5)"
+    tests = {"entry_point": "f", "cases": [{"program": program}], "time_limit_seconds": 3}
+    found = played(bubblewrap_lab, f"code-{where}", FUNCTIONS, tests, sandbox=where)
+    assert "SandboxSabotaged" in {each.reward_reason for each in found}

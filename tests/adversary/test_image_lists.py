@@ -58,6 +58,9 @@ async def test_only_listed_root_folders_are_shown(provider: SandboxProvider, wor
     ):
         with pytest.raises(ImageNotAllowed):
             await provider.acquire(SandboxRequest.of(spec, TaskSandbox(image=image)), OWNER)
+        # Nothing is brought ahead of the queue that may not be started.
+        with pytest.raises(ImageNotAllowed):
+            await provider.fetch(SandboxRequest.of(spec, TaskSandbox(image=image)))
     assert ImageNotAllowed.retryable is False
     for spec in (SandboxSpec(), SandboxSpec(image=str(world / "images/plain"))):
         async with await provider.acquire(SandboxRequest.of(spec), OWNER) as sandbox:

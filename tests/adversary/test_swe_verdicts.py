@@ -170,8 +170,13 @@ async def test_a_job_of_several_kinds_rewards_nothing_else(lab: SweLab, name: st
     assert (await lab.rollout(swe_task(ATTACKS[name]), "mixed")).reward == 0.0
 
 
-async def test_tests_that_hang_are_scored(lab: SweLab) -> None:
-    result = await lab.rollout(swe_task([appending("while True: pass")]), timeoutSeconds=3)
+@pytest.mark.parametrize(
+    "code",
+    ["while True: pass", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"],
+    ids=["loop", "fork_bomb"],
+)
+async def test_tests_that_hang_are_scored(lab: SweLab, code: str) -> None:
+    result = await lab.rollout(swe_task([appending(code)]), timeoutSeconds=3)
     assert (result.reward, result.reward_reason) == (0.0, "TestTimeout")
 
 

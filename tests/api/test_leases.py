@@ -309,3 +309,25 @@ async def test_spec_for_workers(served: Any, worker: Any) -> None:
     assert answer.json()["spec"]["handler"] == "shell"
     assert "inline" not in answer.json()["spec"]["tasks"]
     assert (await get(params={"name": "job", "uid": "another"})).status_code == 404
+
+
+async def test_images_of_waiting_tasks_for_workers(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    """They come in the order of the queue, each once, and without those of rollouts that were leased."""
+    named = ["docker://a:1", None, "docker://b:1", "docker://a:1", "dockerfile:0123", "docker://c:1"]
+    tasks = [
+        {"id": f"t{number}", "prompt": "p", "sandbox": {"image": image} if image else {}}
+        for number, image in enumerate(named)
+    ]
+    manifest = make_manifest(tasks={"inline": tasks}, samplesPerTask=2)
+    uid = (await served.admin.post("/v1/rolloutjobs", json=manifest)).json()["metadata"]["uid"]
+    get = partial(served.worker.get, "/v1/leases/images")
+    seen = []
+    for leased in (0, 2, 6, 4):
+        if leased:
+            assert len(await worker_of(served.worker).lease(init=leased)) == leased
+        seen.append((await get(params={"name": "job", "uid": uid})).json()["images"])
+    every = ["docker://a:1", "docker://b:1", "docker://c:1"]
+    # The second task named a:1, too, and is leased in the third step.
+    assert seen == [every, ["docker://b:1", "docker://a:1", "docker://c:1"], every[2:], []]
+    assert (await get(params={"name": "job", "uid": "another"})).status_code == 404
+    assert (await get(params={"name": "nosuch"})).status_code == 404

@@ -18,7 +18,7 @@ from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory
 
-SAID = ["the answer is 4", "I do not know", r"so \boxed{8/2}", "(failed)"]
+SAID = ["the answer is 4", "I do not know", "```python\nprint(2 + 2)  # \\boxed{8/2}\n```", "(failed)"]
 SEGMENT = {"prompt_ids": [1], "response_ids": [2] * 10, "loss_mask": [1] * 10, "logprobs": [-0.5] * 10,
            "policy_versions": ["v"] * 10}  # fmt: skip
 
@@ -64,7 +64,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def finished(server: Server) -> Server:
     """Return the server with the ended job `kept`: three rollouts with reward 0.25, and one that failed."""
-    tasks = [{"id": f"t{number}", "prompt": "2 + 2?", "answer": "4"} for number in range(len(SAID))]
+    tests = {"cases": [{"input": "", "output": "4"}]}
+    tasks = [
+        {"id": f"t{number}", "prompt": "2 + 2?", "answer": "4", "tests": tests} for number in range(len(SAID))
+    ]
     manifest = {
         "apiVersion": "rollyard.dev/v1alpha1",
         "kind": "RolloutJob",
@@ -201,16 +204,22 @@ def test_what_cannot_be_evaluated_is_failed_and_never_0(
             assert "ZeroDivisionError" in one.message
 
 
+@pytest.mark.real
+def test_a_program_is_run_again_in_a_sandbox(run: Any, tmp_path: Path, bubblewrap_works: None) -> None:
+    status, said = run(handler="code")
+    assert status == 0, said
+    found = {one.task_id: (one.status, one.reward) for one in read_file(tmp_path / "new.jsonl")}
+    assert found == {
+        "t0": ("succeeded", 0.0), "t1": ("succeeded", 0.0), "t2": ("succeeded", 1.0), "t3": ("failed", None),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "reward", "words"),
     [
         ({"name": "nosuch"}, None, "no RolloutJob 'nosuch'"),
-        (
-            {"handler": "code"},
-            None,
-            "the handler 'code' needs a sandbox, and what Run left in it is not kept",
-        ),
-        ({"handler": "shell"}, None, "the handler 'shell' needs a sandbox"),
+        ({"handler": "shell"}, None, "the handler 'shell' judges what Run left in its sandbox, which is not"),
+        ({"handler": "harbor"}, None, "only handlers that judge the answer can evaluate a trajectory again"),
         ({"handler": "nobodys"}, None, "no handler 'nobodys' is installed"),
         ({}, "weights: {style: 1.0}", "spec.reward.weights: there is no component 'style'"),
         ({}, "overlong: {maxTokens: 8, bufferTokens: -1}", "reward.overlong.bufferTokens"),

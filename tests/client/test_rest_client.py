@@ -86,6 +86,7 @@ async def work(server: Server, job: str) -> None:
         ask = LeaseRequest(worker="w", node="n", capacity={"init": 16, "run": 16, "eval": 16}, job=job)
         while leases := (await worker.lease(ask)).leases:
             assert (await worker.job_spec("default", job, leases[0].job_uid)).handler == "shell"
+            assert await worker.waiting_images("default", job, leases[0].job_uid) == []
             results = []
             for lease in leases:
                 result = StageResult(rollout=lease.rollout, token=lease.token, stage=lease.stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from typing import Any
@@ -135,6 +136,19 @@ def test_rows_of_multiple_choice(row: dict[str, Any], answer: str) -> None:
     assert task.answer == answer
     assert task.prompt is not None
     assert f"{answer}. {json.loads(row['choices'])[1] if row['answer'] == 'y' else ''}" in task.prompt
+
+
+def test_an_id_of_multiple_choice_may_hold_any_character() -> None:
+    names = ["test/7", "a b", "a_b", "ä?", "x" * 200]
+    rows = [{"question": "?", "choices": ["x", "y"], "answer": 0, "id": name} for name in names]
+    assert [task.id for task in mapped(rows, "mcq")][:4] == [
+        "test/7",
+        "a_20_b",
+        "a_5f_b",
+        "sha256:" + hashlib.sha256(b"_e4__3f_").hexdigest(),
+    ]
+    with pytest.raises(TaskListError, match=r"^line 1: id: must not be empty"):
+        mapped([{**rows[0], "id": ""}], "mcq")
 
 
 def test_rows_of_gpqa() -> None:

@@ -62,12 +62,11 @@ def test_there_are_ten() -> None:
 @pytest.mark.parametrize("place", range(10))
 async def test_a_task(lab: SweLab, written: dict[str, list[Task]], place: int) -> None:
     recipe = RECIPES[place]
-    for tasks in written.values():
+    tests = " ".join(f"repo/{file}" for file in recipe["tests"])
+    for layout, tasks in written.items():
         assert tasks[place].swe is not None
         solved = await lab.rollout(tasks[place])
-        assert (solved.reward, solved.reward_reason) == (1.0, ""), recipe["project"]
-    task = written["v5"][place]
-    tests = " ".join(f"repo/{file}" for file in recipe["tests"])
-    for command in ("true", f"rm -r {tests}", forging(recipe)):
-        result = await lab.rollout(playing(task, command))
-        assert result.reward == 0.0, (recipe["project"], command)
+        assert (solved.reward, solved.reward_reason) == (1.0, ""), (recipe["project"], layout)
+        for command in ("true", f"rm -r {tests}", forging(recipe)):
+            result = await lab.rollout(playing(tasks[place], command))
+            assert result.reward == 0.0, (recipe["project"], layout, command)

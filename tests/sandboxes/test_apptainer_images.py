@@ -449,6 +449,25 @@ async def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert not made[1].with_suffix(".json").exists()
 
 
+async def test_an_image_that_nobody_waits_for_needs_room(tmp_path: Path) -> None:
+    program = builder(tmp_path, 'head -c 1000000 /dev/zero > "$target"')
+    cache = ImageCache(tmp_path / "cache", max_bytes=1_500_000)
+    cache.prepare()
+    images = [parse_image(f"docker://image:{n}") for n in range(4)]
+    ahead = [await cache.fetch(image, program, unpacked=False) for image in images[:3]]
+    assert (ahead, calls(program)) == ([True, True, False], 2)
+    # What is there needs no further room, and a sandbox that waits gets its image.
+    assert await cache.fetch(images[1], program, unpacked=False)
+    oldest = await cache.ready(images[0], program, unpacked=False)
+    await cache.ready(images[3], program, unpacked=False)
+    assert calls(program) == 3
+    # Those that were not used for an hour give way.
+    os.utime(oldest, (1_000_000_000, 1_000_000_000))
+    os.utime(await cache.ready(images[1], program, unpacked=False), (1_000_000_000, 1_000_000_000))
+    assert await cache.fetch(images[2], program, unpacked=False)
+    assert not oldest.exists()
+
+
 def test_cache_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirUnusable, match=r"--image-cache .*file/cache cannot be used"):

@@ -132,6 +132,15 @@ class WorkerClient(Connected):
         """
         return await self._transport.send(workers.job_spec(namespace, name, uid))
 
+    async def waiting_images(self, namespace: str, name: str, uid: str | None = None) -> list[str]:
+        """Return the images that the tasks of a job's next rollouts in the queue of Init name, each once.
+
+        Raises:
+            NotFound: The job is gone, it was created again and has another uid, or the control plane is of an
+                earlier release.
+        """
+        return await self._transport.send(workers.waiting_images(namespace, name, uid))
+
     async def claim(self, request: ClaimRequest) -> Claim:
         """Claim a sandbox. The call waits up to `request.wait` seconds until it is bound or refused.
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         WeightUpdate,
         WeightUpdateRequest,
     )
-    from rollyard_crds.workers import Assignment, AssignmentOffered, WorkerDeath
+    from rollyard_crds.workers import Assignment, AssignmentOffered, WaitingImages, WorkerDeath
 
 __all__ = [
     "API_VERSION",
@@ -87,6 +87,7 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "UnfinishedJobs",
+    "WaitingImages",
     "WeightSource",
     "WeightUpdate",
     "WeightUpdateRequest",
@@ -110,6 +111,6 @@ __getattr__ = lazily(
         "trajectory": "Attempt Trajectory",
         "unfinished": "UnfinishedJobs",
         "weights": "UNVERIFIED BackendUpdate LogprobReference WeightSource WeightUpdate WeightUpdateRequest",
-        "workers": "Assignment AssignmentOffered WorkerDeath",
+        "workers": "Assignment AssignmentOffered WaitingImages WorkerDeath",
     },
 )

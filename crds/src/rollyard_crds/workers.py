@@ -17,6 +17,13 @@ Label = Annotated[str, Field(min_length=1, max_length=63)]
 Argument = Annotated[str, Field(max_length=4096)]
 
 
+class WaitingImages(Record):
+    """The control plane's answer to a worker that asks what the next tasks of a job need."""
+
+    images: list[str]
+    """The images that the tasks at the front of the queue of Init name, each once and in their order."""
+
+
 class WorkerDied(Record):
     """A driver's report that the process of a stage worker has ended, however it ended."""
 

@@ -69,6 +69,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", "/openapi.json"): ADMIN,
     ("POST", "/v1/leases"): replace(LEARN, max_body=SMALL),
     ("GET", "/v1/leases/job"): LEARN,
+    ("GET", "/v1/leases/images"): WORK,
     ("POST", "/v1/leases/route"): replace(WORK, max_body=SMALL),
     ("POST", "/v1/leases/reward"): replace(WORK, max_body=EPISODE),
     ("POST", "/v1/leases/heartbeat"): replace(REPORT, max_body=BEATS),

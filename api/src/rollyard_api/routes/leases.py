@@ -24,6 +24,7 @@ from rollyard_crds.lease import (
     RouteResponse,
 )
 from rollyard_crds.rolloutjob import StageName
+from rollyard_crds.workers import WaitingImages
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
@@ -32,7 +33,7 @@ from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
-from rollyard_api.jobs import job_views, jobs, reward_services
+from rollyard_api.jobs import job_views, jobs, reward_services, task_images
 from rollyard_api.rollouts import lease_expiry, leasing, node_loss, outcomes, staleness, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
@@ -243,3 +244,19 @@ async def job_spec(
     return answer(
         await plane.database.read(partial(job_views.worker_spec, namespace=namespace, name=name, uid=uid))
     )
+
+
+@router.get("/images", responses={200: {"model": WaitingImages}})
+async def waiting_images(
+    request: Request, plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
+) -> Response:
+    """Return the images that the next tasks in a job's queue of Init name, in the order of the queue.
+
+    Workers bring them to their nodes before they lease these rollouts.
+    """
+    refuse_other_job(request, namespace, name)
+    look = partial(
+        task_images.waiting, namespace=namespace, name=name, uid=uid, max_bytes=plane.settings.page_bytes
+    )
+    async with plane.looks.held(namespace):
+        return answer({"images": await plane.database.read(look)})

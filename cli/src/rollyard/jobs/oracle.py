@@ -49,7 +49,7 @@ def play(job: RolloutJob | str, tasks: list[Task], *, sandbox: str) -> CheckRepo
     if isinstance(job, str):
         stream = {"tasks": {"stream": True}, "handler": job, "agent": {"type": _ORACLE}}
         job = RolloutJob.model_validate({"metadata": {"name": _ORACLE}, "spec": stream})
-    require("`rollyard validate --oracle`", "worker", "worker", "sandbox")
+    require("`rollyard validate --oracle`", "worker,sandbox", "worker", "sandbox")
     solved = [task for task in tasks if task.solution]
     if not solved:
         raise InvalidInput("no task has a reference solution, which --oracle would play")

@@ -36,6 +36,15 @@ def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]
     return Call("GET", "/v1/leases/job", parse, query={"namespace": namespace, "name": name, "uid": uid})
 
 
+def waiting_images(namespace: str, name: str, uid: str | None) -> Call[list[str]]:
+    """Return the call that reads which images the next tasks of a job need."""
+
+    def parse(answer: httpx.Response) -> list[str]:
+        return crds.WaitingImages.model_validate_json(answer.content).images
+
+    return Call("GET", "/v1/leases/images", parse, query={"namespace": namespace, "name": name, "uid": uid})
+
+
 def claim_of(answer: httpx.Response) -> Claim:
     """Return the claim that an answer holds."""
     return crds.Claim.model_validate_json(answer.content)

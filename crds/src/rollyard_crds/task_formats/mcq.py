@@ -6,6 +6,7 @@ import hashlib
 import string
 from typing import Any, Final
 
+from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
 
 _CHOICES: Final = ("choices", "options")
@@ -44,7 +45,7 @@ class McqFormat(TaskFormat):
             "metadata": {name: row.values[name] for name in _REST if row.values.get(name) is not None},
         }
         if isinstance(row.values.get("id"), str):
-            found["id"] = row.values["id"]
+            found["id"] = task_id(*row.text("id").split("/"))
         return found
 
     def _text(self, row: Row, name: str, place: int, text: Any) -> str:

@@ -69,6 +69,10 @@ class LeaseCalls(Protocol):
         """Return the spec of the job that has this uid."""
         ...
 
+    async def waiting_images(self, namespace: str, name: str, uid: str) -> list[str]:
+        """Return the images that the tasks of the next rollouts in the queue of Init name, each once."""
+        ...
+
 
 class ClaimCalls(Protocol):
     """The claims of sandboxes that a driver starts elsewhere. They raise the exceptions of `LeaseCalls`.

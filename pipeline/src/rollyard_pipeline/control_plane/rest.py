@@ -116,6 +116,10 @@ class RestControlPlane:
         """Return a job's spec. If `uid` is given, the job of this name must have that uid."""
         return await _translated(lambda: self._client.job_spec(namespace, name, uid))
 
+    async def waiting_images(self, namespace: str, name: str, uid: str) -> list[str]:
+        """Return the images that the tasks of the next rollouts in the queue of Init name, each once."""
+        return await _translated(lambda: self._client.waiting_images(namespace, name, uid))
+
     async def claim(self, request: ClaimRequest) -> Claim:
         """File a claim for a sandbox; see `calls.ClaimCalls`, also for the calls below."""
         return await _translated(lambda: self._client.claim(request))

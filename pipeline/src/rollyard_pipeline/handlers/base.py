@@ -162,6 +162,8 @@ class Handler(ABC):
 
     If it does not, a sandbox is started only if the agent's tools need one, and Eval does not prepare it.
     """
+    judges_answers: ClassVar[bool] = False
+    """Whether there are tasks of which `eval` judges the answer and no files; see `judges_answer`."""
     reward_range: ClassVar[tuple[float, float]] = (-MAX_REWARD, MAX_REWARD)
     """The smallest and the largest reward that `eval` returns. Any other reward is refused."""
     components: ClassVar[tuple[str, ...]] = ()
@@ -211,6 +213,14 @@ class Handler(ABC):
     def check(self, task: Task) -> list[str]:
         """Return the problems of a task, one line for each. A line begins with the name of the field."""
         return []
+
+    def judges_answer(self, task: Task) -> bool:
+        """Return whether `eval` uses of Run the answer and the messages only, such as a program in them.
+
+        A kept trajectory can then be evaluated again, in a sandbox in which only `init` has run. What the
+        answer does in a fresh sandbox of Eval is the policy's doing.
+        """
+        return self.judges_answers
 
     def changes(self, task: Task, workdir: str) -> FolderChanges | None:
         """Return the folder whose changes by the policy a fresh sandbox of Eval gets; by default, none.

@@ -27,6 +27,8 @@ class MixedHandler(Handler):
         *MathHandler.components,
     )
 
+    judges_answers = True
+
     def __init__(self) -> None:
         self._harbor, self._swe = HarborHandler(), SweHandler()
         self._code, self._shell = CodeHandler(), ShellHandler()

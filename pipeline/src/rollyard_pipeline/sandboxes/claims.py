@@ -147,6 +147,15 @@ class ClaimProvider:
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Do nothing, because the driver keeps the job's sandboxes warm."""
 
+    @property
+    def fetches(self) -> bool:
+        """Return false, because the cluster's nodes fetch the images of their pods."""
+        return False
+
+    async def fetch(self, request: SandboxRequest) -> bool:
+        """Return true and do nothing; see `fetches`."""
+        return True
+
     def trouble(self) -> str:
         """Return "": the cluster monitors its disks, and places pods elsewhere or reports why they wait."""
         return ""

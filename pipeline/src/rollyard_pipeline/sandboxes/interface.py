@@ -150,6 +150,11 @@ class SandboxProvider(Protocol):
         """Return the kind of the provider's sandboxes, which handles carry."""
         ...
 
+    @property
+    def fetches(self) -> bool:
+        """Return whether `fetch` saves time, because images come from elsewhere."""
+        ...
+
     async def start(self) -> None:
         """Check that sandboxes can be started here, then sweep.
 
@@ -209,6 +214,14 @@ class SandboxProvider(Protocol):
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` unclaimed sandboxes of this request's key ready. A count of 0 keeps none."""
+        ...
+
+    async def fetch(self, request: SandboxRequest) -> bool:
+        """Bring the image of a request to this node before a sandbox needs it; whether there was room for it.
+
+        Raises:
+            ImageNotUsable, SandboxStartFailed, DiskFull: The image cannot be had, or not this time.
+        """
         ...
 
     def trouble(self) -> str:

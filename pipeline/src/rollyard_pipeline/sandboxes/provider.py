@@ -82,6 +82,11 @@ class NodeProvider:
         """Return the name of the kind that the starter starts."""
         return self._starter.name
 
+    @property
+    def fetches(self) -> bool:
+        """Return whether images come from elsewhere, so that bringing them early saves time."""
+        return self._starter.fetches
+
     async def stand_ready(self) -> None:
         """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
 
@@ -212,6 +217,11 @@ class NodeProvider:
         """Keep `count` sandboxes of the request's key ready in the background."""
         self._check(request)
         self._warm.want(request.key, count)
+
+    async def fetch(self, request: SandboxRequest) -> bool:
+        """Bring the image of a request to this node before a sandbox needs it, if there is room for it."""
+        self._check(request)
+        return await self._starter.fetch(request.key)
 
     def trouble(self) -> str:
         """Return why no sandbox can be started now, or "". This may test the disk."""

@@ -46,6 +46,11 @@ def carries(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
     )
 
 
+def reaches(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
+    """Return whether anything of the policy's gets into a fresh sandbox of Eval: files, or an answer."""
+    return carries(spec, handler, task) or handler.judges_answer(task)
+
+
 def eval_sandbox(spec: RolloutJobSpec, handler: Handler, task: Task) -> EvalSandbox:
     """Return which sandbox Eval uses.
 
@@ -95,8 +100,8 @@ class EvalSandboxes:
 
         Raises:
             CarryRefused: What Run left cannot be carried. The policy is to blame.
-            EvalOutOfMemory: With the carried files, the evaluation used up the sandbox's memory. The policy
-                is to blame.
+            EvalOutOfMemory: With the carried files or the answer, the evaluation used up the sandbox's
+                memory. The policy is to blame.
             CarryUnusable: The job's Init makes the carry impossible.
             EvalSandboxFailed: The fresh sandbox could not be prepared, or was lost. Eval can be repeated.
             SandboxLost: Run's sandbox is gone, and the job has a carry.
@@ -111,8 +116,8 @@ class EvalSandboxes:
                         yield sandbox
                     except (SandboxLost, ExecError) as error:
                         lost = isinstance(error, SandboxLost | ConnectionLost)
-                        carried = _carries(spec, handler, context)
-                        if lost and carried and await self._provider.oom_killed(sandbox.handle):
+                        reached = context.purpose != "control" and reaches(spec, handler, context.task)
+                        if lost and reached and await self._provider.oom_killed(sandbox.handle):
                             raise EvalOutOfMemory(f"{error.reason}: {error}") from error
                         raise _failed(error) from error
             finally:

@@ -42,8 +42,8 @@ async def evaluate(
         context: The context of Eval, with the sandbox's client if there is a sandbox.
         seconds: The time limit in seconds. It includes the time in which a handler that enforces the limit
             itself reports that it was exceeded.
-        untouched: Whether the sandbox contains no file of the policy. If so, a defect of the sandbox is not
-            the policy's fault.
+        untouched: Whether the sandbox contains no file of the policy, and runs none of its programs. If so, a
+            defect of the sandbox is not the policy's fault.
 
     Raises:
         EvalTimeout: The evaluation took longer, and not because of what ran in the sandbox.

@@ -1,27 +1,40 @@
-"""Kept trajectories are evaluated again, without a new rollout and without a sandbox."""
+"""Kept trajectories are evaluated again, without a new rollout."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
 from rollyard_crds.fields.reward import RewardSpec
+from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Rescored, RescoredTrajectory, Trajectory
+from rollyard_sandbox.errors import ConnectionLost
 
-from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.errors import EvalTimeout, InitTimeout, PipelineError
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.registry import HANDLERS, Registry
 from rollyard_pipeline.rewards.shaping import Rewards
+from rollyard_pipeline.sabotage import OUT_OF_MEMORY
+from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.stages.contexts import sandbox_request
 from rollyard_pipeline.stages.evaluation import evaluate
 
 _SUBMIT: Final = "submit"
 _TRIES: Final = 3
 _AT_ONCE: Final = 8
-"""The number of trajectories that are evaluated at the same time."""
+"""The number of trajectories that are evaluated at the same time without a sandbox."""
+_GRACE: Final = 30.0
+"""What Eval gets beyond its limit, so that tests that ran out of time can be scored, in seconds."""
+_RENEW_SECONDS: Final = 10.0
+_SANDBOX_SECONDS: Final = 60.0
 
 
 class RescoreRefused(PipelineError):
@@ -32,7 +45,10 @@ class RescoreRefused(PipelineError):
 
 
 class Rescorer:
-    """Evaluates kept trajectories with a handler that needs no sandbox, and with a job's `reward`.
+    """Evaluates kept trajectories with a handler and with a job's `reward`.
+
+    A handler that needs a sandbox gets one in which only its `init` has run, without a network. It must judge
+    nothing that Run left in its own sandbox.
 
     Args:
         handler: The name of the handler.
@@ -40,9 +56,10 @@ class Rescorer:
         reward: The section `reward` that counts.
         by: Who asks for it, for the record.
         extensions: Finds the handler and the reward function.
+        provider: Makes the provider of sandboxes, for a handler that needs some.
 
     Raises:
-        RescoreRefused: The handler needs a sandbox, or the reward comes from a service.
+        RescoreRefused: The handler judges what Run left in its sandbox, or the reward comes from a service.
         UnknownHandler: No handler of this name is installed here.
     """
 
@@ -53,13 +70,15 @@ class Rescorer:
         reward: RewardSpec | None,
         by: str,
         extensions: Registry | None = None,
+        provider: Callable[[], SandboxProvider] | None = None,
     ) -> None:
         extensions = extensions or Registry()
         self._handler: Handler = extensions.load(HANDLERS, handler)()
-        if self._handler.needs_sandbox:
+        sandboxed = self._handler.needs_sandbox
+        if sandboxed and (not self._handler.judges_answers or provider is None):
             raise RescoreRefused(
-                f"the handler '{handler}' needs a sandbox, and what Run left in it is not kept: only "
-                "handlers that need none can evaluate a trajectory again"
+                f"the handler '{handler}' judges what Run left in its sandbox, which is not kept: only "
+                "handlers that judge the answer can evaluate a trajectory again"
             )
         if reward is not None and reward.service is not None:
             raise RescoreRefused(
@@ -68,14 +87,24 @@ class Rescorer:
         self._spec = spec.model_copy(update={"handler": handler, "reward": reward})
         self._name, self._by = handler, by
         self._rewards = Rewards(extensions)
+        self._provider = provider() if sandboxed and provider is not None else None
+        # Tests have limits of time, so no more of them run at once than there are cores.
+        self._at_once = _AT_ONCE if self._provider is None else max(2, os.cpu_count() or 2)
+        self._open = AsyncExitStack()
 
     async def check(self) -> None:
-        """Check the names of components before anything is evaluated.
+        """Check the names of components and that sandboxes can be started, before anything is evaluated.
 
         Raises:
-            PipelineError: A name stands for nothing, or the reward function cannot be loaded.
+            PipelineError: A name stands for nothing, the reward function cannot be loaded, or no sandbox can
+                be started here.
         """
         await self._rewards.check(self._handler, self._spec)
+        if self._provider is not None:
+            await self._provider.start()
+            self._open.push_async_callback(self._provider.aclose)
+            renewing = asyncio.create_task(self._renew(self._provider))
+            self._open.push_async_callback(_ended, renewing)
 
     async def rescored(
         self, pairs: Sequence[tuple[Trajectory, Task]], at: datetime
@@ -85,7 +114,7 @@ class Rescorer:
         A trajectory without a reward keeps its status and has none now. One that cannot be evaluated is
         `failed` and has none, as after an Eval.
         """
-        places = asyncio.Semaphore(_AT_ONCE)
+        places = asyncio.Semaphore(self._at_once)
 
         async def one(trajectory: Trajectory, task: Task) -> RescoredTrajectory:
             async with places:
@@ -139,7 +168,7 @@ class Rescorer:
 
     async def _once(self, trajectory: Trajectory, task: Task) -> Evaluation:
         seconds = float(self._spec.stages.eval.timeout_seconds)
-        answer = submitted(trajectory)
+        handler, answer = self._handler.for_task(task), submitted(trajectory)
         context = StageContext(
             task=task,
             spec=self._spec,
@@ -150,14 +179,71 @@ class Rescorer:
             carry={} if answer is None else {ANSWER: answer},
             trajectory=trajectory,
         )
-        evaluation = await evaluate(self._handler, context, seconds)
+        if handler.needs_sandbox:
+            evaluation = await self._in_sandbox(handler, context, seconds)
+        else:
+            evaluation = await evaluate(handler, context, seconds)
         async with asyncio.timeout(seconds):
             return await self._rewards.shaped(self._handler, context, evaluation, None)
 
+    async def _in_sandbox(self, handler: Handler, context: StageContext, seconds: float) -> Evaluation:
+        """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own ones.
+
+        Raises:
+            RescoreRefused: The handler would look for what Run left.
+            Exception: The sandbox could not be started or prepared, or was lost.
+        """
+        provider = self._provider
+        if provider is None or not handler.judges_answer(context.task):
+            raise RescoreRefused("the evaluation of this task judges what Run left in its sandbox")
+        request = sandbox_request(self._spec, handler, context.task)
+        sandbox = await provider.acquire(request, LeaseRef(rollout=context.rollout, token=1))
+        try:
+            async with sandbox:
+                context.client, context.workdir = sandbox.client, sandbox.workdir
+                await self._prepare(handler, context)
+                return await evaluate(handler, context, seconds + _GRACE)
+        except (SandboxLost, ConnectionLost, EvalTimeout):
+            # The program of the answer has run in it.
+            if not await provider.oom_killed(sandbox.handle):
+                raise
+            return Evaluation(0.0, {}, OUT_OF_MEMORY)
+        finally:
+            await asyncio.shield(provider.release(sandbox.handle))
+
+    async def _prepare(self, handler: Handler, context: StageContext) -> None:
+        """Let `init` prepare the sandbox.
+
+        Raises:
+            InitTimeout: It took longer than the job's Init stage may.
+        """
+        limit = float(self._spec.stages.init.timeout_seconds)
+        preparing = asyncio.timeout(limit)
+        try:
+            async with preparing:
+                await handler.init(replace(context, timeout=limit, for_eval=True, purpose="eval"))
+        except TimeoutError as error:
+            if not preparing.expired():
+                raise
+            raise InitTimeout(f"Init took longer than {limit:g} s") from error
+
+    async def _renew(self, provider: SandboxProvider) -> None:
+        """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""
+        while True:
+            await asyncio.sleep(_RENEW_SECONDS)
+            with suppress(SandboxProviderError):
+                await provider.renew(provider.own(), _SANDBOX_SECONDS)
+
     async def close(self) -> None:
-        """Close the handler, and end the processes that make rewards."""
+        """Close the handler, end the processes that make rewards, and remove every sandbox."""
+        await self._open.aclose()
         await self._rewards.close()
         await self._handler.close()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def submitted(trajectory: Trajectory) -> str | None:

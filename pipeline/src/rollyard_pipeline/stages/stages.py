@@ -40,7 +40,7 @@ from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages.contexts import checked_carry, narrowed, sandbox_request, stage_context
-from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, carries, eval_sandbox
+from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.reward_shaping import shaped
 from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
@@ -231,7 +231,7 @@ class Stages:
         context = stage_context(lease, spec, timeout)
         context.trajectory = lease.trajectory
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
-        untouched = fresh and not carries(spec, handler, lease.task)
+        untouched = fresh and not reaches(spec, handler, lease.task)
         try:
             async with self._eval_place(held, spec, handler, context) as sandbox:
                 if sandbox is not None:

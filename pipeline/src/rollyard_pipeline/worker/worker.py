@@ -24,6 +24,7 @@ from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.failures import hand_over, stage_failure
 from rollyard_pipeline.worker.heartbeat import Heartbeat
+from rollyard_pipeline.worker.images_ahead import ImagesAhead
 from rollyard_pipeline.worker.outbox import Outbox
 from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 
@@ -114,6 +115,7 @@ class Worker:
             formats=options.formats,
             egress=options.egress,
         )
+        self._images = ImagesAhead(control, provider)
         self._outbox = Outbox(control, options.worker, self._reported)
         self._heartbeat = Heartbeat(
             control,
@@ -160,6 +162,7 @@ class Worker:
             await self._heartbeat.last()
         finally:
             self._write_trouble("")
+            await self._images.close()
             await self._stages.close()
 
     async def _work(self) -> None:
@@ -250,6 +253,8 @@ class Worker:
             raise RuntimeError("a lease came before the worker ran")
         held = HeldLease(lease)
         self._table.add(held)
+        if lease.stage == "init":
+            self._images.note(lease)
         held.task = self._group.create_task(self._hold(held), name=f"{lease.stage} {lease.rollout}")
 
     async def _hold(self, held: HeldLease) -> None:

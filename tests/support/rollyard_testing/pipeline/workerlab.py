@@ -127,11 +127,16 @@ class Plane:
         self._check()
         return self.spec
 
+    async def waiting_images(self, namespace: str, name: str, uid: str) -> list[str]:
+        self._check()
+        return []
+
 
 class Provider:
     """A provider that knows which sandboxes were released; nothing here needs a real one."""
 
     name = "fake"
+    fetches = False
 
     def __init__(self) -> None:
         self.released: list[str] = []

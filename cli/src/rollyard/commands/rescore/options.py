@@ -11,7 +11,11 @@ from rollyard.connection import connect, server_options
 
 @click.command()
 @click.argument("name")
-@click.option("--handler", required=True, help="The handler; it must need no sandbox, as math and stem.")
+@click.option(
+    "--handler",
+    required=True,
+    help="The handler; it must judge the answer, as math, stem and code.",
+)
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="A .jsonl or .jsonl.gz file."
 )
@@ -21,12 +25,20 @@ from rollyard.connection import connect, server_options
     type=click.Path(path_type=Path, dir_okay=False),
     help="YAML with a section `reward`, in place of the job's.",
 )
+@click.option(
+    "--sandbox",
+    type=click.Choice(["bubblewrap", "apptainer"]),
+    default="bubblewrap",
+    show_default=True,
+    help="The kind of the sandboxes here, for handlers that need some.",
+)
 @server_options
 def command(
     name: str,
     handler: str,
     output: Path,
     reward_file: Path | None,
+    sandbox: str,
     url: str | None,
     home: Path | None,
     namespace: str,
@@ -42,7 +54,7 @@ def command(
 
     require("`rollyard rescore`", "worker")
     with connect(url, home, namespace) as client:
-        count, failed = rescore(client, name, namespace, handler, output, reward_file)
+        count, failed = rescore(client, name, namespace, handler, output, reward_file, sandbox)
     click.echo(f"{count} trajectories in {output}")
     if failed:
         raise CliError(f"{failed} of them could not be evaluated: their status is failed, with the reason")

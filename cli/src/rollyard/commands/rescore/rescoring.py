@@ -6,6 +6,7 @@ import asyncio
 import getpass
 import itertools
 import socket
+import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +18,14 @@ from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
 from rollyard.errors import InvalidInput, LookupFailed
+from rollyard.extras import require
 from rollyard.trajectories.export import write_lines
 
 if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds.task import Task
     from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
+    from rollyard_pipeline.sandboxes.interface import SandboxProvider
     from rollyard_pipeline.stages.rescoring import Rescorer
 
 CHUNK: Final = 64
@@ -33,7 +36,13 @@ MAX_REWARD_FILE: Final = 1 << 20
 
 
 def rescore(
-    client: Client, name: str, namespace: str, handler: str, output: Path, reward_file: Path | None
+    client: Client,
+    name: str,
+    namespace: str,
+    handler: str,
+    output: Path,
+    reward_file: Path | None,
+    sandbox: str,
 ) -> tuple[int, int]:
     """Write a job's trajectories with new rewards, and return their number and that of failed evaluations.
 
@@ -44,20 +53,29 @@ def rescore(
         handler: The name of the handler.
         output: The file to write, with JSON lines. It is there whole or not at all.
         reward_file: A file with a section `reward`. None stands for the job's own.
+        sandbox: The kind of the sandboxes, for a handler that needs some.
 
     Raises:
         LookupFailed: There is no such job or file, or the control plane has lost a task.
-        InvalidInput: The handler needs a sandbox, the reward needs a service, or a name stands for nothing.
+        InvalidInput: The handler judges what is not kept, the reward needs a service, a name stands for
+            nothing, or no sandbox can be started here.
     """
     from rollyard_pipeline.errors import PipelineError
+    from rollyard_pipeline.sandboxes import open_provider
     from rollyard_pipeline.stages.rescoring import Rescorer
 
     job = client.job(name, namespace)
     reward = job.spec.reward if reward_file is None else read_reward(reward_file)
     failed = 0
-    with asyncio.Runner() as runner:
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    with tempfile.TemporaryDirectory(prefix="ryr") as folder, asyncio.Runner() as runner:
+
+        def provider() -> SandboxProvider:
+            require(f"`rollyard rescore --handler {handler}`", "worker,sandbox", "sandbox")
+            return open_provider(sandbox, run_dir=Path(folder), node="rescore")
+
         try:
-            rescorer = Rescorer(handler, job.spec, reward, by=f"{getpass.getuser()}@{socket.gethostname()}")
+            rescorer = Rescorer(handler, job.spec, reward, by, provider=provider)
         except PipelineError as error:
             raise InvalidInput(str(error)) from error
         try:

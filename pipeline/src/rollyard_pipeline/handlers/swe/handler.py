@@ -41,10 +41,15 @@ class SweHandler(Handler):
 
     reward_range = (0.0, 1.0)
     eval_sandbox = "fresh"
+    judges_answers = True
 
     def check(self, task: Task) -> list[str]:
         """Return a problem if the task has no repository with tests."""
         return [] if task.swe is not None else ["swe: required by the handler 'swe'"]
+
+    def judges_answer(self, task: Task) -> bool:
+        """Return whether the policy hands in a diff. Its changes of the folder are not kept."""
+        return task.swe is not None and task.swe.submission == "answer"
 
     def changes(self, task: Task, workdir: str) -> FolderChanges | None:
         """Return the repository's folder. Where the answer is a diff, all changes in it are dropped."""

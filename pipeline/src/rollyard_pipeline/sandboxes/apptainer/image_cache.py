@@ -122,6 +122,23 @@ class ImageCache:
             _used(target)
         return target
 
+    async def fetch(self, image: Image, program: ContainerProgram, *, unpacked: bool) -> bool:
+        """Build an image that no sandbox waits for yet, unless the cache is full; whether it is there now.
+
+        An image that is needed now is built even if the images in use fill the cache. One that is only
+        expected is not.
+
+        Raises:
+            ImageNotUsable, SandboxStartFailed, DiskFull: See `ready`.
+        """
+        if image.path is None or image.kind == "archive" or unpacked:
+            key = await in_thread(image.key)
+            target = self.folder / f"{key}{'.dir' if unpacked else '.sif'}"
+            if not target.exists() and not await in_thread(self._make_room, target):
+                return False
+        await self.ready(image, program, unpacked=unpacked)
+        return True
+
     async def has(self, image: Image) -> bool:
         """Return whether the image has been built as a SIF file.
 
@@ -190,8 +207,8 @@ class ImageCache:
         argv = [program.path, "build", "--force", *kind, *options, str(built), source]
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
-    def _make_room(self, wanted: Path) -> None:
-        """Remove the leftovers of dead builders, and the least recently used images."""
+    def _make_room(self, wanted: Path) -> bool:
+        """Remove what dead builders left, and the least recently used images; whether there is room then."""
         now = time.time()
         for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
             with contextlib.suppress(OSError):
@@ -203,13 +220,14 @@ class ImageCache:
                 entries.append((path.stat().st_mtime, path, _size(path)))
         total = sum(size for _, _, size in entries)
         for used, path, size in sorted(entries):
-            if total <= self._max_bytes:
-                return
+            if total < self._max_bytes:
+                break
             if now - used > _IN_USE_SECONDS and path != wanted:
                 log.info("removing %s from the image cache, which holds %d MB", path, total >> 20)
                 _remove(path)
                 path.with_suffix(".json").unlink(missing_ok=True)
                 total -= size
+        return total < self._max_bytes
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

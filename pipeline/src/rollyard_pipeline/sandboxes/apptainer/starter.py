@@ -111,6 +111,7 @@ class ApptainerStarter:
     """Starts an instance whose start script is the exec server."""
 
     name = "apptainer"
+    fetches = True
 
     def __init__(
         self,
@@ -228,12 +229,20 @@ class ApptainerStarter:
         """Build the image, or wait for another process that builds it."""
         await self._ready(key)
 
-    async def _ready(self, key: SandboxKey) -> Path:
+    async def fetch(self, key: SandboxKey) -> bool:
+        """Build the image ahead of the first sandbox, if the cache has room; see `ImageCache.fetch`."""
+        image, program = await self._source(key)
+        return await self._cache.fetch(image, program, unpacked=self._unpacked)
+
+    async def _source(self, key: SandboxKey) -> tuple[Image, ContainerProgram]:
         if self._program is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
-        image = await in_thread(self._image, key.image, key.build)
+        return await in_thread(self._image, key.image, key.build), self._program
+
+    async def _ready(self, key: SandboxKey) -> Path:
+        image, program = await self._source(key)
         try:
-            return await self._cache.ready(image, self._program, unpacked=self._unpacked)
+            return await self._cache.ready(image, program, unpacked=self._unpacked)
         except DiskFull as error:
             if self._cache.folder.is_relative_to(self._folder.run_dir):
                 raise NodeDiskFull(str(error)) from error

@@ -25,6 +25,7 @@ class ProcessStarter:
     """Starts the exec server as an ordinary process with a private work folder."""
 
     name = "process"
+    fetches = False
 
     def __init__(self, places: Sequence[CgroupPlace]) -> None:
         self._places = places
@@ -52,6 +53,10 @@ class ProcessStarter:
                 f"sandbox.folders {', '.join(key.folders)}: bare processes have none of their own; use "
                 "--sandbox bubblewrap"
             )
+
+    async def fetch(self, key: SandboxKey) -> bool:
+        """Return true: bare processes have no image."""
+        return True
 
     async def prepare(self, key: SandboxKey) -> None:
         """Do nothing, because there is nothing to prepare."""

@@ -46,6 +46,8 @@ class Starter(Protocol):
     """The starter of one kind of sandbox."""
 
     name: str
+    fetches: bool
+    """Whether images come from elsewhere and may take long to come."""
 
     def workdir(self, folder: Path) -> str:
         """Return the work folder as programs inside see it, for a sandbox whose own folder is `folder`."""
@@ -73,6 +75,13 @@ class Starter(Protocol):
 
     async def prepare(self, key: SandboxKey) -> None:
         """Prepare what may take minutes and is shared by many starts, such as an image.
+
+        It raises the same exceptions as `start`.
+        """
+        ...
+
+    async def fetch(self, key: SandboxKey) -> bool:
+        """Bring the image of a key to this machine ahead of its first sandbox; whether there was room for it.
 
         It raises the same exceptions as `start`.
         """

@@ -173,6 +173,7 @@ class BubblewrapStarter:
     """
 
     name = "bubblewrap"
+    fetches = False
 
     def __init__(
         self,
@@ -212,6 +213,10 @@ class BubblewrapStarter:
         """Raise ImageNotUsable if the key's image is not a root folder that can be used."""
         if key.image is not None:
             check_image(key.image, private=[self._folder.run_dir])
+
+    async def fetch(self, key: SandboxKey) -> bool:
+        """Return true: a root folder is there, or it is not."""
+        return True
 
     async def prepare(self, key: SandboxKey) -> None:
         """Do nothing, because a root folder needs no preparation."""

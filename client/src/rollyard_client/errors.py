@@ -110,6 +110,12 @@ class ContextError(RollyardError):
     reason = "NoContext"
 
 
+class MissingLibrary(RollyardError):
+    """Raised if a library is needed that the light client does without. The message names its extra."""
+
+    reason = "MissingLibrary"
+
+
 _BY_STATUS: dict[int, type[RollyardError]] = {
     400: Invalid,
     401: Unauthorized,

@@ -69,18 +69,28 @@ class ResultPage(Generic[E]):
         )
         return [attempts.without(line) for line in lines] if self.older else lines
 
-    async def answer(self, lines: list[bytes], form: str, reached: int | None) -> Response:
-        """Return the answer with these documents; `reached` is the last one's place, None for all found."""
+    async def answer(
+        self, lines: list[bytes], form: str, reached: int | None, places: Sequence[int]
+    ) -> Response:
+        """Return the answer with these documents.
+
+        Args:
+            reached: The place of the last one, or None for all that were found.
+            places: The place of each document.
+        """
         omitted = attempts.FIELDS if self.older else ()
         encode = partial(delivery.encode, lines, form, omitted)
         data = await self.plane.archive.builds.run(encode, self.job.namespace)
-        return self.deliver(data, form, reached)
+        return self.deliver(data, form, reached, places)
 
-    def deliver(self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None) -> Response:
+    def deliver(
+        self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None, places: Sequence[int]
+    ) -> Response:
         """Return the answer with this body, which keeps the held place until it is sent."""
         place = self.found.after if reached is None else reached
         headers = {
             "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
+            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places),
             "Rollyard-Finished": "true" if self.finished and reached is None else "false",
         }
         return Delivery(data, form, headers, self.held.pop_all())

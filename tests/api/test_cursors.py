@@ -135,3 +135,43 @@ async def test_cursors_are_bounded_and_go_with_their_job(ended: Any) -> None:
         return int(conn.execute(sa.select(sa.func.count()).select_from(cursors)).scalar_one())
 
     assert await ended.plane.database.read(count) == 0
+
+
+async def test_a_stream_whose_results_nobody_reads_takes_no_more(
+    settings: Any, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    def pushed(count: int) -> dict[str, Any]:
+        return {"tasks": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
+
+    async with serving(settings, max_unread=6) as served:
+        http, worker = served.admin, worker_of(served.worker)
+        spec = {"tasks": {"stream": True}, "samplesPerTask": 2}
+        await http.post("/v1/rolloutjobs", json=make_manifest(**spec))
+        assert (await http.post(f"{PATH}/tasks", json=pushed(3))).status_code == 200
+        assert await worker.finish_all() == 6
+        full = await http.post(f"{PATH}/tasks", json=pushed(4))
+        assert (full.status_code, full.json()["reason"]) == (409, "ResultsUnread")
+        assert "about 6 ended rollouts" in full.json()["detail"]
+        again = await http.post(f"{PATH}/tasks", json=pushed(3))
+        assert again.json() == {"accepted": 0, "repeated": 3}, "a repeat is no further task"
+        places = await after_each(http, "groups")
+        assert (await http.post(f"{PATH}/tasks", json=pushed(4))).status_code == 409, "reading takes a cursor"
+        await http.get(f"{PATH}/groups", params={"cursor": places[0]})
+        assert (await http.post(f"{PATH}/tasks", json=pushed(4))).status_code == 200
+        assert await worker.finish_all() == 2
+        assert (await http.post(f"{PATH}/tasks", json=pushed(5))).status_code == 409
+        await put(http, "trainer", places[2])
+        assert (await http.post(f"{PATH}/tasks", json=pushed(5))).status_code == 200
+        await http.get(f"{PATH}/groups", params={"cursor": ""})
+        assert (await http.post(f"{PATH}/tasks", json=pushed(6))).status_code == 200, "it was read before"
+        spec["dynamicSampling"] = {"targetGroups": 3, "minStd": 0}
+        steps = make_manifest(**spec)
+        steps["metadata"]["name"] = "steps"
+        await http.post("/v1/rolloutjobs", json=steps)
+        path = "/v1/rolloutjobs/steps"
+        await http.post(f"{path}/tasks", json=pushed(3))
+        assert (await http.post(f"{path}/targets", json={"id": "a"})).status_code == 201
+        await worker.finish_all()
+        refused = await http.post(f"{path}/targets", json={"id": "b"})
+        assert (refused.status_code, refused.json()["reason"]) == (409, "ResultsUnread")
+        assert (await http.post(f"{path}/targets", json={"id": "a"})).status_code == 200

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,8 +21,10 @@ from rollyard_client import (
     Conflict,
     Invalid,
     MissingLibrary,
+    NotFound,
     Retry,
     ServerUnavailable,
+    TokenizerDiffers,
     WaitTimeout,
 )
 from rollyard_client.paging import Cursor
@@ -270,15 +273,9 @@ def test_lags() -> None:
 
 
 def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "lagging"},
-        "spec": {"model": "m"},
-    }
     version = {"t0": "v1", "t1": "v2", "t2": "v3", "t3": "v1", "t4": "v3", "t5": "v2"}
     with plane.client() as client:
-        client.create_pool(pool)
+        client.create_pool(pool_of("lagging"))
         headers = {"Authorization": f"Bearer {plane.tokens['driver']}"}
         body = {"backends": [{"url": "http://127.0.0.1:9", "ready": True}]}
         httpx.put(f"{plane.url}/v1/backendpools/lagging/backends", json=body, headers=headers)
@@ -365,15 +362,61 @@ def test_calls_are_repeated_when_their_answer_is_lost(plane: Plane) -> None:
         batch = client.batch("lossy", groups=2, informative=True, consumer="trainer")
         kept = client.acknowledge("lossy", "trainer", batch.cursor, expected=batch.start)
         assert kept.cursor == batch.cursor
-        client.create_pool(
-            {
-                "apiVersion": "rollyard.dev/v1alpha1",
-                "kind": "BackendPool",
-                "metadata": {"name": "lossy"},
-                "spec": {"model": "m"},
-            }
-        )
+        client.create_pool(pool_of("lossy"))
         first = client.update_weights("lossy", "v1", pushed=True, in_flight="restart")
         assert [update.id for update in client.weight_updates("lossy")] == [first.id]
         assert client.cancel("lossy").status.counts.total == 8
         assert lossy.changes == 14, "seven calls were sent twice"
+
+
+TINY = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
+
+
+def pool_of(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": name},
+        "spec": {"model": "m", **spec},
+    }
+
+
+async def test_a_trainer_with_another_tokenizer_is_told_before_the_first_step(
+    plane: Plane, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    with plane.client() as client:
+        client.create_pool(pool_of("tokenizers", tokenizer=str(TINY)))
+        for same in (TINY, str(TINY), tokenizer):
+            client.check_tokenizer("tokenizers", same)
+        # transformers writes the same tokenizer in another form.
+        written = json.loads((TINY / "tokenizer.json").read_text())
+        written |= {"padding": None, "truncation": None}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(written, indent=2))
+        client.check_tokenizer("tokenizers", tmp_path)
+        tokenizer.add_tokens(["<one-more>"])
+        with pytest.raises(TokenizerDiffers, match=r"has \d+ tokens .* the pool's has \d+"):
+            client.check_tokenizer("tokenizers", tokenizer)
+        swapped = dict(written["model"]["vocab"])
+        added = {token["content"] for token in written["added_tokens"]}
+        first, second = [token for token in swapped if token not in added][:2]
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        written["model"]["vocab"] = swapped
+        (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+        with pytest.raises(TokenizerDiffers):
+            client.check_tokenizer("tokenizers", tmp_path)
+        for wrong in (tmp_path / "none", "owner/unknown", 7, object()):
+            with pytest.raises(Invalid, match="tokenizer: "):
+                client.check_tokenizer("tokenizers", wrong)
+        client.create_pool(pool_of("unseen", tokenizer="/nowhere/else"))
+        with pytest.raises(NotFound) as unseen:
+            client.check_tokenizer("unseen", TINY)
+        assert unseen.value.reason == "TokenizerUnseen"
+        (tmp_path / "tokenizer.json").write_text("{")
+        client.create_pool(pool_of("broken", tokenizer=str(tmp_path)))
+        with pytest.raises(Invalid) as broken:
+            client.check_tokenizer("broken", TINY)
+        assert broken.value.reason == "TokenizerInvalid"
+    async with AsyncClient(plane.url, plane.tokens["admin"]) as other:
+        await other.check_tokenizer("tokenizers", TINY)

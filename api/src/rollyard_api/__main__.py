@@ -77,6 +77,8 @@ GARBAGE_THRESHOLD = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 STALL_SECONDS = 60
 BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
+    ("max_queued", int, "unfinished rollouts in all"),
+    ("max_unread", int, "ended rollouts of a stream that nobody has read"),
     ("store_seconds", float, "how long a request waits for the trajectory store"),
     ("page_bytes", int, "bytes of a page of results, of a list, and of an answer with leases"),
     ("max_polls", int, "long polls of trainers and drivers"),
@@ -130,7 +132,6 @@ def parser() -> argparse.ArgumentParser:
         help="how long rollouts of a job without a deadline wait while their pool has no ready backend "
         "(default: %(default)s)",
     )
-    made.add_argument("--max-queued", type=int, default=1_000_000, help="unfinished rollouts in all")
     made.add_argument(
         "--max-unstored", type=int, default=10_000, help="ended rollouts awaiting the trajectory store"
     )
@@ -319,7 +320,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         trajectories=given.trajectories,
         lease_seconds=given.lease_seconds,
         no_backend_seconds=given.no_backend_seconds,
-        max_queued=given.max_queued,
         max_unstored=given.max_unstored,
         sqlite_max_pages=given.sqlite_max_pages,
         verify_python=given.verify_python,

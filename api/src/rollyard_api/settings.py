@@ -42,6 +42,9 @@ class Settings:
     ended by themselves."""
     max_queued: int = 1_000_000
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
+    max_unread: int = 100_000
+    """The largest number of ended rollouts of a stream that nobody has read. A stream with more of them takes
+    no further tasks and targets."""
     max_claims: int = 10_000
     """The largest number of claims whose sandbox is not removed. Further ones are answered with 429."""
     max_body_bytes: int = 64 << 20

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RollyardError,
         ServerUnavailable,
         StorageFull,
+        TokenizerDiffers,
         TooMany,
         Unauthorized,
         WaitTimeout,
@@ -71,6 +72,7 @@ __all__ = [
     "RollyardError",
     "ServerUnavailable",
     "StorageFull",
+    "TokenizerDiffers",
     "TooMany",
     "Unauthorized",
     "WaitTimeout",
@@ -88,7 +90,8 @@ __getattr__ = lazily(
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
         "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced MissingLibrary "
-        "NotFound RollyardError ServerUnavailable StorageFull TooMany Unauthorized WaitTimeout",
+        "NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized "
+        "WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
         "sse": "JobEvent",

@@ -112,6 +112,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("PUT", f"{POOLS}/{{name}}"): DRIVER,
     ("PATCH", f"{POOLS}/{{name}}"): DRIVER,
     ("DELETE", f"{POOLS}/{{name}}"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}/tokenizer"): DRIVER,
     ("PUT", f"{POOLS}/{{name}}/backends"): DRIVER,
     ("PUT", f"{POOLS}/{{name}}/status"): DRIVER,
     ("POST", f"{POOLS}/{{name}}/pause"): DRIVER,

@@ -28,6 +28,7 @@ from rollyard_api.rollouts.ending import advance, finish
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, read_one
 from rollyard_api.storage.schema import dynamic_sampling, groups, jobs
+from rollyard_api.trajectories import unread
 
 # The rollouts of the groups that have not started, in all jobs that may still start them.
 _UNSTARTED = (
@@ -271,7 +272,12 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued:
 
 
 def push(
-    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], max_queued: int
+    tx: Transaction,
+    namespace: str,
+    name: str,
+    tasks: Sequence[TaskRow],
+    max_queued: int,
+    max_unread: int,
 ) -> dict[str, int]:
     """Add tasks to an open stream. A task whose id the job already has changes nothing.
 
@@ -279,7 +285,7 @@ def push(
         The number of accepted tasks and the number of repeated ones.
 
     Raises:
-        Conflict: The job is a batch job, closed or cancelled.
+        Conflict: The job is a batch job, closed or cancelled, or `max_unread` of its results are unread.
         QueueFull: There is no room for the rollouts. None of the tasks was added.
     """
     job = find_locked(tx, namespace, name)
@@ -299,6 +305,7 @@ def push(
         )
     fresh = [t for t in tasks if t.id not in known]
     if fresh:
+        unread.check(job, loads(job.limits)["samples"], max_unread)
         _enqueue(tx, job, fresh, max_queued)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 

@@ -318,8 +318,9 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
         document = await body_of(request)
         listed = document.get("tasks") if isinstance(document, dict) else None
         rows = await plane.parsing.run(partial(tasks.read_list, listed), namespace)
+    bounds = {"max_queued": plane.settings.max_queued, "max_unread": plane.settings.max_unread}
     told = await plane.database.write(
-        partial(jobs.push, namespace=namespace, name=name, tasks=rows, max_queued=plane.settings.max_queued)
+        partial(jobs.push, namespace=namespace, name=name, tasks=rows, **bounds)
     )
     return answer(told)
 
@@ -353,9 +354,9 @@ async def open_target(request: Request, name: str, namespace: Namespace = "defau
     """
     plane = plane_of(request)
     asked = validated(Target, await body_of(request))
-    told = await plane.database.write(
-        partial(targets.open_step, namespace=namespace, name=name, step=asked.id, groups=asked.groups)
-    )
+    unread = plane.settings.max_unread
+    step = partial(targets.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
+    told = await plane.database.write(partial(step, namespace=namespace, name=name))
     return answer(told, 201 if told["opened"] else 200)
 
 

@@ -18,7 +18,7 @@ from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import is_older_client, plane_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
-from rollyard_api.trajectories import attempts, delivery
+from rollyard_api.trajectories import attempts, delivery, unread
 from rollyard_api.trajectories.delivery import Delivery
 
 
@@ -122,6 +122,8 @@ async def result_page(
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
     after = cursors.number(cursor, kind, uid=job.uid, job=name, end=end(job))
+    if unread.is_ahead(job, kind, after, plane.settings.max_unread):
+        await plane.database.write(partial(unread.mark, job_id=job.id, kind=kind, position=after))
 
     def query(conn: Connection) -> tuple[E, bool]:
         now = jobs.find(conn, namespace, name)

@@ -18,6 +18,7 @@ from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import cursors
+from rollyard_api.trajectories import unread
 
 KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
 MAX_CURSORS: Final = 64
@@ -96,6 +97,7 @@ def acknowledge(
             )
         where = (cursors.c.job_id == job.id, cursors.c.name == name)
         tx.conn.execute(sa.update(cursors).where(*where).values(**values))
+    unread.mark(tx, job.id, kind, position)
     return one(tx.conn, job, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rollyard_client.call import Call
 from rollyard_client.errors import RollyardError
 from rollyard_client.paging import Cursor
-from rollyard_client.requests import cursors, results
+from rollyard_client.requests import cursors, pools, results
 from rollyard_client.requests.cursors import Acknowledged
 from rollyard_client.requests.results import Group
 from rollyard_client.training.batch import Batch, gather
 from rollyard_client.training.iterators import AsyncResultIterator
 from rollyard_client.training.sync_reader import resume_call
+from rollyard_client.training.tokenizer import compare, vocabulary
 
 if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
@@ -168,6 +170,25 @@ class AsyncResultReader:
     async def forget(self, job: str, consumer: str, namespace: str | None = None) -> None:
         """Remove an acknowledged cursor, or raise NotFound if there is none of this name."""
         await self._transport.send(cursors.forget(job, namespace or self.namespace, consumer))
+
+    async def check_tokenizer(self, pool: str, tokenizer: Any, namespace: str | None = None) -> None:
+        """Check, before the first step, that a pool and its trainer have tokenizers with the same ids.
+
+        Their vocabularies are compared by a hash, including added tokens.
+
+        Args:
+            pool: The pool.
+            tokenizer: The trainer's: a folder with tokenizer.json, the name of a model in Hugging Face's
+                cache, or a tokenizer of transformers or of the tokenizers library.
+            namespace: The namespace of the pool. None stands for the client's own.
+
+        Raises:
+            TokenizerDiffers: A token has another id, or only one of them has it.
+            NotFound: The control plane does not see the pool's tokenizer (`TokenizerUnseen`).
+            Invalid: One of the two is no tokenizer (`TokenizerInvalid`).
+        """
+        theirs = await self._transport.send(pools.tokenizer(pool, namespace or self.namespace))
+        compare(pool, theirs, await asyncio.to_thread(vocabulary, tokenizer))
 
 
 async def run(steps: Generator[Call[Any], Any, T], transport: AsyncTransport) -> T:

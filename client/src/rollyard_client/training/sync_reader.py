@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rollyard_client.call import Call
 from rollyard_client.errors import Invalid, RollyardError
 from rollyard_client.paging import Cursor
-from rollyard_client.requests import cursors, results
+from rollyard_client.requests import cursors, pools, results
 from rollyard_client.requests.cursors import Acknowledged
 from rollyard_client.requests.results import Group
 from rollyard_client.training.batch import Batch, gather
 from rollyard_client.training.iterators import ResultIterator
+from rollyard_client.training.tokenizer import compare, vocabulary
 
 if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
@@ -167,6 +168,25 @@ class ResultReader:
     def forget(self, job: str, consumer: str, namespace: str | None = None) -> None:
         """Remove an acknowledged cursor, or raise NotFound if there is none of this name."""
         self._transport.send(cursors.forget(job, namespace or self.namespace, consumer))
+
+    def check_tokenizer(self, pool: str, tokenizer: Any, namespace: str | None = None) -> None:
+        """Check, before the first step, that a pool and its trainer have tokenizers with the same ids.
+
+        Their vocabularies are compared by a hash, including added tokens.
+
+        Args:
+            pool: The pool.
+            tokenizer: The trainer's: a folder with tokenizer.json, the name of a model in Hugging Face's
+                cache, or a tokenizer of transformers or of the tokenizers library.
+            namespace: The namespace of the pool. None stands for the client's own.
+
+        Raises:
+            TokenizerDiffers: A token has another id, or only one of them has it.
+            NotFound: The control plane does not see the pool's tokenizer (`TokenizerUnseen`).
+            Invalid: One of the two is no tokenizer (`TokenizerInvalid`).
+        """
+        theirs = self._transport.send(pools.tokenizer(pool, namespace or self.namespace))
+        compare(pool, theirs, vocabulary(tokenizer))
 
 
 def run(steps: Generator[Call[Any], Any, T], transport: SyncTransport) -> T:

@@ -19,8 +19,8 @@ import orjson
 from rollyard_crds.errors import CrdsError
 
 FILE: Final = "tokenizer.json"
-MAX_FILE: Final = 128 << 20
-"""The largest tokenizer.json that is read, in bytes. Those of large vocabularies have about 20 MB."""
+MAX_FILE: Final = 64 << 20
+"""The largest tokenizer.json that is read, in bytes. Those of large vocabularies have about 30 MB."""
 MAX_ID: Final = 2**31 - 1
 
 
@@ -58,7 +58,7 @@ def of_tokens(ids: Mapping[str, int]) -> Vocabulary:
 def _by_id(item: tuple[Any, Any]) -> tuple[int, str]:
     token, number = item
     if not isinstance(token, str) or type(number) is not int or not 0 <= number <= MAX_ID:
-        raise TokenizerInvalid(f"the token {str(token)[:40]!r} has no valid id: {str(number)[:40]!r}")
+        raise TokenizerInvalid(f"a token has no valid id: it must be a whole number from 0 to {MAX_ID}")
     return number, token
 
 
@@ -98,4 +98,5 @@ def of_file(path: Path) -> Vocabulary:
     except TokenizerInvalid:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TokenizerInvalid(f"{path} is no {FILE} with a vocabulary: {error}") from error
+        # What is wrong is not quoted, because a path may be that of another file.
+        raise TokenizerInvalid(f"{path} is no {FILE} with a vocabulary ({type(error).__name__})") from error

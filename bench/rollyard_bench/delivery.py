@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -148,10 +147,8 @@ def _fill(http: httpx.Client, rollouts: int) -> None:
         http.post("/v1/leases/complete", content=body, headers=headers).raise_for_status()
     end = time.monotonic() + 600
     while True:
-        text = http.get("/metrics").raise_for_status().text
-        (waiting,) = [
-            line for line in text.splitlines() if line.startswith("rollyard_trajectories_unstored ")
-        ]
+        lines = http.get("/metrics").raise_for_status().text.splitlines()
+        (waiting,) = [line for line in lines if line.startswith("rollyard_trajectories_unstored ")]
         if float(waiting.split()[1]) == 0:
             return
         if time.monotonic() > end:
@@ -205,8 +202,3 @@ async def measure(settings: Settings) -> list[Measurement]:
     return [
         Measurement("delivery_rate", medians[best].value, Baseline("NDJSON", medians["NDJSON"].value), how)
     ]
-
-
-if __name__ == "__main__":
-    for name, rates in deliver(int(os.environ.get("N", "128")), 2).items():
-        print(name, *rates)

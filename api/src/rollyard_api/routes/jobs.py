@@ -318,10 +318,9 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
         document = await body_of(request)
         listed = document.get("tasks") if isinstance(document, dict) else None
         rows = await plane.parsing.run(partial(tasks.read_list, listed), namespace)
-    bounds = {"max_queued": plane.settings.max_queued, "max_unread": plane.settings.max_unread}
-    told = await plane.database.write(
-        partial(jobs.push, namespace=namespace, name=name, tasks=rows, **bounds)
-    )
+    limits = plane.settings
+    push = partial(jobs.push, tasks=rows, max_queued=limits.max_queued, max_unread=limits.max_unread)
+    told = await plane.database.write(partial(push, namespace=namespace, name=name))
     return answer(told)
 
 

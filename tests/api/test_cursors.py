@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from rollyard_api.core.problems import StorageFull
 from rollyard_api.storage.schema import cursors
 from rollyard_api.trajectories import acknowledged
 
@@ -175,3 +176,21 @@ async def test_a_stream_whose_results_nobody_reads_takes_no_more(
         refused = await http.post(f"{path}/targets", json={"id": "b"})
         assert (refused.status_code, refused.json()["reason"]) == (409, "ResultsUnread")
         assert (await http.post(f"{path}/targets", json={"id": "a"})).status_code == 200
+
+
+async def test_a_full_database_does_not_prevent_reading(
+    settings: Any, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(settings, max_unread=1) as served:
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest())
+        await worker_of(served.worker).finish_all()
+        place = (await after_each(served.admin, "groups"))[0]
+
+        async def full(_op: Any) -> None:
+            raise StorageFull("there is no space for the database")
+
+        monkeypatch.setattr(served.plane.database, "write", full)
+        answer = await served.admin.get(f"{PATH}/groups", params={"cursor": place})
+        assert (answer.status_code, len(answer.content.splitlines())) == (200, 1)
+        assert (await put(served.admin, "trainer", place)).status_code == 507
+        monkeypatch.undo()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
+from rollyard_api.core.problems import ApiError
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import is_older_client, plane_of
@@ -123,7 +124,8 @@ async def result_page(
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
     after = cursors.number(cursor, kind, uid=job.uid, job=name, end=end(job))
     if unread.is_ahead(job, kind, after, plane.settings.max_unread):
-        await plane.database.write(partial(unread.mark, job_id=job.id, kind=kind, position=after))
+        with suppress(ApiError):  # A full disk must not prevent reading.
+            await plane.database.write(partial(unread.mark, job_id=job.id, kind=kind, position=after))
 
     def query(conn: Connection) -> tuple[E, bool]:
         now = jobs.find(conn, namespace, name)

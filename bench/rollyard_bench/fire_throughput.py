@@ -121,7 +121,7 @@ class Follower:
         return False
 
     def judge(self, expected: set[tuple[str, int]]) -> None:
-        """Raises ProgramFailed if a result was lost, doubled or changed."""
+        """Raise ProgramFailed if a result was lost, doubled or changed."""
         whole = Ledger()
         with self._yard.http() as http:
             self.ledger.read(http, self._name)

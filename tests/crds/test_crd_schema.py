@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from rollyard_crds import ManifestError, StageSpec, parse, schema
 from rollyard_crds.rolloutjob import StagesSpec
 from rollyard_testing.crds.bounds import beyond
+from rollyard_testing.crds.patches import merged
 
 HERE = Path(__file__).parent
 YAML_FOLDER = HERE.parents[1] / "crds" / "yaml"
@@ -21,18 +22,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "BackendPool": {"model": "m"},
 }
 CRDS = {resource.kind: schema.crd(resource) for resource in schema.RESOURCES}
-
-
-def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in patch.items():
-        if value is None:
-            out.pop(key, None)
-        elif isinstance(value, dict):
-            out[key] = merged(out.get(key) or {}, value)
-        else:
-            out[key] = value
-    return out
 
 
 def document(case: dict[str, Any]) -> dict[str, Any]:

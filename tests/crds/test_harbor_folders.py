@@ -185,7 +185,7 @@ def test_a_job_is_narrowed_to_the_hosts_of_a_task() -> None:
         (job, "x.c.org"),
     ):
         with pytest.raises(
-            ValueError, match=f"{re.escape(host)} is not among the job's sandbox.allowedHosts"
+            ValueError, match=f"^sandbox.allowedHosts: {re.escape(host)} is not among the job's"
         ):
             spec.narrowed([host])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ PAGES = [
     ).stdout.splitlines()
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\[[^\]]*\]\(([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 WORDS = re.compile(r"\b(anew|goes\s+on|went\s+on|told|by\s+then)\b", re.IGNORECASE)
 """Words that hide who does what. `tests/house` refuses them in the code."""
@@ -60,6 +64,61 @@ def test_there_are_pages() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names by which links reach the headings of a page."""
+    text = FENCE.sub("", page.read_text())
+    # A heading shows the text of its links only.
+    shown = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in HEADING.findall(text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in shown}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_to_headings(page: Path) -> None:
+    wrong = [
+        f"{target}#{anchor}"
+        for target, anchor in ANCHOR.findall(FENCE.sub("", page.read_text()))
+        if not re.match(r"[a-z]+:", target)
+        and (not target or target.endswith(".md"))
+        and anchor not in anchors((page.parent / target).resolve() if target else page)
+    ]
+    assert not wrong
+
+
+def entries(text: str) -> Iterator[str]:
+    """Yield the paragraphs, entries of lists and rows of tables, each as a line. Fences are left out."""
+    for block in re.split(r"\n(?=\s*[-*] |\s*\d+\. |\||#)|\n\s*\n", FENCE.sub("", text)):
+        line = " ".join(block.split())
+        if not re.fullmatch(r"[|: -]*|#.*|\| surface \|.*", line):
+            yield line
+
+
+@pytest.mark.parametrize(
+    ("text", "twice"),
+    [
+        ("A line.\n\nAnother\nline.\n\nA\nline.", ["A line."]),
+        ("- one\n- two\n  of it\n- two of it", ["- two of it"]),
+        ("| a | b |\n|---|---|\n| c | d |\n| c | d |", ["| c | d |"]),
+        ("## Set\n\nx\n\n## Set\n\n```\nx\n```", []),
+    ],
+)
+def test_what_is_there_twice_is_found(text: str, twice: list[str]) -> None:
+    assert [entry for entry, count in Counter(entries(text)).items() if count > 1] == twice
+
+
+@pytest.mark.parametrize("page", pages())
+def test_nothing_is_there_twice(page: Path) -> None:
+    """A merge of two branches easily keeps a paragraph, an entry or a row of both."""
+    long = [entry for entry in entries(page.read_text()) if len(entry) > 40]
+    assert [entry for entry, count in Counter(long).items() if count > 1] == []
+
+
+def test_each_entry_of_the_changelog_begins_in_its_own_way() -> None:
+    found = [entry for entry in entries((ROOT / "CHANGELOG.md").read_text()) if entry.startswith("- ")]
+    assert len(found) > 100
+    openings = Counter(" ".join(entry.split()[:6]) for entry in found)
+    assert [opening for opening, count in openings.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("page", pages())

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -131,3 +133,15 @@ def test_the_tree_as_it_is_keeps_its_contracts(tmp_path: Path) -> None:
     kept, links = _lint(_copied(tmp_path))
     assert kept
     assert not links
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """An import for the types alone counts, too: who reads one of the modules has to read all of them."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
+    imports = grimp.build_graph(*packages, cache_dir=None)
+    arrows = {name: imports.find_modules_directly_imported_by(name) for name in imports.modules}
+    assert len(arrows) > 600
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(f"these import each other: {' <- '.join(error.args[1])}")

@@ -50,6 +50,8 @@ NOUNS = frozenset(
     ]
 )
 """The words that begin a noun phrase. The docstring of a function begins with a verb instead."""
+NO_IMPERATIVE = re.compile(r"(?!This\b)[A-Z][a-z]*[^s]s\b|`|[A-Z]{2}")
+"""A first word that is no verb in the imperative: "Returns", a name or an abbreviation. See PEP 257."""
 ENTRY = re.compile(r"\s+\*{0,2}[\w.]+: (.+)")
 WORDS = re.compile(r"\b(anew|goes on|went on|told|by then)\b", re.IGNORECASE)
 
@@ -72,17 +74,19 @@ def texts(source: str, nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def noun_phrases(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield line and text of docstrings of functions that do not begin with a verb.
+    """Yield line and text of docstrings of functions that do not begin with a verb in the imperative.
 
-    A property is named by a noun, and the docstring of a test may be a statement about the tested code.
+    A property is named by a noun, and the docstring of a test may be a statement about the tested code. That
+    of a group of commands describes the program for its help.
     """
     for node in nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
             continue
-        if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        if "property" in decorators or "click.group" in decorators:
             continue
         words = (ast.get_docstring(node) or "").split()
-        if words and words[0].strip(",.:;") in NOUNS:
+        if words and (words[0].strip(",.:;") in NOUNS or NO_IMPERATIVE.match(words[0])):
             yield node.lineno, " ".join(words)
 
 
@@ -123,7 +127,7 @@ def findings(source: str, shell: bool = False, shown: bool = False) -> list[str]
             for line, text in messages(nodes)
             for word in WORDS.finditer(text)
         ]
-    found += [f"{line}: begins with a noun phrase: {text[:70]}" for line, text in noun_phrases(nodes)]
+    found += [f"{line}: does not begin with a command: {text[:70]}" for line, text in noun_phrases(nodes)]
     return found
 
 
@@ -137,6 +141,10 @@ def findings(source: str, shell: bool = False, shown: bool = False) -> list[str]
         ('def f() -> None:\n    """Wait.\n\n    Args:\n        seconds: Within which it ends.\n    """', 1),
         ('def f() -> int:\n    """The number of rollouts."""', 1),
         ('def f() -> int:\n    """Return the number of rollouts."""', 0),
+        ('def f() -> int:\n    """Returns the number of rollouts."""', 1),
+        ('async def f() -> None:\n    """Says why."""', 1),
+        ('def f() -> None:\n    """Pass it on."""', 0),
+        ('class A:\n    """Reads rollouts."""', 0),
         ('@property\ndef f() -> int:\n    """The number of rollouts."""', 0),
         ('def test_f() -> None:\n    """The last one wins."""', 0),
         ("# the session goes\n# on\n", 0),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rollyard_crds import ManifestError, parse, schema
 from rollyard_testing.crds.bounds import beyond, rules
+from rollyard_testing.crds.patches import merged
 from rollyard_testing.kubernetes.podwatch import api_server
 
 if TYPE_CHECKING:
@@ -25,18 +26,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "RolloutJob": {"tasks": {"url": "file:///t.jsonl"}, "handler": "shell", "backendRef": {"name": "p"}},
     "BackendPool": {"model": "m"},
 }
-
-
-def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in patch.items():
-        if value is None:
-            out.pop(key, None)
-        elif isinstance(value, dict):
-            out[key] = merged(out.get(key) or {}, value)
-        else:
-            out[key] = value
-    return out
 
 
 def manifest(kind: str, patch: dict[str, Any], name: str = "x") -> dict[str, Any]:

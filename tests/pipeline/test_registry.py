@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from rollyard_pipeline.handlers import Handler
+from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.registry import AGENTS, HANDLERS, Registry
+
+DOCS = Path(__file__).parents[2] / "docs" / "handlers.md"
 
 
 def test_our_own_extensions_are_found_without_reading_all_that_is_installed(
@@ -23,3 +29,27 @@ def test_our_own_extensions_are_found_without_reading_all_that_is_installed(
     assert registry.load(HANDLERS, "shell").needs_sandbox
     registry.load(AGENTS, "oracle")
     assert not looked
+
+
+def own_handlers() -> dict[str, type[Handler]]:
+    found = metadata.entry_points(group=HANDLERS)
+    return {entry.name: entry.load() for entry in found if entry.value.startswith("rollyard_pipeline.")}
+
+
+def test_each_of_our_handlers_names_the_sandbox_of_its_evaluation() -> None:
+    """In code and in its page, so that nobody has to guess what a test meets of what Run left."""
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| (`shared`|`fresh`|none|that of .*?) \|", DOCS.read_text(), re.M
+    )
+    said = {name: default for names, default in rows for name in re.findall(r"\w+", names)}
+    handlers = own_handlers()
+    assert len(handlers) > 5
+    assert said.keys() == handlers.keys()
+    for name, handler in handlers.items():
+        if handler is MixedHandler:
+            assert said[name].startswith("that of")
+        elif handler.needs_sandbox:
+            assert "eval_sandbox" in vars(handler), f"{name} leaves its default to the base class"
+            assert said[name] == f"`{handler.eval_sandbox}`"
+        else:
+            assert said[name] == "none"

@@ -124,10 +124,13 @@ class Pool:
             )
         return found
 
-    def rollouts_before_run(self, count: int = 1) -> None:
-        """Bring rollouts to where they wait for a backend."""
+    def rollouts_before_run(self, count: int = 1, job: str = "j") -> None:
+        """Bring rollouts of a new job to where they wait for a backend.
+
+        They go back to Init after a while, because their node's worker is not heard of any more.
+        """
         tasks = [{"id": f"t{number}", "prompt": "p"} for number in range(count)]
-        self.product.job("j", "p", tasks, 1, agent="tools", tools=(), sampling={})
+        self.product.job(job, "p", tasks, 1, agent="tools", tools=(), sampling={})
         leases = self.lease(init=count)
         assert len(leases) == count
         sandbox = {"provider": "process", "id": "s", "node": "n", "address": "unix:/nowhere"}
@@ -177,6 +180,7 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
 
     # Where those cannot be had any more, the server samples nothing and waits for its restart.
+    pool.rollouts_before_run(job="waiting")
     hidden = folders["first"].with_name("hidden")
     folders["first"].rename(hidden)
     try:
@@ -192,7 +196,10 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     pool.until(lambda one: bool(one["weights"] == "Current"))
     assert tied_vllm.version() == "v2"
     # The check that the server is ready again may come after its weights are.
-    leases = pool.lease(run=1, wait=20)
+    pool.rollouts_before_run(job="restarted")
+    deadline = time.monotonic() + SECONDS
+    while not (leases := pool.lease(run=1, wait=20)):
+        assert time.monotonic() < deadline, pool.status()
     assert len(leases) == 1, pool.status()
     (leased,) = leases
     assert leased["backend"]["policy_version"] == "v2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollyard_api.core.room import Room
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
 from rollyard_api.jobs.sandbox_hosts import SandboxHosts
@@ -40,13 +41,15 @@ class Settings:
     node_seconds: float = 60.0
     """The time in seconds without a request of any worker of a node after which the node's sandboxes have
     ended by themselves."""
-    max_queued: int = 1_000_000
+    max_queued: int = 4_000_000
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
+    max_queued_per_namespace: int = 1_000_000
     max_unread: int = 100_000
     """The largest number of ended rollouts of a stream that nobody has read. A stream with more of them takes
     no further tasks and targets."""
-    max_claims: int = 10_000
+    max_claims: int = 40_000
     """The largest number of claims whose sandbox is not removed. Further ones are answered with 429."""
+    max_claims_per_namespace: int = 10_000
     max_body_bytes: int = 64 << 20
     max_expiries: int = 10
     """The number of leases of a rollout that may expire. One more ends it as Failed/LeaseExpired."""
@@ -115,6 +118,16 @@ class Settings:
     """The limits on uploads."""
     sqlite_max_pages: int = 0
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
+
+    @property
+    def rollout_room(self) -> Room:
+        """The room for unfinished rollouts."""
+        return Room(self.max_queued, self.max_queued_per_namespace)
+
+    @property
+    def claim_room(self) -> Room:
+        """The room for claims whose sandbox is not removed."""
+        return Room(self.max_claims, self.max_claims_per_namespace)
 
     @property
     def database_url(self) -> str:

@@ -10,7 +10,7 @@ from rollyard_crds import schema
 
 
 def main() -> int:
-    """Writes one file for each kind; prints their paths."""
+    """Write one file for each kind, and print their paths."""
     checkout = Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser(prog="python -m rollyard_crds", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=checkout / "yaml", help="where to write")

@@ -45,7 +45,7 @@ _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*\Z")
 
 
 def _checked_env(env: dict[str, str]) -> dict[str, str]:
-    """Names as Kubernetes takes them in a container, and values that a process can have."""
+    """Check that names are what Kubernetes takes in a container, and values what a process can have."""
     for name, value in env.items():
         if not _ENV_NAME.match(name):
             raise ValueError(
@@ -64,7 +64,7 @@ PlacementName = Literal["kubernetes", "slurm", "local"]
 
 
 def cel(*rules: tuple[str, str]) -> dict[str, Any]:
-    """CEL rules (expression, message) as the schema extension that the API server evaluates.
+    """Return CEL rules (expression, message) as the schema extension that the API server evaluates.
 
     They stand beside the pydantic validator that says the same, and reach only the CRD YAML.
     """

@@ -63,7 +63,7 @@ def _merged(base: JsonSchema, over: JsonSchema) -> JsonSchema:
 
 
 def _resolved(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonSchema:
-    """`node` with `$ref` inlined, `anyOf` with null written as the other side, `const` as an enum."""
+    """Return `node` with `$ref` inlined, `anyOf` with null written as the other side, `const` as an enum."""
     if "$ref" in node:
         rest = {key: value for key, value in node.items() if key != "$ref"}
         target = _resolved(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
@@ -133,7 +133,7 @@ class Column:
     wide: bool = False
 
     def to_json(self) -> JsonSchema:
-        """Returns the column as an entry of `additionalPrinterColumns`."""
+        """Return the column as an entry of `additionalPrinterColumns`."""
         return {
             "name": self.name,
             "type": self.type,

@@ -24,7 +24,7 @@ def status(path, token=None):
 
 
 def settled(path, wanted, token=None):
-    """Waits until the answer is the wanted one; a service's endpoints may lag behind its pods."""
+    """Wait until the answer is the wanted one. A service's endpoints may lag behind its pods."""
     deadline = time.monotonic() + SECONDS
     while True:
         try:

@@ -151,12 +151,11 @@ async def served_models(
     for entry in entries:
         name = entry.get("id") if isinstance(entry, dict) else None
         if isinstance(name, str):
-            length, parent, mode = (entry.get(key) for key in ("max_model_len", "parent", "logprobs_mode"))
+            length, *texts = (entry.get(key) for key in ("max_model_len", "parent", "logprobs_mode", "root"))
             models[name] = ServedModel(
                 name,
                 length if type(length) is int and length > 0 else None,
-                parent if isinstance(parent, str) else None,
-                mode if isinstance(mode, str) else None,
+                *(text if isinstance(text, str) else None for text in texts),
             )
     return models or None
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from rollyard_inference.capabilities import PROBE_SECONDS, probe, renamed_model, served_models, weight_info
 from rollyard_inference.errors import BackendMismatch, ModelNotServed
 from rollyard_inference.replies import require_ok, sampled
-from rollyard_inference.sampling.request import Sampling
+from rollyard_inference.sampling.request import Sampling, ServedModel
 from rollyard_inference.transports.interface import Transport, base_url
 
 _PROMPT: Final = (1,)
@@ -37,13 +38,25 @@ async def check_model(transport: Transport, url: str, model: str, seconds: float
         ModelNotServed: The model is not among the served ones.
         BackendError: The server did not answer, or did not answer with a list of models.
     """
+    await find_model(transport, url, model, seconds)
+
+
+async def find_model(transport: Transport, url: str, model: str, seconds: float) -> ServedModel:
+    """Return what `/v1/models` says of a model, or of the first one if `model` is an empty string.
+
+    Raises:
+        ModelNotServed: The model is not among the served ones.
+        BackendError: The server did not answer, or did not answer with a list of models.
+    """
     served = await served_models(transport, url, seconds)
     if served is None:
         raise BackendMismatch(f"GET {base_url(url)}/v1/models gave no list of models")
-    if model in served:
-        return
-    if renamed_model(served, await weight_info(transport, url, seconds)) is None:
+    if not model or model in served:
+        return served[model] if model else next(iter(served.values()))
+    renamed = renamed_model(served, await weight_info(transport, url, seconds))
+    if renamed is None:
         raise ModelNotServed(f"the server does not serve {model!r}; it serves: {', '.join(served)}")
+    return replace(renamed, name=model)
 
 
 async def first_request(transport: Transport, url: str, model: str, seconds: float) -> str | None:

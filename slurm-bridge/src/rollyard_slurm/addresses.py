@@ -17,7 +17,7 @@ SLURMCTLD_PORT = 6817
 
 
 def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> str:
-    """Runs a command of Slurm, and returns its output.
+    """Run a command of Slurm, and return its output.
 
     Raises:
         SlurmError: The command does not exist, fails or does not end within `timeout` seconds.
@@ -43,7 +43,7 @@ def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> st
 
 
 def controller(config: str) -> str:
-    """Returns the controller's address from the output of `scontrol show config`.
+    """Return the controller's address from the output of `scontrol show config`.
 
     The result is empty if the output names no controller.
     """
@@ -55,7 +55,7 @@ def controller(config: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address is a loopback address, which only this machine can reach."""
+    """Return whether an address is a loopback address, which only this machine can reach."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -63,7 +63,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(timeout: float, env: Mapping[str, str]) -> str:
-    """Returns the address of this host from which it reaches the controller and the nodes.
+    """Return the address of this host from which it reaches the controller and the nodes.
 
     Raises:
         SlurmError: Slurm does not answer, or no address is found.
@@ -83,7 +83,7 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
 
 
 def toward(hosts: Sequence[str]) -> str:
-    """Returns the address of this host on the route to the first of the hosts that is reachable.
+    """Return the address of this host on the route to the first of the hosts that is reachable.
 
     The result is empty if no host is reachable.
     """
@@ -97,7 +97,7 @@ def toward(hosts: Sequence[str]) -> str:
 
 
 def checked_address(text: str) -> str:
-    """Checks that this host can listen on an address, and returns the address.
+    """Check that this host can listen on an address, and return the address.
 
     Raises:
         SlurmError: The text is not an address of this host.

@@ -112,7 +112,7 @@ class Bridge:
         self._keep_jobs = False
 
     def stop(self, keep_jobs: bool) -> None:
-        """Makes `run` return.
+        """Make `run` return.
 
         Args:
             keep_jobs: Whether the Slurm jobs continue. The next bridge on this home finds them again.
@@ -121,7 +121,7 @@ class Bridge:
         self._stop.set()
 
     async def run(self) -> None:
-        """Locks the home, starts the control plane, and reconciles until `stop` is called.
+        """Lock the home, start the control plane, and reconcile until `stop` is called.
 
         Raises:
             HomeInUse: Another bridge runs on this home.
@@ -141,7 +141,7 @@ class Bridge:
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     def _trusted(self) -> ssl.SSLContext | None:
-        """Returns the certificate authorities to trust for `https:`, or None if no file was given.
+        """Return the certificate authorities to trust for `https:`, or None if no file was given.
 
         The file is copied into the home for the workers, because the nodes may not see the original.
 
@@ -160,7 +160,7 @@ class Bridge:
         return trusted
 
     async def _serve(self, http: httpx.AsyncClient, trusted: ssl.SSLContext | None) -> None:
-        """Starts or joins the control plane, runs the loop until `stop` is called, and cleans up."""
+        """Start or join the control plane, run the loop until `stop` is called, and clean up."""
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
         if options.profile.asks_for_salloc:
@@ -235,7 +235,7 @@ class Bridge:
                 await store.close()
 
     async def _plane(self, http: httpx.AsyncClient, port: int) -> tuple[HostedControlPlane, str]:
-        """Returns the control plane, and the host name or address by which the nodes reach it.
+        """Return the control plane, and the host name or address by which the nodes reach it.
 
         An empty host means that the nodes use the URL of the control plane.
 
@@ -266,7 +266,7 @@ class Bridge:
         return self._own_plane(listen, options.port or port, http), options.advertise or listen
 
     def _own_plane(self, listen: str, port: int, http: httpx.AsyncClient) -> ControlPlaneProcess:
-        """Returns a control plane that this bridge starts."""
+        """Return a control plane that this bridge starts."""
         options = self._options
         settings = ControlPlaneSettings(
             listen,
@@ -280,7 +280,7 @@ class Bridge:
         return ControlPlaneProcess(self._home, settings, http)
 
     def _site(self, instance: str, url: str) -> Site:
-        """Returns the site, after making the folders of the home.
+        """Return the site, after making the folders of the home.
 
         Raises:
             StartFailed: A folder cannot be made.
@@ -302,7 +302,7 @@ class Bridge:
         return site
 
     async def _loop(self, driver: Driver, workloads: SlurmWorkloads, store: Store) -> None:
-        """Polls Slurm, makes passes of the driver and removes old logs, until it is cancelled."""
+        """Poll Slurm, make passes of the driver and remove old logs, until it is cancelled."""
         interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
         trouble = ""
         while True:
@@ -334,7 +334,7 @@ class Bridge:
                     await self._wake.wait()
 
     async def _end(self, workloads: SlurmWorkloads) -> None:
-        """Ends every job of this home. The workers end first, and hand over their rollouts."""
+        """End every job of this home. The workers end first, and hand over their rollouts."""
         for kind, grace in (("stage-worker", WORKER_GRACE_SECONDS), ("backend", BACKEND_GRACE_SECONDS)):
             left = await end_jobs(workloads, kind, grace)
             if left:
@@ -343,7 +343,7 @@ class Bridge:
 
 
 def token_maker(token: Callable[[str], str]) -> Callable[[Owner], str]:
-    """Returns a function that makes the token of the workers of one RolloutJob, or of a ready worker.
+    """Return a function that makes the token of the workers of one RolloutJob, or of a ready worker.
 
     Args:
         token: A function that returns the token of a role.
@@ -358,7 +358,7 @@ def token_maker(token: Callable[[str], str]) -> Callable[[Owner], str]:
 
 
 async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[int]:
-    """Drains and cancels every job of one kind, and waits until these jobs have ended.
+    """Drain and cancel every job of one kind, and wait until these jobs have ended.
 
     Args:
         kind: The kind of the jobs, `stage-worker` or `backend`.
@@ -381,7 +381,7 @@ async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[i
 
 
 def rest_of(known: dict[str, Any]) -> RestProfile | None:
-    """Returns the slurmrestd that the last bridge of a home used, or None if it used Slurm's commands.
+    """Return the slurmrestd that the last bridge of a home used, or None if it used Slurm's commands.
 
     Args:
         known: The content of the home's `bridge.json`.
@@ -390,7 +390,7 @@ def rest_of(known: dict[str, Any]) -> RestProfile | None:
 
 
 async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None]) -> int:
-    """Ends the Slurm jobs of a home on which no bridge runs, and returns the number of these jobs.
+    """End the Slurm jobs of a home on which no bridge runs, and return the number of these jobs.
 
     Raises:
         SlurmError: Slurm does not answer, or some jobs do not end.
@@ -416,7 +416,7 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
 
 
 def install_signals(bridge: Bridge) -> None:
-    """Installs the signal handlers of a bridge.
+    """Install the signal handlers of a bridge.
 
     SIGINT (Ctrl-C, `down`) ends the bridge and its jobs. SIGTERM and SIGHUP end the bridge alone. If SIGHUP
     is ignored when the bridge starts, it stays ignored.

@@ -12,7 +12,7 @@ EVERY_SECONDS = 600.0
 
 
 def prune(folder: Path, living: Collection[Path], kept: int = KEPT) -> int:
-    """Removes all but the newest logs, and returns the number of removed logs.
+    """Remove all but the newest logs, and return the number of removed logs.
 
     Args:
         folder: The folder of the logs.

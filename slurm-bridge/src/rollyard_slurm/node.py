@@ -19,7 +19,7 @@ from rollyard_slurm.scripts.placeholders import HOST, PORT
 
 
 def source_address(host: str, port: int) -> str:
-    """Returns the address of this machine from which packets to `host` would leave.
+    """Return the address of this machine from which packets to `host` would leave.
 
     No packet is sent.
 
@@ -34,7 +34,7 @@ def source_address(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """Returns a TCP port of `host` on which no process listens at the moment."""
+    """Return a TCP port of `host` on which no process listens at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as probe:
         port: int = probe.getsockname()[1]
@@ -42,7 +42,7 @@ def free_port(host: str) -> int:
 
 
 def command_for(command: list[str], host: str, port: int) -> tuple[list[str], int]:
-    """Returns a command with the host and the port filled in, and the port on which it will listen.
+    """Return a command with the host and the port filled in, and the port on which it will listen.
 
     That port differs from `port` if the command has a `--port` option with another number.
     """
@@ -57,12 +57,12 @@ def command_for(command: list[str], host: str, port: int) -> tuple[list[str], in
 
 
 def base_url(host: str, port: int) -> str:
-    """Returns the `http:` URL of a server. An IPv6 address gets brackets."""
+    """Return the `http:` URL of a server. An IPv6 address gets brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the endpoint file, and replaces this process by the command.
+    """Write the endpoint file, and replace this process by the command.
 
     Returns:
         An exit status, if one of the two failed: 2 for the endpoint file, and 127 for the command.

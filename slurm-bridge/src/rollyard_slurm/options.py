@@ -79,7 +79,7 @@ class BridgeOptions:
     """The largest number of RolloutJobs that are active at the same time."""
 
     def serves(self, thing: RolloutJob | BackendPool) -> bool:
-        """Returns whether a job or a pool runs here.
+        """Return whether a job or a pool runs here.
 
         Its namespace and the driver that it names decide this.
         """
@@ -89,14 +89,14 @@ class BridgeOptions:
 
 
 def served(namespaces: Sequence[str]) -> str:
-    """Returns a readable description of the namespaces that a joined bridge serves."""
+    """Return a readable description of the namespaces that a joined bridge serves."""
     if not namespaces:
         return "every namespace of the control plane"
     return f"the namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
 
 
 def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
-    """Returns the settings with which jobs and pools are reconciled.
+    """Return the settings with which jobs and pools are reconciled.
 
     They contain a hash of the settings of the site. Slurm jobs that run with another hash are replaced.
     """

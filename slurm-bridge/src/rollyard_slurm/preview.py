@@ -24,7 +24,7 @@ from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE, ready_wo
 
 
 def sample_job() -> RolloutJob:
-    """Returns a minimal job, whose only purpose is to show the script of a worker."""
+    """Return a minimal job, whose only purpose is to show the script of a worker."""
     spec = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
     return RolloutJob.model_validate({"metadata": {"name": "sample"}, "spec": spec})
 
@@ -38,7 +38,7 @@ def _url(options: BridgeOptions) -> str:
 
 
 def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[BatchScript]:
-    """Returns the batch script of each worker and backend of some jobs and pools, and of ready workers.
+    """Return the batch script of each worker and backend of some jobs and pools, and of ready workers.
 
     Sample values stand for what is not known yet, such as a port.
     """
@@ -69,7 +69,7 @@ def _batch(workload: Workload, site: Site) -> BatchScript:
 
 
 async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:
-    """Returns the text of each script. With slurmrestd, the text also contains the fields of the submission.
+    """Return the text of each script. With slurmrestd, the text also contains the fields of the submission.
 
     slurmrestd is asked for its version, because the fields depend on it.
 

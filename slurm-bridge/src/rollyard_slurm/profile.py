@@ -94,7 +94,7 @@ class JobProfile(Model):
     @field_validator("time_limit")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
-        """Checks that the time limit can be read."""
+        """Check that the time limit can be read."""
         if value is not None and not duration_seconds(value):
             raise ValueError("must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
         return value
@@ -102,7 +102,7 @@ class JobProfile(Model):
     @field_validator("sbatch")
     @classmethod
     def _not_ours(cls, value: list[str]) -> list[str]:
-        """Checks that the options are not among those that the bridge itself sets."""
+        """Check that the options are not among those that the bridge itself sets."""
         for option in value:
             name = option.partition("=")[0]
             if not name.startswith("-"):
@@ -164,7 +164,7 @@ class RestProfile(Model):
     @field_validator("url")
     @classmethod
     def _reachable(cls, value: str) -> str:
-        """Checks the form of the URL, and the length of the path of a socket."""
+        """Check the form of the URL, and the length of the path of a socket."""
         if re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", value):
             return value
         if not re.fullmatch(r"unix:/\S+", value):
@@ -192,7 +192,7 @@ class SiteProfile(JobProfile):
 
     @model_validator(mode="after")
     def _drains_in_time(self) -> SiteProfile:
-        """Checks that a worker can drain between the signal and its time limit."""
+        """Check that a worker can drain between the signal and its time limit."""
         seconds = self.workers.signal_seconds or self.signal_seconds or SIGNAL_SECONDS
         if self.workers.drain_seconds >= seconds:
             raise ValueError(
@@ -203,7 +203,7 @@ class SiteProfile(JobProfile):
 
     @model_validator(mode="after")
     def _has_fields(self) -> SiteProfile:
-        """Checks that slurmrestd, if it is used, has fields for all options of sbatch."""
+        """Check that slurmrestd, if it is used, has fields for all options of sbatch."""
         if self.rest is not None:
             for where, options in (
                 ("sbatch", self.sbatch),
@@ -222,7 +222,7 @@ class SiteProfile(JobProfile):
         return "salloc" in (self.start, self.workers.start, self.backends.start)
 
     def of(self, kind: str) -> JobProfile:
-        """Returns the profile of one kind of job. Its own fields take precedence over the common ones."""
+        """Return the profile of one kind of job. Its own fields take precedence over the common ones."""
         own = self.backends if kind == "backend" else self.workers
         joined: dict[str, Any] = {}
         for name in JobProfile.model_fields:
@@ -237,7 +237,7 @@ class SiteProfile(JobProfile):
 
 
 def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProfile:
-    """Reads a profile from a YAML file.
+    """Read a profile from a YAML file.
 
     Args:
         path: The file, or None for a profile without fields.

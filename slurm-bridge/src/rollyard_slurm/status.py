@@ -15,7 +15,7 @@ from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 
 
 async def overview(home: Home) -> list[str]:
-    """Returns the lines that describe a bridge and its Slurm jobs.
+    """Return the lines that describe a bridge and its Slurm jobs.
 
     If Slurm does not answer, one of the lines says so.
     """
@@ -49,7 +49,7 @@ async def overview(home: Home) -> list[str]:
 
 
 def _given(home: Home) -> dict[str, tuple[str, str]]:
-    """Returns the owners and workloads of the jobs that stood ready, keyed by their launches.
+    """Return the owners and workloads of the jobs that stood ready, keyed by their launches.
 
     The comments of these jobs still say that they belong to no RolloutJob.
     """

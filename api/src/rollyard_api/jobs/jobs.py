@@ -17,7 +17,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.conditions import merge_conditions
-from rollyard_api.core.problems import Conflict, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.core.room import Room
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.task_sources import blob_of
@@ -30,13 +31,17 @@ from rollyard_api.storage.rows import JobRow, read_one
 from rollyard_api.storage.schema import dynamic_sampling, groups, jobs
 from rollyard_api.trajectories import unread
 
+
+def _sums(number: sa.ColumnElement[int]) -> sa.Select[tuple[int, int]]:
+    """Return a query for the sum of a number over all jobs, and over those of one namespace."""
+    own = sa.case((jobs.c.namespace == sa.bindparam("b_namespace"), number), else_=0)
+    return sa.select(sa.func.coalesce(sa.func.sum(number), 0), sa.func.coalesce(sa.func.sum(own), 0))
+
+
+_UNFINISHED = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(None))
 # The rollouts of the groups that have not started, in all jobs that may still start them.
 _UNSTARTED = (
-    sa.select(
-        sa.func.coalesce(
-            sa.func.sum((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples), 0
-        )
-    )
+    _sums((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples)
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
     .where(jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
 )
@@ -116,7 +121,7 @@ def same(conn: Connection, new: NewJob) -> bool:
     return True
 
 
-def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
+def create(tx: Transaction, new: NewJob, room: Room) -> bool:
     """Create the job and queue its tasks; return False if the same job exists already.
 
     Raises:
@@ -169,7 +174,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
         begin(tx, job_id, target, spec.samples_per_task)
     if new.tasks:
         row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
-        _enqueue(tx, JobRow(*row), new.tasks, max_queued)
+        _enqueue(tx, JobRow(*row), new.tasks, room)
     tx.wake(UNFINISHED)
     return True
 
@@ -240,21 +245,14 @@ def deadline_at(started: float | None, seconds: int | None) -> float | None:
     return None if started is None or seconds is None else started + seconds
 
 
-def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued: int) -> None:
+def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room) -> None:
     limits = loads(job.limits)
     samples = limits["samples"]
     adding = samples * len(tasks)
-    unfinished = tx.conn.execute(
-        sa.select(sa.func.coalesce(sa.func.sum(jobs.c.total - jobs.c.ended), 0)).where(
-            jobs.c.finished_at.is_(None)
-        )
-    ).scalar_one()
-    unfinished += tx.conn.execute(_UNSTARTED).scalar_one()
-    if unfinished + adding > max_queued:
-        raise QueueFull(
-            f"{unfinished} rollouts are unfinished and at most {max_queued} may be; {adding} more do not fit",
-            headers={"Retry-After": "10"},
-        )
+    whose = {"b_namespace": job.namespace}
+    found = [tx.conn.execute(query, whose).one() for query in (_UNFINISHED, _UNSTARTED)]
+    total, own = (sum(map(int, numbers)) for numbers in zip(*found, strict=True))
+    room.check("unfinished rollouts", job.namespace, total=total, own=own, adding=adding, retry_after=10)
     first = job.groups
     tx.conn.execute(
         sa.insert(groups),
@@ -272,12 +270,7 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued:
 
 
 def push(
-    tx: Transaction,
-    namespace: str,
-    name: str,
-    tasks: Sequence[TaskRow],
-    max_queued: int,
-    max_unread: int,
+    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], room: Room, max_unread: int
 ) -> dict[str, int]:
     """Add tasks to an open stream. A task whose id the job already has changes nothing.
 
@@ -306,7 +299,7 @@ def push(
     fresh = [t for t in tasks if t.id not in known]
     if fresh:
         unread.check(job, loads(job.limits)["samples"], max_unread)
-        _enqueue(tx, job, fresh, max_queued)
+        _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
 

@@ -18,6 +18,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import Conflict, Invalid
+from rollyard_api.core.room import Room
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import cancellation, jobs
 from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED, DELETED, OBJECT_UID
@@ -86,12 +87,12 @@ class Registered:
     """The id of the job that was replaced. Its rollouts have yet to be ended."""
 
 
-def register_job(tx: Transaction, new: NewJob, max_queued: int, *, with_tasks: bool) -> Registered:
+def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) -> Registered:
     """Create the job, or update those of its fields that may change.
 
     Args:
         new: The manifest. Its tasks are used only if the job is created.
-        max_queued: The bound that `jobs.create` takes, in rollouts.
+        room: The room for unfinished rollouts that `jobs.create` checks.
         with_tasks: Whether the tasks have been read.
 
     Raises:
@@ -106,7 +107,7 @@ def register_job(tx: Transaction, new: NewJob, max_queued: int, *, with_tasks: b
     if not with_tasks:
         return Registered(None)
     replaced = None if row is None else cancellation.delete_job(tx, new.namespace, new.name)
-    return Registered(jobs.create(tx, new, max_queued), replaced)
+    return Registered(jobs.create(tx, new, room), replaced)
 
 
 def _update_job(tx: Transaction, row: JobRow, new: NewJob) -> None:

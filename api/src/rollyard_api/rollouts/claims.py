@@ -25,7 +25,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, Invalid, NotFound
+from rollyard_api.core.room import Room
 from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.storage.database import Transaction
@@ -54,7 +55,10 @@ _HOLDER = (
 _FILED = sa.select(claims).where(
     claims.c.rollout_id == bindparam("b_rollout"), claims.c.token == bindparam("b_token")
 )
-_COUNT = sa.select(sa.func.count()).select_from(claims)
+_COUNT = sa.select(
+    sa.func.count(),
+    sa.func.coalesce(sa.func.sum(sa.case((claims.c.namespace == bindparam("b_namespace"), 1), else_=0)), 0),
+).select_from(claims)
 _INSERT = {
     name: module.insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
     for name, module in (("sqlite", sqlite), ("postgresql", postgresql))
@@ -84,13 +88,13 @@ def _write(tx: Transaction, claim: str, **values: Any) -> ClaimRow:
     return ClaimRow(*row)
 
 
-def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> ClaimRow:
+def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
     """Return the row of the claim of this rollout and token, and make the claim if there is none yet.
 
     Raises:
         NotFound: There is no such rollout.
         Conflict: Its Init or Eval lease is not held with this token, or it has a claim of another shape.
-        QueueFull: There are `max_claims` claims already, or seven eighths of that for an Init lease.
+        QueueFull: There is no room for another claim, or none in seven eighths of it for an Init lease.
     """
     holder = tx.conn.execute(_HOLDER, {"b_rollout": asked.rollout}).one_or_none()
     if holder is None:
@@ -101,14 +105,16 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> ClaimRow:
     shape = orjson.dumps(asked.shape.model_dump(), option=orjson.OPT_SORT_KEYS)
     found = tx.conn.execute(_FILED, key).one_or_none()
     if found is None:
-        most = max_claims
-        if holder.state == RolloutState.LEASED_INIT:
-            most -= max_claims // _KEPT_FOR_EVAL
-        if tx.conn.execute(_COUNT).scalar_one() >= most:
-            raise QueueFull(
-                f"{most} sandbox claims stand, and no more may; a driver has to remove sandboxes first",
-                headers={"Retry-After": "2"},
-            )
+        total, own = tx.conn.execute(_COUNT, {"b_namespace": holder.namespace}).one()
+        places = room.without(_KEPT_FOR_EVAL) if holder.state == RolloutState.LEASED_INIT else room
+        places.check(
+            "claims whose sandboxes a driver has not removed",
+            holder.namespace,
+            total=total,
+            own=int(own),
+            adding=1,
+            retry_after=2,
+        )
         values = {
             "id": f"c{secrets.token_hex(10)}",
             "rollout_id": asked.rollout,

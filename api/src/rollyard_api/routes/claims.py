@@ -69,7 +69,7 @@ async def file(request: Request) -> Response:
     plane = plane_of(request)
     asked = validated(ClaimRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
-    op = partial(claims.file, asked=asked, max_claims=plane.settings.max_claims)
+    op = partial(claims.file, asked=asked, room=plane.settings.claim_room)
     row: ClaimRow | None = await plane.database.write(op, durable=False)
     if row is not None and asked.wait and row.state == claims.PENDING:
         row = await _settled(plane, request, row.id, asked.wait)

@@ -172,7 +172,7 @@ async def submit(request: Request) -> Response:
         plane.sandbox_hosts.check(job.spec)
         _check_service(plane, job)
         new: NewJob = jobs.prepare(job, await _tasks(plane, job))
-        made = await plane.database.write(partial(jobs.create, new=new, max_queued=plane.settings.max_queued))
+        made = await plane.database.write(partial(jobs.create, new=new, room=plane.settings.rollout_room))
     read = partial(_read, namespace=meta.namespace, name=meta.name)
     return answer(await plane.database.read(read), 201 if made else 200)
 
@@ -212,7 +212,7 @@ async def register(request: Request, name: str) -> Response:
         text = "tasks: belong to a job whose spec.tasks is a configMapRef"
         raise Invalid(text, reason="InvalidTasks", errors=[text])
     new = replace(jobs.prepare(job, []), object_uid=registration.object_uid(job.metadata))
-    op = partial(registration.register_job, max_queued=plane.settings.max_queued)
+    op = partial(registration.register_job, room=plane.settings.rollout_room)
     told = await plane.database.write(partial(op, new=new, with_tasks=False))
     if told.made is None:
         missing = entrypoints.problems(job.spec, plane.installed)
@@ -318,8 +318,8 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
         document = await body_of(request)
         listed = document.get("tasks") if isinstance(document, dict) else None
         rows = await plane.parsing.run(partial(tasks.read_list, listed), namespace)
-    limits = plane.settings
-    push = partial(jobs.push, tasks=rows, max_queued=limits.max_queued, max_unread=limits.max_unread)
+    bounds = plane.settings
+    push = partial(jobs.push, tasks=rows, room=bounds.rollout_room, max_unread=bounds.max_unread)
     told = await plane.database.write(partial(push, namespace=namespace, name=name))
     return answer(told)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from rollyard_crds.backendpool import Circuit
-from rollyard_crds.weights import PauseMode
+from rollyard_crds.backendpool import BackendWeights, Circuit
+from rollyard_crds.claims import ClaimState
+from rollyard_crds.weights import PauseMode, UpdateState
 
 from rollyard_api.core.states import RolloutState
 
@@ -253,7 +254,7 @@ class ClaimRow:
     job: str
     job_uid: str
     shape: bytes
-    state: str
+    state: ClaimState
     removed: bool
     address: str
     secret: str
@@ -297,7 +298,7 @@ class BackendRow:
     ready: bool
     policy_version: str
     message: str
-    weights: str
+    weights: BackendWeights
     weights_message: str
     policy_index: int
     restart_requested: bool
@@ -328,7 +329,7 @@ class RoutedBackend:
     url: str
     policy_version: str
     policy_index: int
-    weights: str
+    weights: BackendWeights
     circuit: Circuit
     failures: int
     opened_at: float | None
@@ -349,7 +350,7 @@ class WeightUpdateRow:
     policy_version: str
     policy_index: int
     request: bytes
-    state: str
+    state: UpdateState
     verified: bool
     verified_by: str
     message: str

@@ -23,7 +23,7 @@ _PATHS_RULE = (
 
 
 def carried_path(path: str) -> str:
-    """`path` relative to the work folder, without a slash at its end.
+    """Return `path` relative to the work folder, without a slash at its end.
 
     Raises:
         ValueError: it leads out of the work folder, or is a pattern.

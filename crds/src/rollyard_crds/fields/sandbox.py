@@ -90,7 +90,7 @@ class SandboxSpec(Model):
         """Return these sandboxes with the network of a task.
 
         Args:
-            hosts: Those of `allowed_hosts` that the task may reach, or None for all of them.
+            hosts: Those of `allowedHosts` that the task may reach, or None for all of them.
 
         Raises:
             ValueError: The task names a host that the job does not. The message names it.
@@ -101,7 +101,7 @@ class SandboxSpec(Model):
             if not any(rule.contains(HostRule.parse(text)) for rule in self.host_rules):
                 listed = ", ".join(self.allowed_hosts or ()) or "none"
                 raise ValueError(
-                    f"sandbox.allowed_hosts: {text} is not among the job's sandbox.allowedHosts ({listed})"
+                    f"sandbox.allowedHosts: {text} is not among the job's sandbox.allowedHosts ({listed})"
                 )
         network: Literal["none", "allowlist"] = "allowlist" if hosts else "none"
         return self.model_copy(update={"network": network, "allowed_hosts": list(hosts) or None})

@@ -39,7 +39,10 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
-    """Names, as written outside, of the fields of the object at a location; none where it is no model."""
+    """Return the names of the fields of the object at a location, as they are written outside.
+
+    The list is empty where the object is no model.
+    """
     for part in location:
         if model is None or isinstance(part, int):
             continue
@@ -57,7 +60,7 @@ def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> 
 def describe(
     error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None, *, quote: bool = True
 ) -> list[str]:
-    """Pydantic's errors as `field: message` lines, a field written as a path (`spec.tasks.url`).
+    """Return Pydantic's errors as lines `field: message`, with the field as a path (`spec.tasks.url`).
 
     Args:
         error: what pydantic raised.

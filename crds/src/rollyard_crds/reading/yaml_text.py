@@ -20,6 +20,7 @@ MAX_NUMBER: Final = 64
 
 _Loader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER: Final = re.compile(r"[-+]?(0x[0-9a-fA-F_]*|[0-9_.:]*([eE][-+0-9]*)?)")
+_TOO_DEEP: Final = f"lists and mappings are nested more than {MAX_DEPTH} deep"
 _NUMBER_TAGS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -41,7 +42,9 @@ def load_all(text: str | bytes) -> list[Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise YamlError(f"{where}{error.problem}") from error
+        # The scanner of newer versions of libyaml reads ahead of the events, and ends at a depth of 1,000.
+        problem = _TOO_DEEP if "nesting depth" in str(error.problem) else error.problem
+        raise YamlError(f"{where}{problem}") from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
     except YamlError:
@@ -72,7 +75,7 @@ def _check(text: str | bytes) -> None:
             problem = f"the alias *{event.anchor} is not taken: write the value out"
         elif isinstance(event, yaml.CollectionStartEvent):
             depth += 1
-            problem = f"lists and mappings are nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else ""
+            problem = _TOO_DEEP if depth > MAX_DEPTH else ""
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         elif isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_NUMBER and _is_number(event):

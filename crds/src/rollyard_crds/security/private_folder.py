@@ -26,7 +26,7 @@ class NotPrivateError(CrdsError, OSError):
 
 
 def make_private_folder(path: Path) -> None:
-    """Makes a folder that is private to this user, with the folders on the way to it; see the other function.
+    """Make a folder that is private to this user, with the folders on the way to it; see the other function.
 
     Raises:
         NotPrivateError: another user could reach or replace it; the message names the folder at fault.
@@ -36,7 +36,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def open_private_folder(path: Path) -> int:
-    """Returns a descriptor of a folder of mode 0700 that belongs to this user, and makes it if it is missing.
+    """Return a descriptor of a folder of mode 0700 that belongs to this user, and make it if it is missing.
 
     Every folder on the way must belong to root or to this user. It may be writable by others only if it is
     sticky, as `/tmp` is, so that they cannot move what is not theirs. Symbolic links on the way must belong
@@ -124,7 +124,10 @@ def _own_group(group: int) -> bool:
 
 
 def _trusted() -> frozenset[int]:
-    """This user and root, who is seen as the overflow user in a user namespace without a root of its own."""
+    """Return the numbers of this user and of root.
+
+    In a user namespace without a root of its own, root is seen as the overflow user.
+    """
     trusted = {0, os.geteuid()}
     try:
         with open("/proc/self/uid_map", encoding="ascii") as file:

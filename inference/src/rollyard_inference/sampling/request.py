@@ -34,6 +34,8 @@ class ServedModel:
     """The name of the base model, if this is a LoRA adapter."""
     logprobs_mode: str | None = None
     """The mode of log-probabilities, in vLLM's terms, if the backend says it."""
+    folder: str | None = None
+    """The folder or the repository that it was loaded from, if the backend says it."""
 
 
 @dataclass(frozen=True, slots=True)

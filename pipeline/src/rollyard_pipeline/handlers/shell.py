@@ -31,6 +31,7 @@ class ShellHandler(Handler):
 
     reward_range = (0.0, 1.0)
     components = ("exit_zero",)
+    eval_sandbox = "shared"  # A test script may look at all that the policy did.
 
     def check(self, task: Task) -> list[str]:
         """Return a problem if the task has no test script."""

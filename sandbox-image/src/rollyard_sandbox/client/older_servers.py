@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from rollyard_sandbox.client.results import EvalPlace
+from rollyard_sandbox.client.results import EvalPlace, ServerInfo
 from rollyard_sandbox.errors import FileError, SandboxSabotaged
-
-if TYPE_CHECKING:
-    from rollyard_sandbox.client.exec_client import ExecClient
 
 _NAME_BYTES = 16
 # Every program may write to these folders at first, and their size is fixed. If one of them cannot be written
@@ -18,7 +15,23 @@ _SHARED = ("/dev/shm", "/tmp")
 _LOCKED = frozenset({"PermissionDenied", "NotADirectory", "SymlinkLoop"})
 
 
-async def begin_eval(client: ExecClient) -> EvalPlace:
+class OlderCalls(Protocol):
+    """The calls of the client that every server has."""
+
+    async def info(self) -> ServerInfo:
+        """Return what the server says about itself."""
+
+    async def kill_all(self) -> int:
+        """End every process of the sandbox but the server, and return how many there were."""
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Replace a file, and make the folders above it."""
+
+    async def remove(self, path: str) -> None:
+        """Remove a file or a folder."""
+
+
+async def begin_eval(client: OlderCalls) -> EvalPlace:
     """Do the work of `ExecClient.begin_eval` through `kill_all` and file operations.
 
     The folder's name cannot be guessed, and it is made when no process of the sandbox is alive.

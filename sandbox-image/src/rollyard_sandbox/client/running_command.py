@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rollyard_sandbox.client.results import ExecResult
 from rollyard_sandbox.errors import SandboxError
 
-if TYPE_CHECKING:
-    from rollyard_sandbox.client.exec_client import ExecClient
+
+class SessionTerminal(Protocol):
+    """The calls of the client that reach the terminal of a session."""
+
+    async def send_input(self, data: bytes, *, session: str = "main") -> None:
+        """Type `data` on the terminal of the command that `session` is running."""
+
+    async def interrupt(self, *, session: str = "main") -> None:
+        """Send SIGINT to the foreground of the session's terminal."""
 
 
 class RunningCommand:
     """A command that has been started, and accepts input and interrupts."""
 
-    def __init__(self, client: ExecClient, session: str) -> None:
-        self._client = client
+    def __init__(self, terminal: SessionTerminal, session: str) -> None:
+        self._terminal = terminal
         self._session = session
         self._output = bytearray()
         self._changed = asyncio.Event()
@@ -45,11 +52,11 @@ class RunningCommand:
 
     async def send_input(self, data: bytes) -> None:
         """Type `data` on the command's terminal. A line needs its newline."""
-        await self._client.send_input(data, session=self._session)
+        await self._terminal.send_input(data, session=self._session)
 
     async def interrupt(self) -> None:
         """Send SIGINT to the terminal's foreground, like Ctrl-C."""
-        await self._client.interrupt(session=self._session)
+        await self._terminal.interrupt(session=self._session)
 
     async def result(self) -> ExecResult:
         """Wait for the command's end, and return its result. Cancelling this wait cancels the command."""

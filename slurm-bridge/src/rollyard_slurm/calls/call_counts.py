@@ -17,11 +17,11 @@ class CallCounts:
     """The monotonic time at which counting began."""
 
     def count(self, name: str) -> None:
-        """Adds one call of a command, or of an operation of slurmrestd, to the counts."""
+        """Add one call of a command, or of an operation of slurmrestd, to the counts."""
         self.runs[name] = self.runs.get(name, 0) + 1
 
     def __str__(self) -> str:
-        """Returns a readable line with the counts and their rate per minute."""
+        """Return a readable line with the counts and their rate per minute."""
         count, minutes = sum(self.runs.values()), max(1.0, time.monotonic() - self.since) / 60.0
         each = ", ".join(f"{name} {number}" for name, number in sorted(self.runs.items()))
         return f"Slurm was asked {count} times, {count / minutes:.1f} a minute ({each or 'nothing'})"

@@ -24,7 +24,7 @@ Tokens are not among them, and neither are the SBATCH_* variables, which would o
 
 
 def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of Slurm's commands, which the jobs inherit from them.
+    """Return the environment of Slurm's commands, which the jobs inherit from them.
 
     Args:
         env: The environment of the bridge.
@@ -56,7 +56,7 @@ class SlurmCommands:
         return os.path.join(self._programs, name) if self._programs else name
 
     async def _run(self, name: str, *arguments: str, text: str = "") -> tuple[int, str, str]:
-        """Runs a command, and returns its exit status, its output and its error output.
+        """Run a command, and return its exit status, its output and its error output.
 
         Args:
             name: The name of the program.
@@ -101,7 +101,7 @@ class SlurmCommands:
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
     async def _ask(self, name: str, *arguments: str) -> str:
-        """Runs a command, and returns its output.
+        """Run a command, and return its output.
 
         Raises:
             SlurmUnavailable: The command failed.
@@ -147,7 +147,7 @@ class SlurmCommands:
         return await self._accounted(job)
 
     async def _accounted(self, job: int) -> JobDetails | None:
-        """Asks the accounting of the site, which may know a job that the controller has forgotten.
+        """Ask the accounting of the site, which may know a job that the controller has forgotten.
 
         The accounting is not asked again after it has answered that it is disabled.
         """

@@ -13,7 +13,7 @@ class SlurmCalls(Protocol):
     """The calls that the bridge makes to Slurm. Each of them may raise SlurmUnavailable."""
 
     async def submit(self, script: BatchScript) -> int:
-        """Submits a batch script and returns the number of the job.
+        """Submit a batch script and return the number of the job.
 
         Raises:
             SubmitRefused: Slurm does not accept the script.
@@ -21,24 +21,24 @@ class SlurmCalls(Protocol):
         ...
 
     async def queue(self) -> list[QueuedJob]:
-        """Returns all jobs of this user that have not ended."""
+        """Return all jobs of this user that have not ended."""
         ...
 
     async def details(self, job: int) -> JobDetails | None:
-        """Returns one job, which may have ended, or None if Slurm does not know it or no longer knows it."""
+        """Return one job, which may have ended, or None if Slurm does not know it or no longer knows it."""
         ...
 
     async def nodes_respond(self, nodes: str) -> bool:
-        """Returns whether all nodes of a list, such as `cn[1-2]`, answer Slurm and are in order.
+        """Return whether all nodes of a list, such as `cn[1-2]`, answer Slurm and are in order.
 
         The end of a job on such nodes is the end of its processes.
         """
         ...
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
-        """Sends a signal to the batch scripts of jobs alone. Jobs that have ended are skipped."""
+        """Send a signal to the batch scripts of jobs alone. Jobs that have ended are skipped."""
         ...
 
     async def cancel(self, jobs: Sequence[int]) -> None:
-        """Cancels running and pending jobs. Jobs that have ended are skipped."""
+        """Cancel running and pending jobs. Jobs that have ended are skipped."""
         ...

@@ -42,7 +42,7 @@ _NODE = re.compile(r"[\w.-]+")
 def slurm_calls(
     rest: RestProfile | None, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
 ) -> SlurmCalls:
-    """Returns calls to Slurm that use slurmrestd if the profile names one, and Slurm's commands otherwise.
+    """Return calls to Slurm that use slurmrestd if the profile names one, and Slurm's commands otherwise.
 
     Args:
         rest: The part of the profile that names a slurmrestd.
@@ -79,7 +79,7 @@ class RestCalls:
         self._left_written: set[int] = set()
 
     async def fields(self, batch: BatchScript) -> dict[str, Any]:
-        """Returns the body of the request that submits a job.
+        """Return the body of the request that submits a job.
 
         The `#SBATCH` lines of its script have no effect. They are there only for people who read the script.
 
@@ -152,7 +152,7 @@ class RestCalls:
         await self._delete(jobs, {})
 
     async def address(self) -> str:
-        """Returns the address of this host by which the nodes reach it.
+        """Return the address of this host by which the nodes reach it.
 
         Raises:
             SlurmError: slurmrestd does not answer, or no address is found.
@@ -169,11 +169,11 @@ class RestCalls:
         return found
 
     async def _now(self) -> float:
-        """Returns the present time on the controller's clock, in seconds since the epoch."""
+        """Return the present time on the controller's clock, in seconds since the epoch."""
         return (await self.server.api()).now()
 
     async def _delete(self, jobs: Sequence[int], query: Mapping[str, str]) -> None:
-        """Sends the signal that a query names to each job, or cancels each job if the query is empty."""
+        """Send the signal that a query names to each job, or cancel each job if the query is empty."""
         name = "signal" if query else "cancel"
         places = asyncio.Semaphore(AT_ONCE)
 
@@ -190,7 +190,7 @@ class RestCalls:
     # These methods handle the files of jobs if slurmrestd cannot signal a batch script alone.
 
     def _watch(self, options: Mapping[str, str | None]) -> tuple[str, ...]:
-        """Returns the lines of a script that receive signals and watch for the end of its time."""
+        """Return the lines of a script that receive signals and watch for the end of its time."""
         early = (options.get("signal") or "").rpartition("@")[2] or str(SIGNAL_SECONDS)
         limit = command_output.duration_seconds(options.get("time") or "")
         end = "" if limit is None else str(max(1, int(limit) - int(early)))
@@ -215,14 +215,14 @@ class RestCalls:
         )
 
     def _write(self, job: int, words: str) -> None:
-        """Appends a line to the file from which a job reads."""
+        """Append a line to the file from which a job reads."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         # The file is written in place, because on NFS a new file of the same name may appear only much later.
         with (self._folder / str(job)).open("a") as file:
             file.write(words + "\n")
 
     def _keep_files(self, listed: Sequence[QueuedJob]) -> None:
-        """Maintains the files from which jobs read.
+        """Maintain the files from which jobs read.
 
         The time that a running job has left is written into its file once. Files of ended jobs are removed.
         """
@@ -244,7 +244,7 @@ class RestCalls:
 
 
 def _good(answer: RestAnswer, name: str) -> Any:
-    """Returns the document of an answer without errors.
+    """Return the document of an answer without errors.
 
     Raises:
         SlurmUnavailable: The answer reports an error.

@@ -53,7 +53,7 @@ class Api:
     """The monotonic time at which `ahead` was measured."""
 
     def now(self) -> float:
-        """Returns the present time on the controller's clock, in seconds since the epoch."""
+        """Return the present time on the controller's clock, in seconds since the epoch."""
         return time.time() + self.ahead
 
 
@@ -88,7 +88,7 @@ class SlurmrestdClient:
         self._tls: ssl.SSLContext | None = None
 
     def check(self) -> None:
-        """Checks the socket and the file with the token, which needs no call.
+        """Check the socket and the file with the token, which needs no call.
 
         Raises:
             SlurmError: The socket does not exist, or the file with the token cannot be used.
@@ -105,7 +105,7 @@ class SlurmrestdClient:
         self._credentials()
 
     async def api(self) -> Api:
-        """Returns the API of the server.
+        """Return the API of the server.
 
         The server is asked for its version once, and again after a call that it did not know. Its clock is
         measured again when the last measurement is too old.
@@ -140,7 +140,7 @@ class SlurmrestdClient:
         query: Mapping[str, str] | None = None,
         body: Any = None,
     ) -> RestAnswer:
-        """Makes one call below `/slurm/VERSION`.
+        """Make one call below `/slurm/VERSION`.
 
         Args:
             method: The HTTP method.
@@ -160,12 +160,12 @@ class SlurmrestdClient:
         return answer
 
     def _says_unavailable(self, answer: RestAnswer) -> bool:
-        """Returns whether an answer says that Slurm does not answer or does not accept the credentials."""
+        """Return whether an answer says that Slurm does not answer or does not accept the credentials."""
         communication = any(number in _COMMUNICATION for number in answer.numbers)
         return communication or reasons.is_unavailable(answer.words) or _AUTH.search(answer.words) is not None
 
     def _unavailable(self, answer: RestAnswer, name: str) -> SlurmUnavailable:
-        """Returns the exception for an answer that cannot be used."""
+        """Return the exception for an answer that cannot be used."""
         if answer.status == 404 and answer.document is None:
             self._api = None  # Perhaps Slurm was upgraded, so the next call asks for its versions.
         if answer.status in (401, 403) or _AUTH.search(answer.words):
@@ -177,7 +177,7 @@ class SlurmrestdClient:
         return SlurmUnavailable(f"slurmrestd ({name}): {words}", unsure)
 
     def _who(self) -> str:
-        """Returns a description of the credentials for messages, which says whether the token has expired."""
+        """Return a description of the credentials for messages, which says whether the token has expired."""
         file = self._wanted.token_file
         if file is None:
             return "a call without a token (rest.tokenFile names a file with one)"
@@ -191,7 +191,7 @@ class SlurmrestdClient:
         return f"the token in {file}; it may have expired"
 
     def _credentials(self) -> dict[str, str]:
-        """Returns the headers with the credentials.
+        """Return the headers with the credentials.
 
         The token is read for each call, because its file may have been renewed.
         """
@@ -203,7 +203,7 @@ class SlurmrestdClient:
     async def _call(
         self, method: str, path: str, query: Mapping[str, str], body: Any, name: str
     ) -> RestAnswer:
-        """Makes and counts one call.
+        """Make and count one call.
 
         Raises:
             SlurmUnavailable: There is no answer, or the token cannot be read.
@@ -233,7 +233,7 @@ class SlurmrestdClient:
     async def _exchange(
         self, method: str, path: str, query: Mapping[str, str], body: Any, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
-        """Sends one request, and returns the HTTP status and the content of the answer."""
+        """Send one request, and return the HTTP status and the content of the answer."""
         socket = self._wanted.socket
         if self._tls is None:
             secure = self.url.startswith("https:")
@@ -264,7 +264,7 @@ class SlurmrestdClient:
 
 
 async def _read(status: int, content: bytes) -> RestAnswer:
-    """Decodes the content of an answer."""
+    """Decode the content of an answer."""
     try:
         # A long list of jobs is decoded in a thread, because decoding it here would block the event loop.
         long = len(content) > 2**20
@@ -276,7 +276,7 @@ async def _read(status: int, content: bytes) -> RestAnswer:
 
 
 def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[int, bool]:
-    """Returns the version to use, and whether it can signal a batch script alone.
+    """Return the version to use, and whether it can signal a batch script alone.
 
     Raises:
         SlurmError: The server has no version that can be used.
@@ -303,7 +303,7 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
 
 
 def _token(path: Path) -> str:
-    """Returns the token in a file.
+    """Return the token in a file.
 
     The file holds the token alone, or a line as `scontrol token` prints it.
 
@@ -325,7 +325,7 @@ def _token(path: Path) -> str:
 
 
 def _expiry(token: str) -> float | None:
-    """Returns the time at which a token expires, in seconds since the epoch, or None if it names none."""
+    """Return the time at which a token expires, in seconds since the epoch, or None if it names none."""
     parts = token.split(".")
     if len(parts) != 3:
         return None

@@ -22,7 +22,7 @@ _FIELD = r"(?:^|\s){}=(\S+)"
 
 
 def duration_seconds(text: str) -> float | None:
-    """Returns a duration such as `1-12:00:00` or `30:00` in seconds.
+    """Return a duration such as `1-12:00:00` or `30:00` in seconds.
 
     The result is None for UNLIMITED and for any other text that is not a duration.
     """
@@ -42,7 +42,7 @@ def duration_seconds(text: str) -> float | None:
 
 
 def queue(text: str) -> list[QueuedJob]:
-    """Reads the jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
+    """Read the jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
 
     Raises:
         Unreadable: A line has too few fields, or does not begin with the number of a job.
@@ -72,19 +72,19 @@ def queue(text: str) -> list[QueuedJob]:
 
 
 def _field(text: str, name: str) -> str:
-    """Returns the value of a field in the output of scontrol. It is empty if there is no such field."""
+    """Return the value of a field in the output of scontrol. It is empty if there is no such field."""
     match = re.search(_FIELD.format(re.escape(name)), text)
     return match[1] if match is not None else ""
 
 
 def _exit(text: str) -> tuple[int, int]:
-    """Reads an exit code such as `0:15`, and returns an exit status and a signal number."""
+    """Read an exit code such as `0:15`, and return an exit status and a signal number."""
     status, _, number = text.partition(":")
     return (int(status) if status.isdigit() else 0, int(number) if number.isdigit() else 0)
 
 
 def details(text: str) -> JobDetails:
-    """Reads the job that `scontrol show job` prints.
+    """Read the job that `scontrol show job` prints.
 
     Raises:
         Unreadable: The text does not describe a job.
@@ -111,7 +111,7 @@ ACCOUNTING_FORMAT = "JobIDRaw,State,ExitCode,ElapsedRaw,Timelimit"
 
 
 def accounted(text: str) -> dict[int, JobDetails]:
-    """Reads the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists, keyed by their numbers."""
+    """Read the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists, keyed by their numbers."""
     found = {}
     for line in text.splitlines():
         parts = line.split("|")
@@ -135,7 +135,7 @@ _RESPONDING = frozenset({"allocated", "completing", "idle", "maint", "mixed", "p
 
 
 def nodes_respond(text: str) -> bool:
-    """Returns whether all nodes that `sinfo --noheader -o %T` lists answer the controller and are in order.
+    """Return whether all nodes that `sinfo --noheader -o %T` lists answer the controller and are in order.
 
     A node that is drained may be so because its processes could not be killed. The result is False if no node
     is listed.
@@ -149,7 +149,7 @@ _SUBMITTED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 
 
 def submitted(text: str) -> int:
-    """Reads the number of the job that `sbatch --parsable` submitted.
+    """Read the number of the job that `sbatch --parsable` submitted.
 
     A site's filter may print other lines before the number.
 

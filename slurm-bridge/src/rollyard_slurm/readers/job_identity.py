@@ -39,7 +39,7 @@ class SlurmJobIdentity:
 
     @classmethod
     def of(cls, workload: Workload, instance: str, launch: str, restarts: int) -> SlurmJobIdentity:
-        """Returns the identity of one submission.
+        """Return the identity of one submission.
 
         Raises:
             ScriptInvalid: A name contains characters that are not allowed in the comment of a job.
@@ -64,7 +64,7 @@ class SlurmJobIdentity:
 
     @classmethod
     def parse(cls, comment: str) -> SlurmJobIdentity | None:
-        """Reads the identity from a comment. Returns None if no bridge submitted the job."""
+        """Read the identity from a comment. Return None if no bridge submitted the job."""
         head, _, rest = comment.partition(",")
         if head != "rollyard":
             return None

@@ -23,7 +23,7 @@ _FIRST = (
 
 
 def number(value: Any) -> int | None:
-    """Reads a number of either shape. Returns None if the number is not set or is infinite."""
+    """Read a number of either shape. Return None if the number is not set or is infinite."""
     if isinstance(value, dict):
         if not value.get("set") or value.get("infinite"):
             return None
@@ -34,14 +34,14 @@ def number(value: Any) -> int | None:
 
 
 def state(value: Any) -> str:
-    """Returns the state of a job as the word that squeue shows for it."""
+    """Return the state of a job as the word that squeue shows for it."""
     words = [str(word) for word in (value if isinstance(value, list) else [value])]
     flags = [word for word in _FIRST if word in words]
     return (flags or words or [""])[0]
 
 
 def exit_of(value: Any) -> tuple[int, int]:
-    """Reads an exit code of either shape, and returns an exit status and a signal number."""
+    """Read an exit code of either shape, and return an exit status and a signal number."""
     if isinstance(value, dict) and ("return_code" in value or "signal" in value):
         signal = value.get("signal")
         if isinstance(signal, dict):
@@ -52,19 +52,19 @@ def exit_of(value: Any) -> tuple[int, int]:
 
 
 def _text(job: dict[str, Any], name: str) -> str:
-    """Returns the text of a field. It is empty if the field holds no text."""
+    """Return the text of a field. It is empty if the field holds no text."""
     value = job.get(name)
     return value if isinstance(value, str) else ""
 
 
 def _limit(job: dict[str, Any]) -> float | None:
-    """Returns the time limit of a job in seconds, or None if it has none."""
+    """Return the time limit of a job in seconds, or None if it has none."""
     minutes = number(job.get("time_limit"))
     return None if minutes is None else minutes * 60.0
 
 
 def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
-    """Returns the number of seconds for which a job has run, as squeue counts them.
+    """Return the number of seconds for which a job has run, as squeue counts them.
 
     Args:
         job: The job as slurmrestd describes it.
@@ -84,12 +84,12 @@ def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
 
 
 def _reason(job: dict[str, Any]) -> str:
-    """Returns the reason why a job is pending, or the word `None`."""
+    """Return the reason why a job is pending, or the word `None`."""
     return _text(job, "state_description") or _text(job, "state_reason") or "None"
 
 
 def _jobs(document: Any) -> list[dict[str, Any]]:
-    """Returns the list of jobs in an answer.
+    """Return the list of jobs in an answer.
 
     Raises:
         Unreadable: The answer has no such list.
@@ -101,7 +101,7 @@ def _jobs(document: Any) -> list[dict[str, Any]]:
 
 
 def _id(job: dict[str, Any]) -> int:
-    """Returns the number of a job.
+    """Return the number of a job.
 
     Raises:
         Unreadable: The job has no number.
@@ -113,7 +113,7 @@ def _id(job: dict[str, Any]) -> int:
 
 
 def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
-    """Reads the jobs of one user that have not ended from the answer to `GET /jobs`.
+    """Read the jobs of one user that have not ended from the answer to `GET /jobs`.
 
     The answer lists the jobs of all users.
 
@@ -151,7 +151,7 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
 
 
 def details(document: Any, wanted: int, now: float) -> JobDetails | None:
-    """Reads one job from the answer to `GET /job/NUMBER`. Returns None if the answer does not contain it.
+    """Read one job from the answer to `GET /job/NUMBER`. Return None if the answer does not contain it.
 
     Raises:
         Unreadable: The answer is not a list of jobs, or the job has no state.
@@ -171,7 +171,7 @@ def details(document: Any, wanted: int, now: float) -> JobDetails | None:
 
 
 def addresses(document: Any) -> list[str]:
-    """Reads the addresses of the nodes from the answer to `GET /nodes`."""
+    """Read the addresses of the nodes from the answer to `GET /nodes`."""
     nodes = document.get("nodes") if isinstance(document, dict) else None
     return [_text(one, "address") for one in nodes or () if isinstance(one, dict) and _text(one, "address")]
 
@@ -183,7 +183,7 @@ _RESPONDING = frozenset(
 
 
 def nodes_respond(document: Any) -> bool:
-    """Reads from the answer to `GET /node/NAME` whether the node answers the controller and is in order.
+    """Read from the answer to `GET /node/NAME` whether the node answers the controller and is in order.
 
     A node that is drained may be so because its processes could not be killed.
     """
@@ -199,7 +199,7 @@ def nodes_respond(document: Any) -> bool:
 
 
 def submitted(document: Any) -> int | None:
-    """Reads the number of the job from the answer to `POST /job/submit`. Returns None if it has no number."""
+    """Read the number of the job from the answer to `POST /job/submit`. Return None if it has no number."""
     if not isinstance(document, dict):
         return None
     inner = document.get("result")
@@ -211,7 +211,7 @@ def submitted(document: Any) -> int | None:
 
 
 def troubles(document: Any) -> tuple[list[int], str]:
-    """Returns the error numbers in an answer of Slurm, and its error messages joined to one line."""
+    """Return the error numbers in an answer of Slurm, and its error messages joined to one line."""
     listed = document.get("errors") if isinstance(document, dict) else None
     numbers: list[int] = []
     words: list[str] = []

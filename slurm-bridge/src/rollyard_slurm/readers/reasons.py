@@ -47,18 +47,18 @@ _UNSURE = re.compile(r"socket timed out|zero bytes were transmitted|receive", re
 
 
 def is_blocked(job: QueuedJob) -> bool:
-    """Returns whether a pending job cannot start until a person changes something."""
+    """Return whether a pending job cannot start until a person changes something."""
     return _BLOCKED.search(job.reason) is not None
 
 
 def waits(job: QueuedJob) -> str:
-    """Returns a readable line that says why a job is pending."""
+    """Return a readable line that says why a job is pending."""
     reason = job.reason.strip("()")
     return f"Slurm job {job.id} is pending: {_SAID.get(reason, reason or 'no reason given')}"
 
 
 def is_limit(message: str) -> bool:
-    """Returns whether a job was refused because of a site's limit on the number of jobs.
+    """Return whether a job was refused because of a site's limit on the number of jobs.
 
     `Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)` may also mean that
     the request is too large. This message counts as a limit, and users see it while the bridge retries.
@@ -67,17 +67,17 @@ def is_limit(message: str) -> bool:
 
 
 def is_unavailable(message: str) -> bool:
-    """Returns whether a command failed because the controller or munge does not answer."""
+    """Return whether a command failed because the controller or munge does not answer."""
     return _UNAVAILABLE.search(message) is not None
 
 
 def is_unsure(message: str) -> bool:
-    """Returns whether a command may have had its effect although it failed."""
+    """Return whether a command may have had its effect although it failed."""
     return _UNSURE.search(message) is not None
 
 
 def shorter(stderr: str) -> str:
-    """Returns the error message of a Slurm command as one line, without the name of the command.
+    """Return the error message of a Slurm command as one line, without the name of the command.
 
     The line has at most 500 characters.
     """

@@ -15,16 +15,16 @@ class AvoidedNodes:
         self._until: dict[str, datetime] = {}
 
     def add(self, node: str, now: datetime) -> None:
-        """Adds a node on which a worker ended for a reason that lies in the node."""
+        """Add a node on which a worker ended for a reason that lies in the node."""
         if node:
             self._until[node] = now + timedelta(seconds=AVOID_SECONDS)
 
     def expire(self, now: datetime) -> None:
-        """Forgets the nodes that have been avoided for ten minutes."""
+        """Forget the nodes that have been avoided for ten minutes."""
         self._until = {node: until for node, until in self._until.items() if until > now}
 
     def clear(self) -> None:
-        """Forgets all nodes. This is called when no other node will do."""
+        """Forget all nodes. This is called when no other node will do."""
         self._until.clear()
 
     @property

@@ -24,11 +24,11 @@ class PollInterval:
     last: float = float("-inf")
 
     def due(self, now: float, changed: bool) -> bool:
-        """Returns whether to poll now. After a change, a poll is due one second after the last one."""
+        """Return whether to poll now. After a change, a poll is due one second after the last one."""
         return now >= self.next or (changed and now >= self.last + SOON_SECONDS)
 
     def polled(self, now: float, changed: bool, idle: bool, unavailable: bool) -> None:
-        """Notes that Slurm was polled.
+        """Note that Slurm was polled.
 
         Args:
             now: The time of the poll in seconds, on the clock that `due` uses.

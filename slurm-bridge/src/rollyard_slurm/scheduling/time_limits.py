@@ -43,7 +43,7 @@ class JobEnding:
 
 
 def ahead_seconds(limit: float, wanted: JobProfile) -> float:
-    """Returns how many seconds before the end of a job its successor is submitted.
+    """Return how many seconds before the end of a job its successor is submitted.
 
     Args:
         limit: The time limit of the job in seconds.
@@ -54,14 +54,14 @@ def ahead_seconds(limit: float, wanted: JobProfile) -> float:
 
 
 def wants_successor(job: QueuedJob, wanted: JobProfile) -> bool:
-    """Returns whether a running job is close enough to its time limit for its successor to be submitted."""
+    """Return whether a running job is close enough to its time limit for its successor to be submitted."""
     if job.state != "RUNNING" or job.left is None or job.limit is None:
         return False
     return job.left <= ahead_seconds(job.limit, wanted)
 
 
 def ending(job: JobDetails, wanted: JobProfile) -> JobEnding:
-    """Returns a description of how a job ended, with a message for the user."""
+    """Return a description of how a job ended, with a message for the user."""
     who = f"Slurm job {job.id}"
     if job.state == "TIMEOUT":
         return JobEnding(None, f"{who} reached its time limit", True)
@@ -81,7 +81,7 @@ def ending(job: JobDetails, wanted: JobProfile) -> JobEnding:
 
 
 def _near_limit(job: JobDetails, wanted: JobProfile) -> bool:
-    """Returns whether a job that ended with status 0 had received the signal before its time limit."""
+    """Return whether a job that ended with status 0 had received the signal before its time limit."""
     if job.limit is None or job.used < SHORTEST_SECONDS:
         return False
     return job.used >= job.limit - (wanted.signal_seconds or SIGNAL_SECONDS) - EARLY_SECONDS - 5

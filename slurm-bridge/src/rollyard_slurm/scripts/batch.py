@@ -46,7 +46,7 @@ class BatchScript:
     """The lines of the script that start the program, and all that follow."""
 
     def text(self, between: Sequence[str] = ()) -> str:
-        """Returns the text of the script, which sbatch takes and an administrator can read.
+        """Return the text of the script, which sbatch takes and an administrator can read.
 
         Args:
             between: Lines that are added between the traps and the start of the program.
@@ -62,7 +62,7 @@ class BatchScript:
 def _options(
     workload: Workload, site: Site, identity: SlurmJobIdentity, wanted: JobProfile, avoided: Sequence[str]
 ) -> list[tuple[str, str | None]]:
-    """Returns the long names of sbatch's options, without dashes, and their values."""
+    """Return the long names of sbatch's options, without dashes, and their values."""
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
     # The token of a ready worker serves once. If Slurm started its job again, the worker would be refused.
     ready = workload.owner.kind == "ReadyWorker"
@@ -98,7 +98,7 @@ def _options(
 
 
 def _memory(workload: Workload, wanted: JobProfile) -> str | None:
-    """Returns the value of `--mem`: that of the profile, or else enough for Rollyard's own programs.
+    """Return the value of `--mem`: that of the profile, or else enough for Rollyard's own programs.
 
     The result is None if other options set the memory, if the job has its node for itself, and for vLLM,
     which gets the default of the site.
@@ -110,7 +110,7 @@ def _memory(workload: Workload, wanted: JobProfile) -> str | None:
 
 
 def _gres(workload: Workload, wanted: JobProfile) -> str | None:
-    """Returns the value of `--gres`, or None if the job needs no generic resources."""
+    """Return the value of `--gres`, or None if the job needs no generic resources."""
     if wanted.gres is not None:
         return wanted.gres.replace("{gpus}", str(workload.gpus))
     return f"gpu:{workload.gpus}" if workload.gpus else None
@@ -119,7 +119,7 @@ def _gres(workload: Workload, wanted: JobProfile) -> str | None:
 def batch_script(
     workload: Workload, site: Site, identity: SlurmJobIdentity, avoided: Sequence[str] = ()
 ) -> BatchScript:
-    """Returns the batch script of a workload.
+    """Return the batch script of a workload.
 
     Args:
         workload: The worker or backend that the script runs.
@@ -148,7 +148,7 @@ def batch_script(
 
 
 def _what(workload: Workload) -> str:
-    """Returns a readable description of a workload, for the comment in its script."""
+    """Return a readable description of a workload, for the comment in its script."""
     if workload.kind == "backend":
         return f"inference backend {workload.index} ({workload.engine})"
     if workload.owner.kind == "ReadyWorker":
@@ -157,13 +157,13 @@ def _what(workload: Workload) -> str:
 
 
 def _engine_env(workload: Workload) -> dict[str, str]:
-    """Returns the environment variables that only the program gets."""
+    """Return the environment variables that only the program gets."""
     env = dict(SERVER_ENV) if workload.engine == "vllm" else {}
     return {**env, **dict(workload.env)}
 
 
 def _begin(env: Mapping[str, str]) -> list[Line]:
-    """Returns the lines of the bash function that executes the program.
+    """Return the lines of the bash function that executes the program.
 
     Only this function sets the environment that the author of a pool wants. The script itself therefore does
     not see it.
@@ -177,7 +177,7 @@ def _begin(env: Mapping[str, str]) -> list[Line]:
 
 
 def _worker(workload: Workload, site: Site) -> list[Line]:
-    """Returns the lines that prepare the run folder and the command of a stage worker."""
+    """Return the lines that prepare the run folder and the command of a stage worker."""
     python = site.profile.of(workload.kind).python or site.python
     token_file = site.token_file(workload)
     if workload.owner.kind == "ReadyWorker":
@@ -232,7 +232,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
 
 
 def _backend(workload: Workload, site: Site, identity: SlurmJobIdentity) -> list[Line]:
-    """Returns the lines that prepare the command of an inference backend."""
+    """Return the lines that prepare the command of an inference backend."""
     wanted = site.profile.of("backend")
     python = wanted.python or site.python
     image = site.profile.backends.image

@@ -61,7 +61,7 @@ KNOWN = frozenset({*_WORDS, *_OLD, *_FLAGS, "signal"})
 
 
 def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Splits the options of a profile's `sbatch`, and returns pairs of a long name and a value.
+    """Split the options of a profile's `sbatch`, and return pairs of a long name and a value.
 
     The value of an option that takes none is None.
 
@@ -84,7 +84,7 @@ def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
 
 
 def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], version: int) -> dict[str, Any]:
-    """Returns the field `job` of the request that submits a job.
+    """Return the field `job` of the request that submits a job.
 
     Args:
         options: The long names of sbatch's options, and their values.
@@ -105,7 +105,7 @@ def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], ve
 
 
 def _old(name: str, value: str | None) -> dict[str, Any]:
-    """Returns the fields of one option for v0.0.38."""
+    """Return the fields of one option for v0.0.38."""
     if name == "signal":
         return {}  # It refuses "B:", without which the batch script gets no signal.
     if name == "exclusive":
@@ -116,7 +116,7 @@ def _old(name: str, value: str | None) -> dict[str, Any]:
 
 
 def _typed(name: str, value: str, version: int) -> dict[str, Any]:
-    """Returns the fields of one option for v0.0.39 and later."""
+    """Return the fields of one option for v0.0.39 and later."""
     if name == "signal":
         who, _, rest = value.rpartition(":")
         word, _, early = rest.partition("@")
@@ -152,19 +152,19 @@ def _typed(name: str, value: str, version: int) -> dict[str, Any]:
 
 
 def _add(made: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds fields to those of a job."""
+    """Add fields to those of a job."""
     for name, value in more.items():
         # --gres and --gpus-per-node share one field.
         made[name] = f"{made[name]},{value}" if name == "tres_per_node" and name in made else value
 
 
 def _number(value: int) -> dict[str, Any]:
-    """Returns a number in the shape that typed fields take."""
+    """Return a number in the shape that typed fields take."""
     return {"set": True, "infinite": False, "number": value}
 
 
 def _mebibytes(value: str) -> int:
-    """Returns a size such as `8G` in mebibytes, rounded up.
+    """Return a size such as `8G` in mebibytes, rounded up.
 
     Raises:
         ValueError: The text is not a size.
@@ -176,5 +176,5 @@ def _mebibytes(value: str) -> int:
 
 
 def _split(value: str) -> list[str]:
-    """Splits a list of nodes at the commas outside of brackets, and returns the names."""
+    """Split a list of nodes at the commas outside of brackets, and return the names."""
     return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", value)

@@ -74,7 +74,7 @@ Line: TypeAlias = Code | Comment | Export | Assign | Array | Directive
 
 
 def render(lines: Iterable[Line]) -> list[str]:
-    """Returns the text of the lines, as bash and sbatch read it.
+    """Return the text of the lines, as bash and sbatch read it.
 
     Raises:
         ScriptInvalid: The name of a variable is not an identifier, a value contains a null character or is
@@ -84,7 +84,7 @@ def render(lines: Iterable[Line]) -> list[str]:
 
 
 def _line(line: Line) -> str:
-    """Returns the text of one line."""
+    """Return the text of one line."""
     match line:
         case Code():
             return str(line)
@@ -101,7 +101,7 @@ def _line(line: Line) -> str:
 
 
 def _name(name: str) -> str:
-    """Returns the name of a variable after checking it."""
+    """Return the name of a variable after checking it."""
     if not _NAME.match(name):
         raise ScriptInvalid(
             f"environment variable {name!r}: a batch script takes names of letters, digits and underscores "
@@ -111,12 +111,12 @@ def _name(name: str) -> str:
 
 
 def _part(part: Part, where: str) -> str:
-    """Returns code as it is, and data as a quoted word. `where` names the variable in messages."""
+    """Return code as it is, and data as a quoted word. `where` names the variable in messages."""
     return str(part) if isinstance(part, Code) else _word(part, where)
 
 
 def _word(value: str, where: str) -> str:
-    """Returns data as a quoted word. `where` names the variable in messages."""
+    """Return data as a quoted word. `where` names the variable in messages."""
     if "\0" in value:
         raise ScriptInvalid(f"{where}: a value must not hold a null character")
     try:
@@ -127,7 +127,7 @@ def _word(value: str, where: str) -> str:
 
 
 def _directive(name: str, value: str | None) -> str:
-    """Returns the text of a `#SBATCH` line, with quotes around the value if it needs them."""
+    """Return the text of a `#SBATCH` line, with quotes around the value if it needs them."""
     if not _OPTION.match(name):
         raise ScriptInvalid(
             f"option {name!r}: Slurm's long options have small letters, digits and dashes only"

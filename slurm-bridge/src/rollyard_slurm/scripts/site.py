@@ -56,22 +56,22 @@ class Site:
         return self.home / "troubles"
 
     def token_file(self, workload: Workload) -> Path:
-        """Returns the path of the file with the token of a RolloutJob's workers, or of a ready worker."""
+        """Return the path of the file with the token of a RolloutJob's workers, or of a ready worker."""
         owner = workload.owner
         if owner.kind == "ReadyWorker":
             return self.ready_token_file(owner.namespace, owner.name)
         return self.tokens / f"{owner.namespace}.{owner.name}.{owner.uid[:8] or 'none'}"
 
     def ready_token_file(self, namespace: str, name: str) -> Path:
-        """Returns the path of the file with the token of one worker that stands ready."""
+        """Return the path of the file with the token of one worker that stands ready."""
         return self.tokens / f"{namespace}.{name}.ready"
 
     def endpoint_file(self, launch: str) -> Path:
-        """Returns the path of the file in which the backend of one submission announces its URL."""
+        """Return the path of the file in which the backend of one submission announces its URL."""
         return self.endpoints / f"{launch}.json"
 
     def trouble_file(self, name: str, job: int | str) -> Path:
-        """Returns the path of the file that says why a worker cannot start sandboxes.
+        """Return the path of the file that says why a worker cannot start sandboxes.
 
         The file exists only while this is so.
 
@@ -82,5 +82,5 @@ class Site:
         return self.troubles / f"{name}-{job}"
 
     def log(self, name: str, job: int) -> Path:
-        """Returns the path of the file with the output of a job, whose name is that of `trouble_file`."""
+        """Return the path of the file with the output of a job, whose name is that of `trouble_file`."""
         return self.logs / f"{name}-{job}.log"

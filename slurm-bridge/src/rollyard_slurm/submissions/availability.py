@@ -31,13 +31,13 @@ class SlurmAvailability:
         return self._answered_once
 
     def lost(self, trouble: str) -> None:
-        """Notes that Slurm does not answer, and why."""
+        """Note that Slurm does not answer, and why."""
         if trouble != self._trouble:
             self._say(f"Slurm does not answer, everything counts as last seen: {trouble}")
         self._trouble = trouble
 
     def answered(self) -> None:
-        """Notes that Slurm answers."""
+        """Note that Slurm answers."""
         if self._trouble:
             self._say(f"Slurm answers again (it did not: {self._trouble})")
         self._trouble = ""

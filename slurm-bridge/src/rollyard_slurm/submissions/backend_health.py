@@ -30,7 +30,7 @@ class BackendHealthChecks:
         self._changed = changed
 
     def find(self, one: Submission) -> bool:
-        """Begins to check a backend, if it has announced its URL.
+        """Begin to check a backend, if it has announced its URL.
 
         Returns:
             Whether the backend has started and squeue has not shown this yet. In this case, Slurm should be
@@ -48,7 +48,7 @@ class BackendHealthChecks:
         return False
 
     def _check(self, one: Submission, url: str) -> None:
-        """Begins the health check of a backend at a URL, unless it runs already."""
+        """Begin the health check of a backend at a URL, unless it runs already."""
         if one.probe is not None and one.url == url:
             return
         if one.url != url:  # Slurm has started the backend again on another node.
@@ -67,19 +67,19 @@ class BackendHealthChecks:
         )
 
     def pause(self, one: Submission) -> None:
-        """Ends the check of a backend, and keeps its last known health."""
+        """End the check of a backend, and keep its last known health."""
         if one.probe is not None:
             one.probe.cancel()
             one.probe = None
 
     def end(self, one: Submission) -> None:
-        """Ends the check of a backend that does not run, and forgets its health and its URL."""
+        """End the check of a backend that does not run, and forget its health and its URL."""
         self.pause(one)
         one.health, one.url = BackendHealth(), ""
         self._site.endpoint_file(one.launch).unlink(missing_ok=True)
 
     async def close(self, submissions: Iterable[Submission]) -> None:
-        """Ends the checks of all given submissions, and waits until they have ended."""
+        """End the checks of all given submissions, and wait until they have ended."""
         probes = [one.probe for one in submissions if one.probe is not None]
         for probe in probes:
             probe.cancel()

@@ -32,18 +32,18 @@ class HomeSubmissions:
         """Whether something was done or seen after which Slurm should be polled soon."""
 
     def __iter__(self) -> Iterator[Submission]:
-        """Iterates over the present submissions, oldest first.
+        """Iterate over the present submissions, oldest first.
 
         Submissions may be forgotten during the iteration.
         """
         return iter(list(self._all))
 
     def add(self, one: Submission) -> None:
-        """Adds a submission that has no record on disk yet."""
+        """Add a submission that has no record on disk yet."""
         self._all.append(one)
 
     def save(self, one: Submission) -> None:
-        """Writes the record of a submission.
+        """Write the record of a submission.
 
         Raises:
             OSError: The home cannot be written.
@@ -51,7 +51,7 @@ class HomeSubmissions:
         self._records.save(one)
 
     def give(self, one: Submission, workload: Workload, now: datetime) -> None:
-        """Makes a worker that stands ready the worker of a RolloutJob.
+        """Make a worker that stands ready the worker of a RolloutJob.
 
         From now on its record says so. No other RolloutJob takes it, whatever becomes of the bridge.
 
@@ -72,11 +72,11 @@ class HomeSubmissions:
         self._all.append(one)
 
     def remove_record(self, one: Submission) -> None:
-        """Removes the record of a submission for which Slurm made no job."""
+        """Remove the record of a submission for which Slurm made no job."""
         self._records.forget(one)
 
     def forget(self, one: Submission) -> None:
-        """Removes a submission and its files."""
+        """Remove a submission and its files."""
         self.health_checks.end(one)
         if one.job is not None:
             self._site.trouble_file(one.submitted_as, one.job).unlink(missing_ok=True)
@@ -94,14 +94,14 @@ class HomeSubmissions:
         return {one.workload.owner for one in self._all if not one.standing}
 
     def groups(self) -> dict[str, SubmissionGroup]:
-        """Returns the groups of submissions, keyed by the names of their workloads."""
+        """Return the groups of submissions, keyed by the names of their workloads."""
         groups: dict[str, list[Submission]] = {}
         for one in self._all:
             groups.setdefault(one.workload.name, []).append(one)
         return {name: SubmissionGroup(members) for name, members in groups.items()}
 
     def named(self) -> dict[str, Submission]:
-        """Returns the submissions, keyed by the names under which reconcile knows them.
+        """Return the submissions, keyed by the names under which reconcile knows them.
 
         The front of a group has the name of the workload. The name of each predecessor also has the number
         of its Slurm job.
@@ -114,7 +114,7 @@ class HomeSubmissions:
         return named
 
     def retire_predecessors(self) -> None:
-        """Marks each submission whose successor serves as retired."""
+        """Mark each submission whose successor serves as retired."""
         for group in self.groups().values():
             front = group.front
             for one in group.predecessors:
@@ -128,10 +128,10 @@ class HomeSubmissions:
         self._wake()
 
     async def close(self) -> None:
-        """Ends the health checks. The Slurm jobs continue to run."""
+        """End the health checks. The Slurm jobs continue to run."""
         await self.health_checks.close(self._all)
 
 
 def jobs_of(submissions: Iterable[Submission]) -> list[int]:
-    """Returns the numbers of the Slurm jobs of some submissions, without those that have no job."""
+    """Return the numbers of the Slurm jobs of some submissions, without those that have no job."""
     return [one.job for one in submissions if one.job is not None]

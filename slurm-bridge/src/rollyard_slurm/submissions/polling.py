@@ -64,7 +64,7 @@ class QueuePoller:
         self._strangers: set[int] = set()
 
     async def poll(self, now: datetime) -> None:
-        """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
+        """Ask Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
         try:
             listed = await self._calls.queue()
             await self._worker_ends.look_for_restarts(self._match(listed, now))
@@ -83,7 +83,7 @@ class QueuePoller:
         self._submissions.retire_predecessors()
 
     def _match(self, listed: list[QueuedJob], now: datetime) -> list[Submission]:
-        """Updates each submission from the job that belongs to it in the queue.
+        """Update each submission from the job that belongs to it in the queue.
 
         Returns:
             The stage workers whose jobs Slurm itself has restarted.
@@ -109,12 +109,12 @@ class QueuePoller:
         return restarted
 
     def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
-        """Returns the identity of a job of this home, or None for any other job."""
+        """Return the identity of a job of this home, or None for any other job."""
         identity = SlurmJobIdentity.parse(job.comment)
         return identity if identity is not None and identity.instance == self._site.instance else None
 
     def _see(self, one: Submission, seen: QueuedJob, now: datetime) -> None:
-        """Updates a submission from its job in the queue."""
+        """Update a submission from its job in the queue."""
         before, one.seen = one.seen, seen
         if one.job is not None and before is not None and before.state == seen.state:
             return
@@ -128,7 +128,7 @@ class QueuePoller:
         self._submissions.save(one)
 
     async def _ends(self, listed: set[int], now: datetime) -> None:
-        """Asks Slurm what became of the jobs that squeue does not list any longer."""
+        """Ask Slurm what became of the jobs that squeue does not list any longer."""
         gone = [
             one for one in self._submissions if one.living and one.job is not None and one.job not in listed
         ]
@@ -149,7 +149,7 @@ class QueuePoller:
             self._end(one, time_limits.JobEnding(end.code, message, end.expected, proven), now)
 
     def _end(self, one: Submission, end: time_limits.JobEnding, now: datetime) -> None:
-        """Notes how the job of a submission ended, or forgets the submission if nothing depends on it."""
+        """Note how the job of a submission ended, or forget the submission if nothing depends on it."""
         self._submissions.health_checks.end(one)
         self._submissions.changed = True
         is_front = one is self._submissions.groups()[one.workload.name].front
@@ -165,7 +165,7 @@ class QueuePoller:
         self._submissions.forget(one)
 
     async def _cancel_strangers(self, listed: list[QueuedJob]) -> None:
-        """Cancels the jobs of this home that have no record.
+        """Cancel the jobs of this home that have no record.
 
         sbatch submitted these jobs, but did not answer.
         """
@@ -184,7 +184,7 @@ class QueuePoller:
             self._strangers.update(strangers)
 
     def _read_troubles(self) -> None:
-        """Reads the files in which running workers report trouble with their nodes."""
+        """Read the files in which running workers report trouble with their nodes."""
         for one in self._submissions:
             if one.workload.kind == "stage-worker" and one.job is not None:
                 file = self._site.trouble_file(one.submitted_as, one.job)
@@ -195,7 +195,7 @@ class QueuePoller:
 
 
 def _has_restarted(one: Submission, seen: QueuedJob) -> bool:
-    """Returns whether Slurm itself has restarted the job of a stage worker since it was seen to run."""
+    """Return whether Slurm itself has restarted the job of a stage worker since it was seen to run."""
     if one.workload.kind != "stage-worker" or not one.nodes:
         return False
     if seen.state != "RUNNING":

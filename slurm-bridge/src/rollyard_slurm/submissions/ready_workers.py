@@ -44,7 +44,7 @@ _PAUSES: Final = Backoff(first=2.0, longest=120.0)
 
 
 def ready_workload(namespace: str, name: str, site: Site) -> Workload:
-    """Returns the workload of a worker that stands ready.
+    """Return the workload of a worker that stands ready.
 
     Args:
         namespace: The namespace whose RolloutJobs may take the worker.
@@ -83,7 +83,7 @@ class ReadyWorkers:
         self._trouble = ""
 
     def take(self, launch: Launch, now: datetime) -> bool:
-        """Makes a worker that stands ready the worker of a launch, and returns whether there was one.
+        """Make a worker that stands ready the worker of a launch, and return whether there was one.
 
         Only the first start of a worker takes one, and only if the worker was started with all that its own
         script would say.
@@ -108,7 +108,7 @@ class ReadyWorkers:
         return True
 
     async def offer(self, now: datetime, send: Callable[[AssignmentOffer], Awaitable[str]]) -> None:
-        """Offers each RolloutJob to the ready workers that it has taken, unless that was answered before.
+        """Offer each RolloutJob to the ready workers that it has taken, unless that was answered before.
 
         A worker whose offer is refused is of no use and is stopped.
 
@@ -140,7 +140,7 @@ class ReadyWorkers:
                 self._stopper.stop(Stop(one.workload.name, STOP_SECONDS))
 
     async def keep(self, now: datetime, submitter: Submitter) -> None:
-        """Submits and stops ready workers, so that there are as many as the profile says.
+        """Submit and stop ready workers, so that there are as many as the profile says.
 
         None stands ready while a worker or backend of the home waits for a place.
         """
@@ -170,7 +170,7 @@ class ReadyWorkers:
                     break
 
     async def _submit(self, workload: Workload, submitter: Submitter, now: datetime) -> bool:
-        """Submits one ready worker, and returns whether another one may be submitted in this pass."""
+        """Submit one ready worker, and return whether another one may be submitted in this pass."""
         one = await submitter.submit_ready(workload, now)
         if one is None or not one.refused or one.blocked:
             return one is not None and not one.blocked
@@ -185,18 +185,18 @@ class ReadyWorkers:
         return [one for one in self._submissions if one.standing]
 
     def _is_old(self, one: Submission) -> bool:
-        """Returns whether a ready worker is so close to its time limit that a worker would be replaced."""
+        """Return whether a ready worker is so close to its time limit that a worker would be replaced."""
         if one.seen is None or not one.living:
             return False
         return time_limits.wants_successor(one.seen, self._site.profile.of(one.workload.kind))
 
     def _rest(self, namespace: str, now: datetime) -> None:
-        """Submits no ready workers of a namespace for a while, which grows with each failure in a row."""
+        """Submit no ready workers of a namespace for a while, which grows with each failure in a row."""
         self._failures[namespace] = self._failures.get(namespace, 0) + 1
         self._resting[namespace] = now + timedelta(seconds=_PAUSES.pause(self._failures[namespace]))
 
     def _tell_failures(self, standing: list[Submission]) -> None:
-        """Says why ready workers have ended or cannot be submitted."""
+        """Say why ready workers have ended or cannot be submitted."""
         for one in standing:
             if one.blocked:
                 self._tell(one.refused)
@@ -210,7 +210,7 @@ class ReadyWorkers:
 
 
 def _observed(one: Submission) -> ReadyWorker:
-    """Returns a worker that stands ready as it is observed."""
+    """Return a worker that stands ready as it is observed."""
     seen = one.observed(one.workload.name)
     states: dict[str, ReadyState] = {
         "starting": "starting", "running": "running", "stopping": "leaving", "exited": "ended",
@@ -227,7 +227,7 @@ def _observed(one: Submission) -> ReadyWorker:
 
 
 def _waits_for_place(one: Submission, now: datetime) -> bool:
-    """Returns whether a worker or backend waits for a place that a ready worker might hold."""
+    """Return whether a worker or backend waits for a place that a ready worker might hold."""
     if one.refused:
         return True
     if one.seen is None or one.seen.state not in PENDING_STATES or reasons.is_blocked(one.seen):

@@ -25,7 +25,7 @@ _WORKLOAD: Final = TypeAdapter(Workload)
 
 
 def _from_stored(value: Any) -> Any:
-    """Returns the fields of a stored workload.
+    """Return the fields of a stored workload.
 
     The stored names are in camelCase, and the stored owner is a list.
     """
@@ -36,7 +36,7 @@ def _from_stored(value: Any) -> Any:
 
 
 def _stored(workload: Workload) -> dict[str, Any]:
-    """Returns the fields of a workload as they are stored."""
+    """Return the fields of a workload as they are stored."""
     fields = _WORKLOAD.dump_python(workload, mode="json")
     owner = [fields["owner"][name] for name in _OWNER]
     return {to_camel(name): part for name, part in fields.items()} | {"owner": owner}
@@ -89,7 +89,7 @@ class Records:
         self._folder = folder
 
     def load(self) -> list[Submission]:
-        """Returns the submissions of earlier runs, oldest first.
+        """Return the submissions of earlier runs, oldest first.
 
         A file that cannot be read is renamed and left out.
         """
@@ -103,7 +103,7 @@ class Records:
         return sorted(found, key=lambda one: one.submitted_at)
 
     def save(self, one: Submission) -> None:
-        """Writes the file of a submission, either completely or not at all.
+        """Write the file of a submission, either completely or not at all.
 
         Raises:
             OSError: The home cannot be written.
@@ -111,12 +111,12 @@ class Records:
         write_json(self._folder / f"{one.launch}.json", _record(one).model_dump(mode="json", by_alias=True))
 
     def forget(self, one: Submission) -> None:
-        """Removes the file of a submission."""
+        """Remove the file of a submission."""
         (self._folder / f"{one.launch}.json").unlink(missing_ok=True)
 
 
 def _record(one: Submission) -> _Record:
-    """Returns the record of a submission."""
+    """Return the record of a submission."""
     values: dict[str, Any] = {name: getattr(one, name) for name in _COPIED}
     ending = one.ending
     if ending is not None:
@@ -127,7 +127,7 @@ def _record(one: Submission) -> _Record:
 
 
 def _submission(record: _Record) -> Submission:
-    """Returns the submission that a record describes."""
+    """Return the submission that a record describes."""
     one = fresh(record.launch, record.workload, record.restarts, record.submitted_at)
     for name in _COPIED:
         value = getattr(record, name)

@@ -27,7 +27,7 @@ class Stopper:
         self._submissions = submissions
 
     def stop(self, stop: Stop) -> None:
-        """Begins to stop a workload, and forgets a workload that has ended.
+        """Begin to stop a workload, and forget a workload that has ended.
 
         The job is cancelled when the grace of the stop is over.
         """
@@ -47,7 +47,7 @@ class Stopper:
                 self._submissions.save(each)
 
     def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
-        """Begins to stop every workload of one kind.
+        """Begin to stop every workload of one kind.
 
         Args:
             kind: The kind, `stage-worker` or `backend`.
@@ -65,7 +65,7 @@ class Stopper:
             self._submissions.save(one)
 
     async def proceed(self, now: datetime) -> None:
-        """Sends the signals that are due, and cancels the jobs whose grace is over.
+        """Send the signals that are due, and cancel the jobs whose grace is over.
 
         Raises:
             SlurmError: Slurm does not answer.
@@ -101,5 +101,5 @@ class Stopper:
 
 
 def _may_cancel(one: Submission, now: datetime) -> bool:
-    """Returns whether a job has not been cancelled yet, or so long ago that it may be cancelled again."""
+    """Return whether a job has not been cancelled yet, or so long ago that it may be cancelled again."""
     return one.cancelled_at is None or (now - one.cancelled_at).total_seconds() > CANCEL_AGAIN_SECONDS

@@ -125,7 +125,7 @@ class Submission:
         return self.running and (self.workload.kind == "stage-worker" or self.health.ready)
 
     def observed(self, name: str) -> ObservedWorkload:
-        """Returns the submission as reconcile observes it.
+        """Return the submission as reconcile observes it.
 
         Args:
             name: The name under which reconcile knows the submission.
@@ -156,7 +156,7 @@ class Submission:
         )
 
     def _state(self) -> tuple[Any, str, bool, bool]:
-        """Returns the state, its message, whether the submission is pending, and whether it is blocked."""
+        """Return the state, its message, whether the submission is pending, and whether it is blocked."""
         seen = self.seen
         if self.ending is not None:
             return "exited", self.ending.message, False, False
@@ -187,7 +187,7 @@ class Submission:
 
 
 def fresh(launch: str, workload: Workload, restarts: int, now: datetime, last_end: str = "") -> Submission:
-    """Returns a new submission, for which nothing has been sent to Slurm yet."""
+    """Return a new submission, for which nothing has been sent to Slurm yet."""
     return Submission(
         launch=launch, workload=workload, restarts=restarts, submitted_at=now, last_end=last_end
     )

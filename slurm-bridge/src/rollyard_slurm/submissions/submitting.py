@@ -71,19 +71,19 @@ class Submitter:
         self._submitted = 0
 
     def begin_turn(self) -> None:
-        """Starts a new pass: resets the count of submitted jobs, and forgets the limit that was met."""
+        """Start a new pass: reset the count of submitted jobs, and forget the limit that was met."""
         self._limit, self._submitted = "", 0
 
     def note_stop(self, stop: Stop) -> None:
-        """Notes that a workload is being stopped. The stop says whether it is to be launched again."""
+        """Note that a workload is being stopped. The stop says whether it is to be launched again."""
         self._replaced.note(stop)
 
     def successor_failed(self, name: str, now: datetime) -> None:
-        """Notes that a successor of a workload ended before it took over."""
+        """Note that a successor of a workload ended before it took over."""
         self._successor_after[name] = now + timedelta(seconds=SUCCESSOR_AGAIN_SECONDS)
 
     async def launch(self, launch: Launch, now: datetime) -> None:
-        """Submits a workload that a plan launches.
+        """Submit a workload that a plan launches.
 
         This does nothing if the workload already exists, because it appeared after the plan was made, or if
         enough jobs were submitted in this pass. In the second case, the next plan launches the workload.
@@ -101,13 +101,13 @@ class Submitter:
         self._replaced.launched(name)
 
     async def retry(self, now: datetime) -> None:
-        """Submits the workloads that were refused before and are due for another try."""
+        """Submit the workloads that were refused before and are due for another try."""
         for one in self._submissions:
             if one.refused and not one.blocked and one.retry_at is not None and now >= one.retry_at:
                 await self._try(one, now)
 
     async def submit_successors(self, now: datetime) -> None:
-        """Submits successors of the jobs that are close to their time limits."""
+        """Submit successors of the jobs that are close to their time limits."""
         for name, group in self._submissions.groups().items():
             if self._wants_successor(name, group, now):
                 front = group.front
@@ -115,7 +115,7 @@ class Submitter:
                 await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
 
     def _wants_successor(self, name: str, group: SubmissionGroup, now: datetime) -> bool:
-        """Returns whether a workload needs a successor now."""
+        """Return whether a workload needs a successor now."""
         front = group.front
         if not front.running or front.stopping or front.standing or group.successors or front.seen is None:
             return False
@@ -125,7 +125,7 @@ class Submitter:
         return time_limits.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
 
     async def submit_ready(self, workload: Workload, now: datetime) -> Submission | None:
-        """Submits a worker that stands ready, and returns the submission, which may have been refused.
+        """Submit a worker that stands ready, and return the submission, which may have been refused.
 
         The result is None if enough jobs were submitted in this pass.
         """
@@ -134,14 +134,14 @@ class Submitter:
         return await self._submit(Launch(workload), now)
 
     async def _submit(self, launch: Launch, now: datetime) -> Submission:
-        """Adds a new submission of a workload, submits it, and returns it."""
+        """Add a new submission of a workload, submit it, and return it."""
         one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._submissions.add(one)
         await self._try(one, now)
         return one
 
     async def _try(self, one: Submission, now: datetime) -> None:
-        """Submits one workload, if Slurm answers and no limit of the site was met in this pass.
+        """Submit one workload, if Slurm answers and no limit of the site was met in this pass.
 
         If it is not submitted, the submission holds the reason.
         """
@@ -179,7 +179,7 @@ class Submitter:
         self._submissions.save(one)
 
     async def _call_sbatch(self, one: Submission) -> None:
-        """Writes the files of a submission, and submits its batch script."""
+        """Write the files of a submission, and submit its batch script."""
         workload = one.workload
         identity = SlurmJobIdentity.of(workload, self._site.instance, one.launch, one.restarts)
         if workload.kind == "stage-worker":
@@ -190,7 +190,7 @@ class Submitter:
         one.job = await self._calls.submit(batch_script(workload, self._site, identity, one.avoided))
 
     def _refused(self, one: Submission, refusal: SubmitRefused, now: datetime) -> None:
-        """Notes that Slurm refused a job, and decides whether and when to try again."""
+        """Note that Slurm refused a job, and decide whether and when to try again."""
         one.refused = f"{refusal.by}: {refusal}"
         if refusal.limit:
             self._limit = one.refused

@@ -42,22 +42,22 @@ class WorkerEnds:
         self._found: deque[tuple[Owner, str]] = deque(maxlen=KEPT)
 
     def of(self, owner: Owner) -> tuple[str, ...]:
-        """Returns the workers of an owner that have ended and are to be reported, oldest first."""
+        """Return the workers of an owner that have ended and are to be reported, oldest first."""
         return tuple(worker for whose, worker in self._found if whose == owner)
 
     def reported(self, owner: Owner, worker: str) -> None:
-        """Removes a worker that was reported."""
+        """Remove a worker that was reported."""
         if (owner, worker) in self._found:
             self._found.remove((owner, worker))
 
     def note(self, one: Submission) -> None:
-        """Keeps the present worker of a submission, which has ended, until it is reported."""
+        """Keep the present worker of a submission, which has ended, until it is reported."""
         found = (one.workload.owner, one.worker)
         if one.worker and found not in self._found:
             self._found.append(found)
 
     async def is_proven(self, one: Submission, job: JobDetails | None) -> bool:
-        """Returns whether the worker of a job that has ended certainly runs no more.
+        """Return whether the worker of a job that has ended certainly runs no more.
 
         Args:
             one: The submission of the job.
@@ -72,14 +72,14 @@ class WorkerEnds:
         return await self._respond(one.nodes)
 
     async def _respond(self, nodes: str) -> bool:
-        """Returns whether Slurm shows that these nodes answer it. If Slurm cannot be asked, it does not."""
+        """Return whether Slurm shows that these nodes answer it. If Slurm cannot be asked, it does not."""
         try:
             return await self._calls.nodes_respond(nodes)
         except SlurmError:
             return False
 
     async def look_for_restarts(self, restarted: Iterable[Submission]) -> None:
-        """Notes the workers that ended when Slurm itself restarted their jobs.
+        """Note the workers that ended when Slurm itself restarted their jobs.
 
         Each restart gives the worker of a job a new name. Slurm starts a job again after its node has
         reported the end of the processes, or when the node does not answer.

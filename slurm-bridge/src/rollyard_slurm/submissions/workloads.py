@@ -103,15 +103,15 @@ class SlurmWorkloads:
         return self._submissions.changed
 
     def clear_changed(self) -> None:
-        """Notes that a poll for the changes begins."""
+        """Note that a poll for the changes begins."""
         self._submissions.changed = False
 
     def owners(self) -> set[Owner]:
-        """Returns the jobs and pools that have at least one submission."""
+        """Return the jobs and pools that have at least one submission."""
         return self._submissions.owners
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
-        """Returns the observed workloads of an owner. Jobs that were replaced have names of their own."""
+        """Return the observed workloads of an owner. Jobs that were replaced have names of their own."""
         return tuple(
             one.observed(name)
             for name, one in self._submissions.named().items()
@@ -119,19 +119,19 @@ class SlurmWorkloads:
         )
 
     def ended_workers(self, owner: Owner) -> tuple[str, ...]:
-        """Returns the workers of a job that have certainly ended, and are not observed as workloads."""
+        """Return the workers of a job that have certainly ended, and are not observed as workloads."""
         return self._worker_ends.of(owner)
 
     def end_reported(self, owner: Owner, worker: str) -> None:
-        """Notes that the end of a worker was reported to the control plane."""
+        """Note that the end of a worker was reported to the control plane."""
         self._worker_ends.reported(owner, worker)
 
     async def poll(self, now: datetime) -> None:
-        """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
+        """Ask Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
         await self._poller.poll(now)
 
     def find_endpoints(self) -> None:
-        """Begins to check the health of backends that have announced their URLs."""
+        """Begin to check the health of backends that have announced their URLs."""
         for one in self._submissions:
             wanted = one.workload.kind == "backend" and one.living and not one.stopping
             if wanted and self._submissions.health_checks.find(one):
@@ -140,7 +140,7 @@ class SlurmWorkloads:
     # These methods act on the jobs.
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Starts and stops the workloads that the plan of one owner names.
+        """Start and stop the workloads that the plan of one owner names.
 
         Stopping takes several passes, and the next calls of `act` continue it.
         """
@@ -157,7 +157,7 @@ class SlurmWorkloads:
             await self._submitter.launch(launch, now)
 
     def stop(self, stop: Stop) -> None:
-        """Begins to stop a workload, and forgets a workload that has ended.
+        """Begin to stop a workload, and forget a workload that has ended.
 
         The job is cancelled when the grace of the stop is over.
         """
@@ -166,7 +166,7 @@ class SlurmWorkloads:
             self._stopper.stop(stop)
 
     async def act(self, now: datetime) -> None:
-        """Does what is due: sends signals, cancels jobs, retries refused submissions, submits successors."""
+        """Do what is due: send signals, cancel jobs, retry refused submissions, and submit successors."""
         self._submitter.begin_turn()
         try:
             await self._stopper.proceed(now)
@@ -178,7 +178,7 @@ class SlurmWorkloads:
         await self._submitter.submit_successors(now)
 
     async def keep_ready(self, now: datetime, offer: Callable[[AssignmentOffer], Awaitable[str]]) -> None:
-        """Offers RolloutJobs to the ready workers that they have taken, and keeps further workers ready.
+        """Offer RolloutJobs to the ready workers that they have taken, and keep further workers ready.
 
         Args:
             now: The present time.
@@ -190,13 +190,13 @@ class SlurmWorkloads:
             await self._ready_workers.keep(now, self._submitter)
 
     def logs(self) -> set[Path]:
-        """Returns the log files of the jobs that have not ended."""
+        """Return the log files of the jobs that have not ended."""
         return {self._site.log(one.submitted_as, one.job) for one in self.jobs if one.job is not None}
 
     # These methods are called when the bridge ends.
 
     def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
-        """Begins to stop every workload of one kind.
+        """Begin to stop every workload of one kind.
 
         Args:
             kind: The kind, `stage-worker` or `backend`.
@@ -206,9 +206,9 @@ class SlurmWorkloads:
         self._stopper.stop_kind(kind, grace_seconds, now)
 
     def left(self, kind: str) -> list[Submission]:
-        """Returns the submissions of one kind that have not ended."""
+        """Return the submissions of one kind that have not ended."""
         return [one for one in self.jobs if one.workload.kind == kind]
 
     async def close(self) -> None:
-        """Ends the health checks. The Slurm jobs continue to run."""
+        """End the health checks. The Slurm jobs continue to run."""
         await self._submissions.close()

@@ -45,6 +45,7 @@ class CodeHandler(Handler):
 
     reward_range = (0.0, 1.0)
     components = ("tests_passed",)
+    eval_sandbox = "shared"  # The program is in the answer, and the tests load no file of Run.
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of the tests."""

@@ -66,6 +66,8 @@ class HarborHandler(Handler):
     after every process of the policy has been killed.
     """
 
+    eval_sandbox = "shared"  # The tests of a task folder look at the state of the container.
+
     def check(self, task: Task) -> list[str]:
         """Return the problems of the task folder."""
         if task.harbor is None:

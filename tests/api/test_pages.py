@@ -370,10 +370,12 @@ def page(count: int, cursor: str, *, finished: bool = False) -> Page:
 
 def test_clients_do_not_take_a_short_page_for_the_end() -> None:
     walk = Cursor(lambda _cursor, _wait: ready(), json.loads, follow=False)  # type: ignore[arg-type,return-value]
-    assert len(walk.take(page(1, "v1.t.x.1"))) == 1
+    walk.take(page(1, "v1.t.x.1"))
     assert not walk.done
-    assert len(walk.take(page(1, "v1.t.x.2", finished=True))) == 1
+    walk.take(page(1, "v1.t.x.2", finished=True))
     assert walk.done
+    assert [walk.hand_out(), walk.hand_out()] == [{}, {}]
+    assert not walk.waiting
     listing = Listing(lambda _after: ready())  # type: ignore[arg-type,return-value,var-annotated]
     assert listing.take(([1], "next")) == [1]
     assert not listing.done

@@ -39,8 +39,8 @@ TRIED = {
     "sandbox",
     "engine",
 }
-UNTRIED = {"vllm", "dev", "docs"}
-"""vLLM is several gigabytes; the others are no parts of Rollyard."""
+UNTRIED = {"vllm", "numpy", "torch", "dev", "docs"}
+"""vLLM and torch are several gigabytes; the others are no parts of Rollyard."""
 NOT_IN_A_TRAINER = (
     "aiohttp", "alembic", "fastapi", "ipykernel", "numpy", "onnxruntime", "onnxruntime-genai", "pyarrow",
     "sqlalchemy", "tokenizers", "torch", "uvicorn",

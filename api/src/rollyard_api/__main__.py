@@ -77,6 +77,8 @@ GARBAGE_THRESHOLD = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 STALL_SECONDS = 60
 BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
+    ("max_unstored", int, "ended rollouts awaiting the trajectory store"),
+    ("max_unread", int, "ended rollouts of a stream that nobody has read"),
     ("store_seconds", float, "how long a request waits for the trajectory store"),
     ("page_bytes", int, "bytes of a page of results, of a list, and of an answer with leases"),
     ("max_queued", int, "unfinished rollouts"),
@@ -131,9 +133,6 @@ def parser() -> argparse.ArgumentParser:
         default=NO_BACKEND_SECONDS,
         help="how long rollouts of a job without a deadline wait while their pool has no ready backend "
         "(default: %(default)s)",
-    )
-    made.add_argument(
-        "--max-unstored", type=int, default=10_000, help="ended rollouts awaiting the trajectory store"
     )
     bounds = made.add_argument_group("bounds on what one namespace, or one client, may hold")
     for name, kind, text in BOUNDS:
@@ -320,7 +319,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         trajectories=given.trajectories,
         lease_seconds=given.lease_seconds,
         no_backend_seconds=given.no_backend_seconds,
-        max_unstored=given.max_unstored,
         sqlite_max_pages=given.sqlite_max_pages,
         verify_python=given.verify_python,
         tokens_file=given.tokens,

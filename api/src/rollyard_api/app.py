@@ -24,6 +24,7 @@ from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotF
 from rollyard_api.routes import (
     blobs,
     claims,
+    cursors,
     events,
     jobs,
     leases,
@@ -196,10 +197,8 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTERS = tuple(
-    module.router
-    for module in (leases, claims, results, events, jobs, blobs, unfinished, workers, pools, weights, probes)
-)
+_ROUTES = (leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes)
+_ROUTERS = tuple(module.router for module in _ROUTES)
 
 
 _DIRECT = tuple(

@@ -44,6 +44,9 @@ class Settings:
     max_queued: int = 4_000_000
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
     max_queued_per_namespace: int = 1_000_000
+    max_unread: int = 100_000
+    """The largest number of ended rollouts of a stream that nobody has read. A stream with more of them takes
+    no further tasks and targets."""
     max_claims: int = 40_000
     """The largest number of claims whose sandbox is not removed. Further ones are answered with 429."""
     max_claims_per_namespace: int = 10_000

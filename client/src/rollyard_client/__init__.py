@@ -28,21 +28,31 @@ if TYPE_CHECKING:
         CursorGone,
         Invalid,
         JobReplaced,
+        MissingLibrary,
         NotFound,
         RollyardError,
         ServerUnavailable,
         StorageFull,
+        TokenizerDiffers,
         TooMany,
         Unauthorized,
         WaitTimeout,
     )
+    from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
+    from rollyard_client.training.arrays import Arrays
+    from rollyard_client.training.batch import Batch
+    from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
     from rollyard_client.worker import WorkerClient
 
 __all__ = [
+    "Acknowledged",
+    "Arrays",
     "AsyncClient",
+    "AsyncResultIterator",
+    "Batch",
     "Client",
     "Conflict",
     "Context",
@@ -54,12 +64,15 @@ __all__ = [
     "Invalid",
     "JobEvent",
     "JobReplaced",
+    "MissingLibrary",
     "NotFound",
+    "ResultIterator",
     "Retry",
     "RolloutSummary",
     "RollyardError",
     "ServerUnavailable",
     "StorageFull",
+    "TokenizerDiffers",
     "TooMany",
     "Unauthorized",
     "WaitTimeout",
@@ -76,11 +89,16 @@ __getattr__ = lazily(
         "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
-        "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced NotFound "
-        "RollyardError ServerUnavailable StorageFull TooMany Unauthorized WaitTimeout",
+        "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced MissingLibrary "
+        "NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized "
+        "WaitTimeout",
+        "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
         "sse": "JobEvent",
         "sync_client": "Client",
+        "training.arrays": "Arrays",
+        "training.batch": "Batch",
+        "training.iterators": "AsyncResultIterator ResultIterator",
         "worker": "WorkerClient",
     },
 )

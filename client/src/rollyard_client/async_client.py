@@ -25,10 +25,11 @@ from rollyard_client.finish import (
     timed_out,
     update_timed_out,
 )
-from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
+from rollyard_client.paging import Files, Listing, P, T, Walk
 from rollyard_client.requests import jobs, pools, results, weights
-from rollyard_client.requests.results import Group, RolloutSummary
+from rollyard_client.requests.results import RolloutSummary
 from rollyard_client.sse import JobEvent, Parser
+from rollyard_client.training.async_reader import AsyncResultReader
 
 if TYPE_CHECKING:
     from rollyard_crds.backendpool import BackendPool
@@ -43,7 +44,7 @@ DEFAULT_TIMEOUT = 30.0
 SUBMIT_SECONDS = 600.0
 
 
-class AsyncClient:
+class AsyncClient(AsyncResultReader):
     """A client of one control plane. All methods can raise RollyardError.
 
     Example::
@@ -215,24 +216,6 @@ class AsyncClient:
         """Close a stream, which means that no more tasks will come, and return its job."""
         return await self._transport.send(jobs.close(name, namespace or self.namespace))
 
-    def trajectories(
-        self,
-        name: str,
-        *,
-        follow: bool = False,
-        cursor: str = "",
-        status: str | None = None,
-        namespace: str | None = None,
-    ) -> AsyncIterator[Trajectory]:
-        """Yield the ended rollouts in the order in which they ended.
-
-        With `follow`, wait for further ones until the job has ended.
-        """
-        build = partial(results.trajectories, name, namespace or self.namespace, limit=100, status=status)
-        return self._walk(
-            Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
-        )
-
     async def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
         """Return the tasks of a job with these ids, at most 32.
 
@@ -243,33 +226,6 @@ class AsyncClient:
     async def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
         """Return the trajectory of one ended rollout."""
         return await self._transport.send(results.rollout(name, namespace or self.namespace, rollout))
-
-    def groups(
-        self,
-        name: str,
-        *,
-        follow: bool = False,
-        informative: bool = False,
-        dropped: bool = False,
-        cursor: str = "",
-        namespace: str | None = None,
-    ) -> AsyncIterator[Group]:
-        """Yield whole groups in the order in which they ended.
-
-        Args:
-            follow: Wait for further groups until the job has ended.
-            informative: Leave out the groups whose rewards are all equal.
-            dropped: Include the groups of which too few rollouts survived.
-        """
-        build = partial(
-            results.groups,
-            name,
-            namespace or self.namespace,
-            limit=16,
-            informative=informative,
-            dropped=dropped,
-        )
-        return self._walk(Cursor(lambda at, wait: build(cursor=at, wait=wait), results.group, follow, cursor))
 
     def rollouts(
         self,

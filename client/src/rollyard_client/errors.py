@@ -110,6 +110,18 @@ class ContextError(RollyardError):
     reason = "NoContext"
 
 
+class TokenizerDiffers(RollyardError):
+    """Raised if a trainer's token ids mean something else than those of the pool that samples for it."""
+
+    reason = "TokenizerDiffers"
+
+
+class MissingLibrary(RollyardError):
+    """Raised if a library is needed that the light client does without. The message names its extra."""
+
+    reason = "MissingLibrary"
+
+
 _BY_STATUS: dict[int, type[RollyardError]] = {
     400: Invalid,
     401: Unauthorized,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from rollyard_client.call import Call
@@ -32,23 +33,49 @@ class Walk(Protocol[P, T]):
 
 @dataclass(slots=True)
 class Cursor(Generic[T]):
-    """An iteration over a job's results. `make(cursor, wait)` builds the call of the next page."""
+    """An iteration over a job's results. `make(cursor, wait)` builds the call of the next page.
+
+    Attributes:
+        cursor: The cursor after the last result that was handed out, or the one to begin with.
+    """
 
     make: Callable[[str, float], Call[Page]]
     parse: Callable[[bytes], T]
     follow: bool
     cursor: str = ""
     done: bool = False
+    """Whether the last page was fetched. Results of it may still wait to be handed out."""
+    _after: str | None = None
+    _waiting: deque[tuple[bytes, str]] = field(default_factory=deque)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether results were fetched that have not been handed out."""
+        return bool(self._waiting)
 
     def next(self) -> Call[Page]:
         """Return the call that fetches the next page."""
-        return self.make(self.cursor, LONG_POLL if self.follow else 0.0)
+        after = self.cursor if self._after is None else self._after
+        return self.make(after, LONG_POLL if self.follow else 0.0)
 
-    def take(self, page: Page) -> list[T]:
-        """Return the items of the page, and set `done` after the last page."""
-        self.cursor = page.cursor
+    def take(self, page: Page) -> None:
+        """Keep the results of the page until they are handed out, and set `done` after the last page."""
+        self._waiting.extend(zip(page.lines, page.cursors_after(self.cursor), strict=True))
+        self._after = page.cursor
+        if not self._waiting:
+            self.cursor = page.cursor  # The page may have passed over results that were not asked for.
         self.done = page.finished or (not page.lines and not self.follow)
-        return [self.parse(line) for line in page.lines]
+
+    def hand_out(self) -> T:
+        """Return the next result that waits, and move the cursor behind it.
+
+        A result that cannot be read stays the next one.
+        """
+        line, cursor = self._waiting[0]
+        item = self.parse(line)
+        self._waiting.popleft()
+        self.cursor = cursor
+        return item
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import uuid
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Final, Literal
 
 from rollyard_api.core.problems import Conflict, Gone, QueryRefused
@@ -29,7 +31,17 @@ def text(kind: Kind, uid: str, position: int | str) -> str:
     return f"{_VERSION}.{_LETTERS[kind]}.{packed}.{position}"
 
 
-def garbage(parameter: str, given: str, kind: Kind) -> QueryRefused:
+def listed(kind: Kind, uid: str, positions: Sequence[int]) -> str:
+    """Return the cursors after each of some results as a header's value.
+
+    It is the part that all of them begin with, and after a semicolon the first position and the differences
+    of the others from their predecessors, separated by commas. A page of 1,000 results takes some kilobytes.
+    """
+    steps = [str(to - at) for at, to in pairwise((0, *positions))]
+    return f"{text(kind, uid, '')};{','.join(steps)}"
+
+
+def garbage(parameter: str, given: str, kind: str) -> QueryRefused:
     """Return the error for a parameter that is not a cursor of this kind."""
     detail = (
         f"{parameter}: {given[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
@@ -53,6 +65,19 @@ def _split(given: str, parameter: str, kind: Kind) -> tuple[str, str]:
     except (binascii.Error, ValueError) as error:
         raise garbage(parameter, given, kind) from error
     return uid, parts[3]
+
+
+def kind_of(given: str, kinds: Collection[Kind], parameter: str) -> Kind:
+    """Return which of these kinds a cursor has.
+
+    Raises:
+        QueryRefused: This is not a cursor of one of the kinds.
+    """
+    letter = given.split(".", 2)[1] if given.startswith(f"{_VERSION}.") else ""
+    for kind in kinds:
+        if _LETTERS[kind] == letter:
+            return kind
+    raise garbage(parameter, given, " or ".join(sorted(kinds)))
 
 
 def gone(job: str) -> Gone:

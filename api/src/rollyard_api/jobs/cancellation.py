@@ -20,6 +20,7 @@ from rollyard_api.rollouts.ending import cancelled, end, finish
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import (
+    cursors,
     dynamic_sampling,
     groups,
     jobs,
@@ -186,7 +187,7 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
         tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
     if len(ids) == BATCH:
         return False
-    for table in (groups, dynamic_sampling, sampling_targets):
+    for table in (groups, dynamic_sampling, sampling_targets, cursors):
         tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))
     gone = tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id).returning(jobs.c.blob_id))
     blob_id = gone.scalar_one_or_none()

@@ -29,6 +29,7 @@ from rollyard_api.rollouts.ending import advance, finish
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, read_one
 from rollyard_api.storage.schema import dynamic_sampling, groups, jobs
+from rollyard_api.trajectories import unread
 
 
 def _sums(number: sa.ColumnElement[int]) -> sa.Select[tuple[int, int]]:
@@ -268,14 +269,16 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room)
         admission.admit(tx, job.id, admission.prefix_of(job.name, job.uid), numbers, samples)
 
 
-def push(tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], room: Room) -> dict[str, int]:
+def push(
+    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], room: Room, max_unread: int
+) -> dict[str, int]:
     """Add tasks to an open stream. A task whose id the job already has changes nothing.
 
     Returns:
         The number of accepted tasks and the number of repeated ones.
 
     Raises:
-        Conflict: The job is a batch job, closed or cancelled.
+        Conflict: The job is a batch job, closed or cancelled, or `max_unread` of its results are unread.
         QueueFull: There is no room for the rollouts. None of the tasks was added.
     """
     job = find_locked(tx, namespace, name)
@@ -295,6 +298,7 @@ def push(tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], r
         )
     fresh = [t for t in tasks if t.id not in known]
     if fresh:
+        unread.check(job, loads(job.limits)["samples"], max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 

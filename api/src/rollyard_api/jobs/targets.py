@@ -14,6 +14,7 @@ from rollyard_api.rollouts.dynamic_sampling import rules_of
 from rollyard_api.rollouts.ending import advance
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
+from rollyard_api.trajectories import unread
 
 MAX_STEPS: Final = 100_000
 """The most steps of one job, which bounds what their ids take in the database."""
@@ -32,7 +33,9 @@ _INFORMATIVE = sa.select(dynamic_sampling.c.informative).where(
 )
 
 
-def open_step(tx: Transaction, namespace: str, name: str, step: str, groups: int | None) -> dict[str, Any]:
+def open_step(
+    tx: Transaction, namespace: str, name: str, step: str, groups: int | None, max_unread: int
+) -> dict[str, Any]:
     """Open a step, which wants `groups` more groups with a signal; opening it again changes nothing.
 
     Args:
@@ -41,6 +44,7 @@ def open_step(tx: Transaction, namespace: str, name: str, step: str, groups: int
         name: The name of the job, which must be a stream with dynamic sampling.
         step: The id of the step.
         groups: The target of the step; None stands for the job's `targetGroups`.
+        max_unread: The number of unread results with which no further step is opened.
 
     Returns:
         The step: its id, its groups, the job's number of informative groups with which it is met (`goal`),
@@ -49,7 +53,7 @@ def open_step(tx: Transaction, namespace: str, name: str, step: str, groups: int
     Raises:
         NotFound: There is no such job.
         Conflict: The job is no open stream with dynamic sampling, the step was opened with another number of
-            groups, or the job has MAX_STEPS steps.
+            groups, the job has MAX_STEPS steps, or too many of its results are unread.
     """
     job = find_locked(tx, namespace, name)
     rules = rules_of(loads(job.limits))
@@ -80,6 +84,7 @@ def open_step(tx: Transaction, namespace: str, name: str, step: str, groups: int
         )
     if job.closed:
         raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
+    unread.check(job, loads(job.limits)["samples"], max_unread)
     if tx.conn.execute(_STEPS, {"b_job": job.id}).scalar_one() >= MAX_STEPS:
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"

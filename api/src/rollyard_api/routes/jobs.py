@@ -318,9 +318,9 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
         document = await body_of(request)
         listed = document.get("tasks") if isinstance(document, dict) else None
         rows = await plane.parsing.run(partial(tasks.read_list, listed), namespace)
-    told = await plane.database.write(
-        partial(jobs.push, namespace=namespace, name=name, tasks=rows, room=plane.settings.rollout_room)
-    )
+    bounds = plane.settings
+    push = partial(jobs.push, tasks=rows, room=bounds.rollout_room, max_unread=bounds.max_unread)
+    told = await plane.database.write(partial(push, namespace=namespace, name=name))
     return answer(told)
 
 
@@ -353,9 +353,9 @@ async def open_target(request: Request, name: str, namespace: Namespace = "defau
     """
     plane = plane_of(request)
     asked = validated(Target, await body_of(request))
-    told = await plane.database.write(
-        partial(targets.open_step, namespace=namespace, name=name, step=asked.id, groups=asked.groups)
-    )
+    unread = plane.settings.max_unread
+    step = partial(targets.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
+    told = await plane.database.write(partial(step, namespace=namespace, name=name))
     return answer(told, 201 if told["opened"] else 200)
 
 

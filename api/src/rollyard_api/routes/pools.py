@@ -9,10 +9,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.base import Model
+from rollyard_crds.reading.vocabulary import TokenizerInvalid, Vocabulary, of_file
+from rollyard_crds.reading.vocabulary import find as find_tokenizer
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
+from rollyard_api.core.problems import Invalid, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.jobs import registration
 from rollyard_api.jobs.job_views import OBJECT_UID
@@ -75,6 +78,45 @@ async def list_pools(plane: Plane, namespace: Annotated[str | None, Query(max_le
 async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Return a pool with its backends."""
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+class TokenizerAnswer(Model):
+    """What is known of a pool's tokenizer."""
+
+    name: str
+    """The folder or the model of the pool's spec."""
+    sha256: str
+    """The hash of its vocabulary; see `rollyard_crds.reading.vocabulary`."""
+    size: int
+    """The number of its tokens, including added ones."""
+
+
+@router.get("/{name}/tokenizer", responses={200: {"model": TokenizerAnswer}})
+async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """Return the hash of the pool's tokenizer, with which a trainer compares its own.
+
+    The status is 404 (`TokenizerUnseen`) if the control plane's machine has no such folder or model, and 422
+    (`TokenizerInvalid`) if the file there is no tokenizer.json.
+    """
+    pool = await plane.database.read(partial(pools.find, namespace=namespace, name=name))
+
+    def look() -> Vocabulary | None:
+        path = find_tokenizer(pool.tokenizer)
+        return None if path is None else of_file(path)
+
+    try:
+        found = await plane.disk.run(look, namespace)
+    except TokenizerInvalid as error:
+        raise Invalid(f"spec.tokenizer: {error}", reason=error.reason, errors=[str(error)]) from error
+    if found is None:
+        raise NotFound(
+            f"the control plane sees no tokenizer.json of {pool.tokenizer!r}, the tokenizer of BackendPool "
+            f"{name!r}: set spec.tokenizer to a folder that it can read, or put the model into the cache of "
+            "Hugging Face on its machine",
+            reason="TokenizerUnseen",
+        )
+    told = TokenizerAnswer(name=pool.tokenizer, sha256=found.sha256, size=found.size)
+    return answer(told.to_json())
 
 
 @router.patch("/{name}", openapi_extra=body_schema(PoolPatch))

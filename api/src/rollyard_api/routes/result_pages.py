@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -13,12 +13,13 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
+from rollyard_api.core.problems import ApiError
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import is_older_client, plane_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
-from rollyard_api.trajectories import attempts, delivery
+from rollyard_api.trajectories import attempts, delivery, unread
 from rollyard_api.trajectories.delivery import Delivery
 
 
@@ -69,18 +70,28 @@ class ResultPage(Generic[E]):
         )
         return [attempts.without(line) for line in lines] if self.older else lines
 
-    async def answer(self, lines: list[bytes], form: str, reached: int | None) -> Response:
-        """Return the answer with these documents; `reached` is the last one's place, None for all found."""
+    async def answer(
+        self, lines: list[bytes], form: str, reached: int | None, places: Sequence[int]
+    ) -> Response:
+        """Return the answer with these documents.
+
+        Args:
+            reached: The place of the last one, or None for all that were found.
+            places: The place of each document.
+        """
         omitted = attempts.FIELDS if self.older else ()
         encode = partial(delivery.encode, lines, form, omitted)
         data = await self.plane.archive.builds.run(encode, self.job.namespace)
-        return self.deliver(data, form, reached)
+        return self.deliver(data, form, reached, places)
 
-    def deliver(self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None) -> Response:
+    def deliver(
+        self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None, places: Sequence[int]
+    ) -> Response:
         """Return the answer with this body, which keeps the held place until it is sent."""
         place = self.found.after if reached is None else reached
         headers = {
             "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
+            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places),
             "Rollyard-Finished": "true" if self.finished and reached is None else "false",
         }
         return Delivery(data, form, headers, self.held.pop_all())
@@ -112,6 +123,9 @@ async def result_page(
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
     after = cursors.number(cursor, kind, uid=job.uid, job=name, end=end(job))
+    if unread.is_ahead(job, kind, after, plane.settings.max_unread):
+        with suppress(ApiError):  # A full disk must not prevent reading.
+            await plane.database.write(partial(unread.mark, job_id=job.id, kind=kind, position=after))
 
     def query(conn: Connection) -> tuple[E, bool]:
         now = jobs.find(conn, namespace, name)

@@ -43,7 +43,9 @@ async def trajectories(
     """Return ended rollouts after a cursor, as NDJSON, Parquet or msgpack according to Accept.
 
     A page may hold fewer than `limit`, because it is limited in bytes too. The header `Rollyard-Cursor` is
-    the cursor of the next page. `Rollyard-Finished` is true when no results will follow.
+    the cursor of the next page, and `Rollyard-Cursors` lists the cursors after each result: their common
+    beginning, a semicolon, the number that follows it for the first result, and for each other result the
+    difference of its number from the one before. `Rollyard-Finished` is true when no results will follow.
     """
     plane = plane_of(request)
     wanted = [state for state in ENDED if status in (None, state.status)]
@@ -68,7 +70,9 @@ async def trajectories(
             lines = await page.lines(rows)
             if len(lines) < len(rows):
                 reached = rows[len(lines) - 1].end_seq
-        return await page.answer(lines, delivery.media_type(request.headers.get("accept", "")), reached)
+        places = [row.end_seq for row in short[: len(lines)]]
+        form = delivery.media_type(request.headers.get("accept", ""))
+        return await page.answer(lines, form, reached, places)
 
 
 @router.get("/{name}/groups")
@@ -112,14 +116,14 @@ async def groups(
             lines = _whole_groups(found, await page.lines([rows[row.id] for row in short]))
         reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
         if lines or not found:
-            return await page.answer(lines, form, reached)
+            return await page.answer(lines, form, reached, [group.seq for group, _ in found[: len(lines)]])
         group, members = found[0]
         if form == MSGPACK:
             raise TooLarge(
                 f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} only",
                 reason="GroupTooLarge",
             )
-        return page.deliver(_large_group(page, group, members), form, reached)
+        return page.deliver(_large_group(page, group, members), form, reached, [group.seq])
 
 
 def _group_head(group: EndedGroup) -> bytes:

@@ -80,6 +80,8 @@ class JobRow:
     blob_id: int | None
     outage_began: float | None
     holding: bool
+    read_trajectories: int
+    read_groups: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,10 @@ jobs = sa.Table(
     sa.Column("outage_began", sa.Double),
     # Whether no rollout may begin, because the target of the stream's last step is met.
     sa.Column("holding", sa.Boolean, nullable=False, server_default=sa.false()),
+    # The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
+    # the bound on unread results, so that not every page is a write.
+    sa.Column("read_trajectories", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("read_groups", sa.Integer, nullable=False, server_default="0"),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
     _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
@@ -194,6 +198,19 @@ sampling_targets = sa.Table(
     # The number of informative groups of the job with which this step is met.
     sa.Column("goal", sa.BigInteger, nullable=False),
     sa.Column("opened_at", sa.Double, nullable=False),
+)
+
+# The cursors that the readers of a job's results acknowledge, each under a name of the reader's choice.
+cursors = sa.Table(
+    "cursors",
+    metadata,
+    sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), primary_key=True, autoincrement=False),
+    sa.Column("name", sa.String(63), primary_key=True),
+    # The kind is trajectories or groups.
+    sa.Column("kind", sa.String(16), nullable=False),
+    # The number of results that precede the cursor.
+    sa.Column("position", sa.Integer, nullable=False),
+    sa.Column("moved_at", sa.Double, nullable=False),
 )
 
 payloads = sa.Table(

@@ -81,3 +81,8 @@ def resume_pool(name: str, namespace: str, wait: float) -> Call[BackendPool]:
     """Return the call that resumes a paused pool. It waits up to `wait` seconds for the pool's servers."""
     query = {"namespace": namespace, "wait": wait}
     return Call("POST", f"{POOLS}/{segment(name)}/resume", _pool, query=query, body=b"{}", wait=wait)
+
+
+def tokenizer(name: str, namespace: str) -> Call[dict[str, Any]]:
+    """Return the call that reads the hash of a pool's tokenizer."""
+    return Call("GET", f"{POOLS}/{segment(name)}/tokenizer", as_json, query={"namespace": namespace})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -29,6 +30,17 @@ class Page:
     lines: list[bytes]
     cursor: str
     finished: bool
+    cursors: list[str] = field(default_factory=list)
+    """The cursor after each line. An older server gives none."""
+
+    def cursors_after(self, before: str) -> list[str]:
+        """Return the cursor after each line. The last one is the page's own.
+
+        If the server gave none for the others, these are `before`, so that a reader that resumes there reads
+        the whole page once more.
+        """
+        given = self.cursors if len(self.cursors) == len(self.lines) else [before] * len(self.lines)
+        return [*given[:-1], self.cursor] if given else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +93,21 @@ def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:
     return Call("GET", f"{JOBS}/{segment(name)}/tasks", parse, query={"namespace": namespace, "id": [*ids]})
 
 
-def _page(answer: httpx.Response) -> Page:
+def page(answer: httpx.Response) -> Page:
+    """Return the page that an answer holds."""
     lines = answer.content.split(b"\n")
     return Page(
         [line for line in lines if line],
         answer.headers["rollyard-cursor"],
         answer.headers["rollyard-finished"] == "true",
+        listed_cursors(answer.headers.get("rollyard-cursors", "")),
     )
+
+
+def listed_cursors(header: str) -> list[str]:
+    """Return the cursors that a header lists: what all begin with, and the steps from number to number."""
+    begin, _, steps = header.partition(";")
+    return [f"{begin}{number}" for number in accumulate(int(step) for step in steps.split(",") if step)]
 
 
 def trajectory(line: bytes) -> Trajectory:
@@ -114,7 +134,7 @@ def trajectories(
         status: Return only rollouts that ended with this status. None selects all.
     """
     query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit, "status": status}
-    return Call("GET", f"{JOBS}/{segment(name)}/trajectories", _page, query=query, accept=NDJSON, wait=wait)
+    return Call("GET", f"{JOBS}/{segment(name)}/trajectories", page, query=query, accept=NDJSON, wait=wait)
 
 
 def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple[bytes, str, bool]]:
@@ -148,7 +168,7 @@ def groups(
         "informative": informative,
         "dropped": dropped,
     }
-    return Call("GET", f"{JOBS}/{segment(name)}/groups", _page, query=query, accept=NDJSON, wait=wait)
+    return Call("GET", f"{JOBS}/{segment(name)}/groups", page, query=query, accept=NDJSON, wait=wait)
 
 
 def rollouts(

@@ -1,0 +1,94 @@
+"""Cursors that the readers of a job's results acknowledge under a name, and resume from."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api.core.cursors import MAX_LENGTH
+from rollyard_api.core.validation import validated
+from rollyard_api.jobs import jobs
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.storage.database import Transaction
+from rollyard_api.trajectories import acknowledged
+
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"])
+
+CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
+
+
+class Acknowledge(BaseModel):
+    """A cursor that a reader has dealt with."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    cursor: Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)]
+    """The cursor after the last result that need not be read again."""
+    expected: Annotated[str, Field(max_length=MAX_LENGTH)] | None = None
+    """The cursor that it replaces, or "" for none; default: whichever is kept."""
+    rewind: bool = False
+    """Whether the cursor may move backwards."""
+
+
+@router.get("/{name}/cursors")
+async def list_cursors(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """List the acknowledged cursors of a job: {name, kind, cursor, movedAt}."""
+
+    def query(conn: Connection) -> list[dict[str, Any]]:
+        return acknowledged.listed(conn, jobs.find(conn, namespace, name))
+
+    return answer({"items": await plane.database.read(query)})
+
+
+@router.get("/{name}/cursors/{cursor}")
+async def get_cursor(
+    plane: Plane, name: str, cursor: CursorName, namespace: Namespace = "default"
+) -> Response:
+    """Return the cursor that was last acknowledged under this name."""
+
+    def query(conn: Connection) -> dict[str, Any]:
+        return acknowledged.one(conn, jobs.find(conn, namespace, name), cursor)
+
+    return answer(await plane.database.read(query))
+
+
+@router.put("/{name}/cursors/{cursor}", openapi_extra=body_schema(Acknowledge))
+async def acknowledge(
+    request: Request, name: str, cursor: CursorName, namespace: Namespace = "default"
+) -> Response:
+    """Acknowledge the results before a cursor: 200 kept, 409 it would move backwards or was moved by another.
+
+    A repeat with the same cursor changes nothing.
+    """
+    plane = plane_of(request)
+    asked = validated(Acknowledge, await body_of(request))
+    keep = partial(
+        acknowledged.acknowledge,
+        name=cursor,
+        cursor=asked.cursor,
+        expected=asked.expected,
+        rewind=asked.rewind,
+    )
+
+    def change(tx: Transaction) -> dict[str, Any]:
+        return keep(tx, jobs.find_locked(tx, namespace, name))
+
+    return answer(await plane.database.write(change))
+
+
+@router.delete("/{name}/cursors/{cursor}")
+async def delete_cursor(
+    plane: Plane, name: str, cursor: CursorName, namespace: Namespace = "default"
+) -> Response:
+    """Forget a cursor."""
+
+    def change(tx: Transaction) -> None:
+        acknowledged.forget(tx, jobs.find_locked(tx, namespace, name), cursor)
+
+    await plane.database.write(change)
+    return answer({"name": cursor, "job": name, "namespace": namespace, "deleted": True})

@@ -1,0 +1,148 @@
+"""Cursors that readers of a job's results acknowledge, each under a name, so that they can resume there.
+
+A cursor moves forward only, unless its reader asks to rewind it, and a reader may say which cursor it expects
+to replace. A trainer that was thought dead and comes back therefore never undoes what its successor did.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import cursors as texts
+from rollyard_api.core.conditions import timestamp
+from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import cursors
+from rollyard_api.trajectories import unread
+
+KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
+MAX_CURSORS: Final = 64
+"""The most cursors that are kept for one job."""
+_ONE = sa.select(cursors).where(cursors.c.job_id == bindparam("b_job"), cursors.c.name == bindparam("b_name"))
+_COUNT = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
+
+
+def listed(conn: Connection, job: JobRow) -> list[dict[str, Any]]:
+    """Return the acknowledged cursors of a job, ordered by name."""
+    query = sa.select(cursors).where(cursors.c.job_id == job.id).order_by(cursors.c.name)
+    return [_document(job, row) for row in conn.execute(query)]
+
+
+def one(conn: Connection, job: JobRow, name: str) -> dict[str, Any]:
+    """Return one acknowledged cursor.
+
+    Raises:
+        NotFound: Nothing was acknowledged under this name.
+    """
+    row = conn.execute(_ONE, {"b_job": job.id, "b_name": name}).one_or_none()
+    if row is None:
+        raise _missing(job, name)
+    return _document(job, row)
+
+
+def acknowledge(
+    tx: Transaction, job: JobRow, name: str, cursor: str, expected: str | None, *, rewind: bool
+) -> dict[str, Any]:
+    """Keep a cursor under a name. The cursor that is kept already changes nothing.
+
+    Args:
+        tx: The transaction, in which the job's row is locked.
+        job: The job.
+        name: The name.
+        cursor: A cursor of the job's trajectories or groups.
+        expected: The cursor that is to be replaced, "" for none, or None for any.
+        rewind: Whether the cursor may move backwards.
+
+    Returns:
+        The cursor that is kept now.
+
+    Raises:
+        QueryRefused: The text is no such cursor.
+        Gone: The cursor belongs to another job of this name.
+        Conflict: The cursor lies past the end, would move backwards, is of another kind than the one that is
+            kept, or does not replace the expected one, or the job has MAX_CURSORS cursors.
+    """
+    kind, position = _parsed(job, cursor, "cursor")
+    found = tx.conn.execute(_ONE, {"b_job": job.id, "b_name": name}).one_or_none()
+    if found is not None:
+        if found.kind != kind:
+            raise Conflict(
+                f"cursor: {name!r} of RolloutJob {job.name!r} is a cursor of {found.kind}, not of {kind}; "
+                "delete it first or choose another name",
+                reason="CursorKindDiffers",
+            )
+        if found.position == position:
+            return _document(job, found)
+    _check_expected(job, name, found, expected)
+    values = {"kind": kind, "position": position, "moved_at": tx.now}
+    if found is None:
+        if tx.conn.execute(_COUNT, {"b_job": job.id}).scalar_one() >= MAX_CURSORS:
+            raise Conflict(
+                f"RolloutJob {job.name!r} has {MAX_CURSORS} acknowledged cursors, which is the most; delete "
+                "one that nobody resumes from",
+                reason="TooManyCursors",
+            )
+        tx.conn.execute(sa.insert(cursors).values(job_id=job.id, name=name, **values))
+    else:
+        if position < found.position and not rewind:
+            raise Conflict(
+                f"cursor: {name!r} of RolloutJob {job.name!r} has {found.position} {kind} behind it and "
+                f"would move back to {position}; give rewind: true if that is meant",
+                reason="CursorBehind",
+            )
+        where = (cursors.c.job_id == job.id, cursors.c.name == name)
+        tx.conn.execute(sa.update(cursors).where(*where).values(**values))
+    unread.mark(tx, job.id, kind, position)
+    return one(tx.conn, job, name)
+
+
+def forget(tx: Transaction, job: JobRow, name: str) -> None:
+    """Remove a cursor.
+
+    Raises:
+        NotFound: Nothing was acknowledged under this name.
+    """
+    where = (cursors.c.job_id == job.id, cursors.c.name == name)
+    if not tx.conn.execute(sa.delete(cursors).where(*where)).rowcount:
+        raise _missing(job, name)
+
+
+def _parsed(job: JobRow, given: str, parameter: str) -> tuple[texts.Kind, int]:
+    """Return the kind and the position of a cursor of this job's results."""
+    kind = texts.kind_of(given, KINDS, parameter)
+    end = job.ended if kind == "trajectories" else job.groups_ended
+    return kind, texts.number(given, kind, uid=job.uid, job=job.name, end=end, parameter=parameter)
+
+
+def _check_expected(job: JobRow, name: str, found: Any, expected: str | None) -> None:
+    """Check that a cursor is still where its reader left it."""
+    if expected is None:
+        return
+    wanted = None if not expected else _parsed(job, expected, "expected")
+    if wanted != (None if found is None else (found.kind, found.position)):
+        kept = "none" if found is None else _document(job, found)["cursor"]
+        raise Conflict(
+            f"expected: the cursor {name!r} of RolloutJob {job.name!r} is {kept}, not {expected or 'none'}: "
+            "another reader has moved it; read it again, or let only one reader use this name",
+            reason="CursorMoved",
+        )
+
+
+def _missing(job: JobRow, name: str) -> NotFound:
+    return NotFound(
+        f"nobody has acknowledged a cursor {name!r} of RolloutJob {job.name!r}", reason="CursorNotFound"
+    )
+
+
+def _document(job: JobRow, row: Any) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "kind": row.kind,
+        "cursor": texts.text(row.kind, job.uid, row.position),
+        "movedAt": timestamp(row.moved_at),
+    }

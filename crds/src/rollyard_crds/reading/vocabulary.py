@@ -1,0 +1,102 @@
+"""The hash of a tokenizer's vocabulary, by which a trainer finds that its token ids mean something else.
+
+Files are no good measure, because libraries write the same tokenizer in many ways. What must agree is which
+token each id stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from rollyard_crds.errors import CrdsError
+
+FILE: Final = "tokenizer.json"
+MAX_FILE: Final = 64 << 20
+"""The largest tokenizer.json that is read, in bytes. Those of large vocabularies have about 30 MB."""
+MAX_ID: Final = 2**31 - 1
+
+
+class TokenizerInvalid(CrdsError, ValueError):
+    """Raised if a tokenizer's files are missing or have no vocabulary. The message names the file."""
+
+    reason = "TokenizerInvalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What is compared of two tokenizers."""
+
+    sha256: str
+    """The SHA-256 of one line for each token, ordered by id and then by token: the id in decimal, a space,
+    the token as an ASCII JSON string, and a line feed. Added tokens are included."""
+    size: int
+    """The number of tokens."""
+
+
+def of_tokens(ids: Mapping[str, int]) -> Vocabulary:
+    """Return the vocabulary of a map from each token to its id, such as `get_vocab()` of transformers.
+
+    Raises:
+        TokenizerInvalid: It is empty, or holds something else.
+    """
+    if not ids:
+        raise TokenizerInvalid("the tokenizer has no tokens")
+    digest = hashlib.sha256()
+    for token, number in sorted(ids.items(), key=_by_id):
+        digest.update(f"{number} {json.dumps(token)}\n".encode())
+    return Vocabulary(digest.hexdigest(), len(ids))
+
+
+def _by_id(item: tuple[Any, Any]) -> tuple[int, str]:
+    token, number = item
+    if not isinstance(token, str) or type(number) is not int or not 0 <= number <= MAX_ID:
+        raise TokenizerInvalid(f"a token has no valid id: it must be a whole number from 0 to {MAX_ID}")
+    return number, token
+
+
+def find(name: str) -> Path | None:
+    """Return the tokenizer.json of a folder, or else of a model in Hugging Face's cache on this machine.
+
+    The result is None if this machine has neither.
+    """
+    folder = Path(name).expanduser()
+    if (folder / FILE).is_file():
+        return folder / FILE
+    if folder.is_absolute() or folder.exists():
+        return None
+    try:
+        cached = importlib.import_module("huggingface_hub").try_to_load_from_cache(name, FILE)
+    except (ImportError, ValueError):  # A ValueError means that the name is not of the form "owner/name".
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def of_file(path: Path) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json, as the tokenizers library writes it.
+
+    Raises:
+        TokenizerInvalid: The file cannot be read, is too large, or has no vocabulary.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise TokenizerInvalid(f"{path} has more than {MAX_FILE} bytes")
+        document = orjson.loads(data)
+        entries = document["model"]["vocab"]
+        ids = dict(entries) if isinstance(entries, dict) else {item[0]: n for n, item in enumerate(entries)}
+        ids.update((token["content"], token["id"]) for token in document.get("added_tokens") or ())
+        return of_tokens(ids)
+    except TokenizerInvalid:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # What is wrong is not quoted, because a path may be that of another file.
+        raise TokenizerInvalid(f"{path} is no {FILE} with a vocabulary ({type(error).__name__})") from error

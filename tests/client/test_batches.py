@@ -1,0 +1,422 @@
+"""Iterators that know their cursor, acknowledged cursors and batches, with a real control plane."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_client import (
+    AsyncClient,
+    Batch,
+    Client,
+    Conflict,
+    Invalid,
+    MissingLibrary,
+    NotFound,
+    Retry,
+    ServerUnavailable,
+    TokenizerDiffers,
+    WaitTimeout,
+)
+from rollyard_client.paging import Cursor
+from rollyard_client.requests.results import Page, listed_cursors
+from rollyard_client.training import arrays
+from rollyard_client.training.iterators import ResultIterator
+from rollyard_client.training.lag import WeightHistory
+from rollyard_crds.weights import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    url: str
+    tokens: dict[str, str]
+
+    def client(self) -> Client:
+        return Client(self.url, self.tokens["admin"])
+
+    def work(self, job: str, versions: Callable[[str], str] = lambda _task: "v1", most: int = 999) -> int:
+        """Take up to `most` rollouts of a job through all stages, and return how many have ended."""
+        done = 0
+        headers = {"Authorization": f"Bearer {self.tokens['worker']}"}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=60) as http:
+            while done < most:
+                free = min(16, most - done)
+                ask = {"init": free, "run": free, "eval": free}
+                body = {"worker": "w", "node": "n", "capacity": ask, "job": job}
+                leases = http.post("/v1/leases", json=body).json()["leases"]
+                if not leases:
+                    break
+                results = [_result(lease, versions) for lease in leases]
+                http.post("/v1/leases/complete", json={"worker": "w", "results": results}).raise_for_status()
+                done += sum(lease["stage"] == "eval" for lease in leases)
+        return done
+
+
+def _result(lease: dict[str, Any], versions: Callable[[str], str]) -> dict[str, Any]:
+    item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
+    version = versions(lease["task"]["id"])
+    if lease["stage"] == "run":
+        sample = lease["sample_index"]
+        item["trajectory"] = {
+            "id": lease["rollout"],
+            "job": lease["job"],
+            "task_id": lease["task"]["id"],
+            "group_id": lease["group_id"],
+            "sample_index": sample,
+            "segments": [
+                {
+                    "prompt_ids": [1, 2, 3],
+                    "response_ids": [4, 5, 6][: 2 + sample % 2],
+                    "loss_mask": [1, 0, 1][: 2 + sample % 2],
+                    "logprobs": [-0.5, 0.0, -1.5][: 2 + sample % 2],
+                    "policy_versions": [version, "", version][: 2 + sample % 2],
+                }
+            ],
+        }
+    elif lease["stage"] == "eval":
+        item["reward"] = float(lease["sample_index"])
+    return item
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    folder = tmp_path_factory.mktemp("api")
+    port_file = folder / "port"
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + 50
+        while not port_file.exists():
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError((folder / "log").read_text())
+            time.sleep(0.02)
+        tokens = json.loads((folder / "tokens.json").read_text())
+        yield Plane(f"http://127.0.0.1:{port_file.read_text().strip()}", tokens)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def stream(name: str, **spec: Any) -> dict[str, Any]:
+    body = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}, "samplesPerTask": 2}
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": name},
+        "spec": body | spec,
+    }
+
+
+def tasks(*numbers: int) -> list[dict[str, str]]:
+    return [{"id": f"t{number}", "prompt": "p"} for number in numbers]
+
+
+async def test_iterators_resume_after_each_item(plane: Plane) -> None:
+    with plane.client() as client:
+        client.submit(stream("iterators"))
+        client.push_tasks("iterators", tasks(*range(20)))
+        plane.work("iterators")
+        client.close("iterators")
+        for read in (client.groups, client.trajectories):
+            every = list(read("iterators"))
+            results = read("iterators")
+            assert results.cursor == ""
+            for number in (0, 1, 6, len(every) - 1):
+                results = read("iterators", cursor=results.cursor)
+                for _ in range(3):
+                    next(results, None)
+                again = read("iterators")
+                for _ in range(number + 1):
+                    next(again)
+                assert list(read("iterators", cursor=again.cursor)) == every[number + 1 :], number
+        groups = client.groups("iterators")
+        first = [next(groups), next(groups)]
+        kept = client.acknowledge("iterators", "reader", groups.cursor)
+        assert (kept.consumer, kept.kind, kept.cursor) == ("reader", "groups", groups.cursor)
+        assert client.acknowledged("iterators") == [kept]
+        resumed = client.groups("iterators", consumer="reader")
+        assert [*first, *resumed] == list(client.groups("iterators"))
+        assert next(client.groups("iterators", consumer="newcomer")).group_id == first[0].group_id
+        with pytest.raises(Invalid, match="not both"):
+            client.groups("iterators", consumer="reader", cursor=groups.cursor)
+    async with AsyncClient(plane.url, plane.tokens["admin"]) as other:
+        async_groups = other.groups("iterators", consumer="reader")
+        found = [await anext(async_groups), await anext(async_groups)]
+        rest = [group async for group in other.groups("iterators", cursor=async_groups.cursor)]
+        assert [*first, *found, *rest] == [group async for group in other.groups("iterators")]
+        await other.acknowledge("iterators", "reader", async_groups.cursor, expected=kept.cursor)
+        with pytest.raises(Conflict) as moved:
+            await other.acknowledge("iterators", "reader", kept.cursor, expected=kept.cursor, rewind=True)
+        assert moved.value.reason == "CursorMoved"
+        await other.forget("iterators", "reader")
+        assert await other.acknowledged("iterators") == []
+
+
+def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
+    pages: list[Page | Exception] = [
+        ServerUnavailable("gone"),
+        Page([b"1", b"2"], "c2", False, ["c1", "c2"]),
+        ServerUnavailable("gone"),
+        Page([b"3"], "c9", True, ["c3"]),
+    ]
+
+    def send(_call: Any) -> Any:
+        page = pages.pop(0)
+        if isinstance(page, Exception):
+            raise page
+        return page
+
+    results = ResultIterator(Cursor(lambda *_: None, int, follow=True), send, None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ServerUnavailable):
+        next(results)
+    assert next(results) == 1
+    assert results.cursor == "c1"
+    assert next(results) == 2
+    with pytest.raises(ServerUnavailable):
+        next(results)
+    assert results.cursor == "c2"
+    assert next(results) == 3
+    assert results.cursor == "c9", "the page's cursor is behind all that it passed over"
+    assert next(results, None) is None
+
+
+def test_an_older_server_names_no_places() -> None:
+    """A reader that resumes in the middle of a page then reads the page once more, and loses nothing."""
+    assert listed_cursors("") == []
+    assert listed_cursors("v1.g.x.;5,1,3") == ["v1.g.x.5", "v1.g.x.6", "v1.g.x.9"]
+    assert Page([b"1", b"2", b"3"], "c3", False).cursors_after("c0") == ["c0", "c0", "c3"]
+    assert Page([], "c3", False).cursors_after("c0") == []
+
+
+async def test_a_trainer_that_dies_in_a_step_gets_the_same_batch_again(plane: Plane) -> None:
+    with plane.client() as client:
+        client.submit(stream("dying"))
+        client.push_tasks("dying", tasks(*range(7)))
+        plane.work("dying")
+        one = client.batch("dying", groups=3, consumer="trainer")
+        assert [group.group_id for group in one.groups] == ["t0", "t1", "t2"]
+        assert (one.start, one.finished, one.stale_groups, one.lags) == ("", False, 0, [])
+        assert len(one.trajectories) == 6
+    with plane.client() as client:  # The trainer died before it acknowledged the batch.
+        assert client.batch("dying", groups=3, consumer="trainer") == one
+        client.acknowledge("dying", "trainer", one.cursor, expected=one.start)
+        two = client.batch("dying", groups=3, consumer="trainer")
+        assert [group.group_id for group in two.groups] == ["t3", "t4", "t5"]
+        assert two.start == one.cursor
+        # A second push of the same tasks, as after a lost answer, makes no rollouts.
+        assert client.push_tasks("dying", tasks(*range(7))) == {"accepted": 0, "repeated": 7}
+        with pytest.raises(WaitTimeout, match="1 of 3 groups"):
+            client.batch("dying", groups=3, cursor=two.cursor, timeout=0.1)
+        client.close("dying")
+        last = client.batch("dying", groups=3, cursor=two.cursor)
+        assert ([group.group_id for group in last.groups], last.finished) == (["t6"], True)
+        assert client.batch("dying", groups=3, cursor=last.cursor).groups == []
+    async with AsyncClient(plane.url, plane.tokens["admin"]) as other:
+        assert await other.batch("dying", groups=3, consumer="trainer") == two
+
+
+def test_a_batch_waits_for_its_groups(plane: Plane) -> None:
+    with plane.client() as client:
+        client.submit(stream("waiting"))
+        client.push_tasks("waiting", tasks(*range(4)))
+        later = threading.Timer(0.5, plane.work, ("waiting",))
+        later.start()
+        batch = client.batch("waiting", groups=4, informative=True, timeout=60)
+        later.join()
+        assert len(batch.groups) == 4
+        for wrong in ({"groups": 0}, {"groups": 1, "max_lag": -1}, {"groups": 1, "timeout": float("nan")}):
+            with pytest.raises(Invalid):
+                client.batch("waiting", **wrong)
+        with pytest.raises(Invalid, match="backendRef"):
+            client.batch("waiting", groups=1, max_lag=1)
+
+
+def updates(*states: tuple[str, str]) -> list[WeightUpdate]:
+    """Return updates, the newest first."""
+    return [
+        WeightUpdate.model_validate(
+            {
+                "id": len(states) - number,
+                "policyVersion": version,
+                "source": {"pushed": True},
+                "mode": "abort",
+                "inFlight": "continue",
+                "state": state,
+                "createdAt": "2026-01-01T00:00:00Z",
+            }
+        )
+        for number, (version, state) in enumerate(states)
+    ]
+
+
+def test_lags() -> None:
+    none = WeightHistory([])
+    assert (none.newest, none.lag({"default"}), none.lag(set())) == ("", 0, 0)
+    history = WeightHistory(
+        updates(("v4", "Running"), ("bad", "Failed"), ("v3", "Superseded"), ("v2", "Succeeded"))
+    )
+    assert history.newest == "v4"
+    assert [history.lag({version}) for version in ("v4", "v3", "v2", "default")] == [0, 1, 2, 3]
+    assert history.lag({"v4", "v2"}) == 2
+    twice = WeightHistory(updates(("v1", "Succeeded"), ("v2", "Succeeded"), ("v1", "Succeeded")))
+    assert [twice.lag({version}) for version in ("v1", "v2", "0")] == [0, 1, 3]
+
+
+def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
+    version = {"t0": "v1", "t1": "v2", "t2": "v3", "t3": "v1", "t4": "v3", "t5": "v2"}
+    with plane.client() as client:
+        client.create_pool(pool_of("lagging"))
+        headers = {"Authorization": f"Bearer {plane.tokens['driver']}"}
+        body = {"backends": [{"url": "http://127.0.0.1:9", "ready": True}]}
+        httpx.put(f"{plane.url}/v1/backendpools/lagging/backends", json=body, headers=headers)
+        client.submit(stream("lagging", backendRef={"name": "lagging"}))
+        client.push_tasks("lagging", tasks(*range(6)))
+        plane.work("lagging", version.__getitem__)
+        everything = client.batch("lagging", groups=6, max_lag=0)
+        assert (everything.stale_groups, everything.lags) == (0, [0] * 6), "the pool has had no update"
+        for name in ("v1", "v2", "v3"):
+            client.update_weights("lagging", name, pushed=True, in_flight="restart")
+        batch = client.batch("lagging", groups=3, max_lag=1)
+        assert [group.group_id for group in batch.groups] == ["t1", "t2", "t4"]
+        assert (batch.lags, batch.policy_version) == ([1, 0, 0], "v3")
+        assert (batch.stale_groups, batch.stale_rollouts) == (2, 4)
+        assert [g.group_id for g in client.batch("lagging", 1, cursor=batch.cursor).groups] == ["t5"]
+        client.close("lagging")
+        fresh = client.batch("lagging", groups=6, max_lag=0)
+        assert ([group.group_id for group in fresh.groups], fresh.finished) == (["t2", "t4"], True)
+        assert fresh.stale_groups == 4
+
+
+def test_padded_arrays(plane: Plane) -> None:
+    np = pytest.importorskip("numpy")
+    with plane.client() as client:
+        client.submit(stream("arrays"))
+        client.push_tasks("arrays", tasks(0, 1))
+        plane.work("arrays")
+        batch = client.batch("arrays", groups=2)
+    made = batch.arrays(pad_id=9)
+    short, long = [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 6]
+    assert made.input_ids.tolist() == [short, long, short, long]
+    assert made.attention_mask[0].tolist() == [1, 1, 1, 1, 1, 0]
+    assert made.loss_mask[1].tolist() == [0, 0, 0, 1, 0, 1]
+    assert made.logprobs[1].tolist() == [0, 0, 0, -0.5, 0, -1.5]
+    assert (made.input_ids.dtype, made.logprobs.dtype) == (np.int64, np.float32)
+    assert made.rewards.tolist() == [0, 1, 0, 1]
+    assert (made.groups.tolist(), made.samples.tolist()) == ([0, 0, 1, 1], [0, 1, 2, 3])
+    assert made.prompt_lengths.tolist() == [3, 3, 3, 3]
+    empty = Batch([], "", "", True).arrays()
+    assert empty.input_ids.shape == (0, 0)
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(arrays, "import_module", absent)
+    with pytest.raises(MissingLibrary, match=r"numpy is not installed: pip install 'rollyard\[numpy\]'"):
+        Batch([], "", "", True).arrays()
+    with pytest.raises(MissingLibrary, match=r"torch is not installed: pip install 'rollyard\[torch\]'"):
+        Batch([], "", "", True).tensors()
+
+
+def test_calls_are_repeated_when_their_answer_is_lost(plane: Plane) -> None:
+    """Every call of a trainer has a key of its own, so its repeat changes nothing."""
+
+    class Lossy(httpx.HTTPTransport):
+        """It lets every second change happen, and loses its answer."""
+
+        changes = 0
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            answer = super().handle_request(request)
+            if request.method != "GET":
+                self.changes += 1
+                if self.changes % 2:
+                    answer.read()
+                    answer.close()
+                    raise httpx.ReadError("the answer was lost")
+            return answer
+
+    lossy = Lossy()
+    with (
+        Client(plane.url, plane.tokens["admin"], retry=Retry(3, base=0.001)) as client,
+        httpx.Client(base_url=plane.url, headers=client._transport.client.headers, transport=lossy) as http,
+    ):
+        client._transport.client = http
+        client.submit(stream("lossy", dynamicSampling={"targetGroups": 2}))
+        assert client.push_tasks("lossy", tasks(*range(4))) == {"accepted": 0, "repeated": 4}
+        opened = client.open_target("lossy", "step-0", 2)
+        assert (opened["goal"], opened["opened"]) == (2, False)
+        assert client.job("lossy").status.counts.total == 8, "four groups of two are in flight"
+        plane.work("lossy")
+        batch = client.batch("lossy", groups=2, informative=True, consumer="trainer")
+        kept = client.acknowledge("lossy", "trainer", batch.cursor, expected=batch.start)
+        assert kept.cursor == batch.cursor
+        client.create_pool(pool_of("lossy"))
+        first = client.update_weights("lossy", "v1", pushed=True, in_flight="restart")
+        assert [update.id for update in client.weight_updates("lossy")] == [first.id]
+        assert client.cancel("lossy").status.counts.total == 8
+        assert lossy.changes == 14, "seven calls were sent twice"
+
+
+TINY = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
+
+
+def pool_of(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": name},
+        "spec": {"model": "m", **spec},
+    }
+
+
+async def test_a_trainer_with_another_tokenizer_is_told_before_the_first_step(
+    plane: Plane, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    with plane.client() as client:
+        client.create_pool(pool_of("tokenizers", tokenizer=str(TINY)))
+        for same in (TINY, str(TINY), tokenizer):
+            client.check_tokenizer("tokenizers", same)
+        # transformers writes the same tokenizer in another form.
+        written = json.loads((TINY / "tokenizer.json").read_text())
+        written |= {"padding": None, "truncation": None}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(written, indent=2))
+        client.check_tokenizer("tokenizers", tmp_path)
+        tokenizer.add_tokens(["<one-more>"])
+        with pytest.raises(TokenizerDiffers, match=r"has \d+ tokens .* the pool's has \d+"):
+            client.check_tokenizer("tokenizers", tokenizer)
+        swapped = dict(written["model"]["vocab"])
+        added = {token["content"] for token in written["added_tokens"]}
+        first, second = [token for token in swapped if token not in added][:2]
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        written["model"]["vocab"] = swapped
+        (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+        with pytest.raises(TokenizerDiffers):
+            client.check_tokenizer("tokenizers", tmp_path)
+        for wrong in (tmp_path / "none", "owner/unknown", 7, object()):
+            with pytest.raises(Invalid, match="tokenizer: "):
+                client.check_tokenizer("tokenizers", wrong)
+        client.create_pool(pool_of("unseen", tokenizer="/nowhere/else"))
+        with pytest.raises(NotFound) as unseen:
+            client.check_tokenizer("unseen", TINY)
+        assert unseen.value.reason == "TokenizerUnseen"
+        (tmp_path / "tokenizer.json").write_text("{")
+        client.create_pool(pool_of("broken", tokenizer=str(tmp_path)))
+        with pytest.raises(Invalid) as broken:
+            client.check_tokenizer("broken", TINY)
+        assert broken.value.reason == "TokenizerInvalid"
+    async with AsyncClient(plane.url, plane.tokens["admin"]) as other:
+        await other.check_tokenizer("tokenizers", TINY)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -20,7 +21,10 @@ from typing import Final
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tiny-policy")]
+# The rollouts want the same cores. A thread that waits by spinning would take one from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import torch  # noqa: E402
 from rollyard_client import Client, RollyardError  # noqa: E402
 from tinygrpo.errors import TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
@@ -60,6 +64,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minibatches", type=at_least(1), default=4, help="optimiser steps of a step")
     parser.add_argument("--held-out", type=at_least(1), default=64, help="tasks of an evaluation")
     parser.add_argument("--held-out-samples", type=at_least(1), default=8, help="rollouts of each")
+    parser.add_argument("--goal", type=float, help="measure afterwards when the checkpoints reached this success")
+    parser.add_argument("--threads", type=at_least(1), help="torch's threads [one for each core]")
     parser.add_argument("--pool", default="default")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
     parser.add_argument("--onnx", type=Path, default=ONNX, help="ONNX folder of the same model")
@@ -84,15 +90,22 @@ def main() -> int:
         ),
         update=UpdateSettings(options.learning_rate, options.minibatches),
     )
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     try:
         with Client() as client:
-            result = Trainer(
+            trainer = Trainer(
                 client, out, options.base, options.onnx, settings, lambda line: print(line, flush=True)
-            ).run()
+            )
+            result = trainer.run()
+            document = {**asdict(result), "wall_seconds": time.monotonic() - started}
+            if options.goal is not None:
+                reached = trainer.first_at(options.goal)
+                document["reached"] = None if reached is None else asdict(reached)
+            trainer.close()
     except (TrainingError, RollyardError) as error:
         print(f"train: {error.reason}: {error}", file=sys.stderr)
         return 1
-    document = {**asdict(result), "wall_seconds": time.monotonic() - started}
     (out / "result.json").write_text(json.dumps(document, indent=2) + "\n")
     print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")
     return 0

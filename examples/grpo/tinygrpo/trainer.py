@@ -58,6 +58,17 @@ class TrainResult:
     """The rollouts of all steps, those of groups without a signal and of groups that were too old included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The first step whose weights reached a goal on the held-out tasks, and when they were with the pool."""
+
+    goal: float
+    step: int
+    success: float
+    seconds: float
+    """The wall time of the steps until then."""
+
+
 class Trainer:
     """A training run, which continues from its newest checkpoint if it has one.
 
@@ -125,20 +136,42 @@ class Trainer:
         if before is None:
             # An evaluation that has ended is read again.
             before = self.evaluate(0)
-        self._metrics.close()
         return TrainResult(
             settings.seed, done, before.success, after.success, self._progress.seconds, self._progress.rollouts
         )
 
     def evaluate(self, step: int) -> Evaluation:
         """Return the success of the weights of a step on the held-out tasks; the pool must have them."""
+        return self._evaluate(step, f"{self._settings.run}-eval-{step}", self._versions.label(step))
+
+    def first_at(self, goal: float) -> Reached | None:
+        """Give the pool the checkpoints of all steps again, until one reaches `goal` on the held-out tasks.
+
+        The clock of the training has stopped before. The result is None if no checkpoint reaches the goal.
+        """
+        seconds = self._metrics.wall_seconds()
+        for step in sorted(seconds):
+            # A version never stands for other weights, so the old ones get labels of their own.
+            version = PolicyVersions(f"{self._settings.run}.again").label(step)
+            folder = self._checkpoints.path(step)
+            self._weights.push(version, folder, load_policy(folder))
+            found = self._evaluate(step, f"{self._settings.run}-again-{step}", version)
+            if found.success >= goal:
+                return Reached(goal, step, found.success, seconds[step])
+        return None
+
+    def close(self) -> None:
+        """Close the files of the metrics."""
+        self._metrics.close()
+
+    def _evaluate(self, step: int, job: str, version: str) -> Evaluation:
         settings = self._settings
         started = time.perf_counter()
         found = evaluate(
             self._client,
-            f"{settings.run}-eval-{step}",
+            job,
             settings.pool,
-            self._versions.label(step),
+            version,
             held_out_tasks(settings.held_out),
             settings.samples,
             settings.stream.concurrency,

@@ -1,6 +1,6 @@
 """Draw the learning curves of runs into an SVG file.
 
-    python examples/grpo/draw.py --out runs/train/curve.svg "seed 0=runs/train/seed-0" …
+python examples/grpo/draw.py --out runs/train/curve.svg "seed 0=runs/train/seed-0" …
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tinygrpo.curve import draw, read_curve  # noqa: E402
+from tinygrpo.curve import draw, read_curve
 
 
 def main() -> None:

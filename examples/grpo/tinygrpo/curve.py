@@ -18,7 +18,7 @@ _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The measurements of one run: `minutes` and `success` of each step in training, and those on held-out tasks."""
+    """The measurements of one run: the minutes at the end of each step, and its success in training."""
 
     label: str
     minutes: tuple[float, ...]
@@ -28,7 +28,7 @@ class Curve:
 
 
 def read_curve(folder: Path, label: str) -> Curve:
-    """Return the curve that `metrics.jsonl` of a run's folder holds. A repeated step counts as its last line."""
+    """Return the curve of a run from its `metrics.jsonl`. The last line of a repeated step counts."""
     lines: list[dict[str, Any]] = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]

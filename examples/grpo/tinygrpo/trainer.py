@@ -55,7 +55,7 @@ class TrainResult:
     seconds: float
     """The wall time of the steps, without the two evaluations."""
     rollouts: int
-    """The rollouts of all steps, those of groups without a signal and of groups that were too old included."""
+    """The rollouts of all steps, with those of groups without a signal and of groups that were too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,12 @@ class Trainer:
             # An evaluation that has ended is read again.
             before = self.evaluate(0)
         return TrainResult(
-            settings.seed, done, before.success, after.success, self._progress.seconds, self._progress.rollouts
+            settings.seed,
+            done,
+            before.success,
+            after.success,
+            self._progress.seconds,
+            self._progress.rollouts,
         )
 
     def evaluate(self, step: int) -> Evaluation:
@@ -180,7 +185,9 @@ class Trainer:
         self._metrics.write(
             step, {"held_out": {"success": found.success, "seconds": seconds, **found.per_family}}
         )
-        self._say(f"step {step:3d}  held-out success {found.success:.3f} of {found.rollouts} ({seconds:.0f} s)")
+        self._say(
+            f"step {step:3d}  held-out success {found.success:.3f} of {found.rollouts} ({seconds:.0f} s)"
+        )
         return found
 
     def _step(self, stream: RolloutStream, step: int) -> float:
@@ -191,9 +198,7 @@ class Trainer:
         collected = time.perf_counter()
         rows = [rows_of(group, self._versions) for group in found.trained]
         shuffle = random.Random(f"{self._settings.seed}/{step}")
-        result = update_policy(
-            self._model, self._optimizer, rows, newest, shuffle, self._settings.update
-        )
+        result = update_policy(self._model, self._optimizer, rows, newest, shuffle, self._settings.update)
         trained = time.perf_counter()
         seconds = self._progress.seconds + trained - started
         self._progress = Progress(step, stream.read, self._progress.rollouts + found.rollouts, seconds)
@@ -205,7 +210,15 @@ class Trainer:
         )
         success = sum(found.rewards) / len(found.rewards)
         lags = [self._versions.lag(group, newest) for group in found.trained]
-        self._record(step, success, found, lags, result, (collected - started, trained - collected, ended - trained), paused)
+        self._record(
+            step,
+            success,
+            found,
+            lags,
+            result,
+            (collected - started, trained - collected, ended - trained),
+            paused,
+        )
         return success
 
     def _push(self, step: int) -> float:

@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--goal", type=float, help="measure afterwards when the checkpoints reached this success"
     )
-    parser.add_argument("--threads", type=at_least(1), help="torch's threads [one for each core]")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="torch's threads")
     parser.add_argument("--pool", default="default")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
     parser.add_argument("--onnx", type=Path, default=ONNX, help="ONNX folder of the same model")
@@ -101,8 +101,8 @@ def main() -> int:
         ),
         update=UpdateSettings(options.learning_rate, options.minibatches),
     )
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    # The rollouts want the other cores.
+    torch.set_num_threads(options.threads)
     try:
         with Client() as client:
             trainer = Trainer(

@@ -93,8 +93,8 @@ def update_policy(
     if not error <= settings.ratio_tolerance:
         raise PolicyMismatch(
             f"tokens of the newest weights have an importance ratio that differs from 1 by {error:.2g}; "
-            f"{settings.ratio_tolerance:g} is allowed. The servers have other weights than the trainer, or they "
-            "sample at another temperature than 1, or with top-k or top-p"
+            f"{settings.ratio_tolerance:g} is allowed. The servers have other weights than the trainer, or "
+            "they sample at another temperature than 1, or with top-k or top-p"
         )
     bounds = [round(len(order) * part / settings.minibatches) for part in range(settings.minibatches + 1)]
     starts = [0]

@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--steps", type=at_least(1), default=14, help="most steps")
     parser.add_argument(
-        "--enough", type=float, default=1.0, help="end once two steps had this success in training"
+        "--enough", type=float, default=0.88, help="end once two steps had this success in training"
     )
     parser.add_argument("--groups", type=at_least(1), default=32, help="groups with a signal of a step")
     parser.add_argument("--samples", type=at_least(2), default=8, help="rollouts of a group")

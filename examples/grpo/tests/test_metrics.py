@@ -21,7 +21,7 @@ def write(folder: Path) -> None:
     metrics.write(1, {"success": 0.6, "wall_seconds": 90.0})
     metrics.write(2, {"success": 0.8, "wall_seconds": 120.0})
     metrics.write(2, {"held_out": {"success": 0.9}})
-    assert metrics.wall_seconds() == {1: 90.0, 2: 120.0}
+    assert {step: line["wall_seconds"] for step, line in metrics.steps().items()} == {1: 90.0, 2: 120.0}
     metrics.close()
 
 

@@ -1,8 +1,8 @@
 """A checkpoint for the embedded engine: the graph of the shipped ONNX folder, with other weights.
 
 The graph of a model does not change while it is trained. So onnxruntime-genai's model builder has built it
-once (examples/tiny-policy), and a checkpoint is a copy of that folder in which the weights are written over. This
-takes milliseconds, where the builder takes ten seconds.
+once (examples/tiny-policy), and a checkpoint is a copy of that folder in which the weights are written over.
+This takes milliseconds, where the builder takes ten seconds.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final
 
 from rollyard_client import Client
 from transformers import PreTrainedModel
@@ -22,6 +23,9 @@ from tinygrpo.tasks import held_out_tasks
 from tinygrpo.update import UpdateResult, UpdateSettings, make_optimizer, update_policy
 from tinygrpo.versions import PolicyVersions
 from tinygrpo.weights import WeightPusher
+
+_FAR_BELOW: Final = 0.1
+"""By how much a success in training is far below a goal. Its standard error is about 0.03."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +154,24 @@ class Trainer:
         return self._evaluate(step, f"{self._settings.run}-eval-{step}", self._versions.label(step))
 
     def first_at(self, goal: float) -> Reached | None:
-        """Give the pool the checkpoints of all steps again, until one reaches `goal` on the held-out tasks.
+        """Give the pool the checkpoints of the steps again, until one reaches `goal` on the held-out tasks.
 
-        The clock of the training has stopped before. The result is None if no checkpoint reaches the goal.
+        The clock of the training has stopped before. Checkpoints whose success in training is far below the
+        goal are passed over. The result is None if none reaches the goal.
         """
-        seconds = self._metrics.wall_seconds()
-        for step in sorted(seconds):
+        steps = self._metrics.steps()
+        for step in sorted(steps):
+            # The success of a step's rollouts is that of the weights before it.
+            following = steps.get(step + 1, {"success": 1.0})
+            if following["success"] < goal - _FAR_BELOW:
+                continue
             # A version never stands for other weights, so the old ones get labels of their own.
             version = PolicyVersions(f"{self._settings.run}.again").label(step)
             folder = self._checkpoints.path(step)
             self._weights.push(version, folder, load_policy(folder))
             found = self._evaluate(step, f"{self._settings.run}-again-{step}", version)
             if found.success >= goal:
-                return Reached(goal, step, found.success, seconds[step])
+                return Reached(goal, step, found.success, float(steps[step]["wall_seconds"]))
         return None
 
     def close(self) -> None:

@@ -161,9 +161,10 @@ class Trainer:
         """
         steps = self._metrics.steps()
         for step in sorted(steps):
-            # The success of a step's rollouts is that of the weights before it.
-            following = steps.get(step + 1, {"success": 1.0})
-            if following["success"] < goal - _FAR_BELOW:
+            # The next step's rollouts show what these weights are worth, or a later step's if rollouts may be
+            # older than that.
+            following = steps.get(step + 1 + self._settings.stream.max_lag)
+            if following is not None and following["success"] < goal - _FAR_BELOW:
                 continue
             # A version never stands for other weights, so the old ones get labels of their own.
             version = PolicyVersions(f"{self._settings.run}.again").label(step)

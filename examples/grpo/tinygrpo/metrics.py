@@ -1,0 +1,57 @@
+"""Metrics: one JSON line a step, and TensorBoard's events where TensorBoard is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Value = float | int | str | Mapping[str, Any]
+
+
+def event_writer(folder: Path) -> Any | None:
+    """Return a writer of TensorBoard's events, or None if TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder))
+
+
+class Metrics:
+    """The metrics of one run, in the file `metrics.jsonl` and below `tensorboard`.
+
+    Args:
+        folder: The folder of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._events = event_writer(folder / "tensorboard")
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write the values of a step. A nested mapping becomes `name/key` in TensorBoard."""
+        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        self._lines.flush()
+        if self._events is not None:
+            for name, value in _scalars("", values):
+                self._events.add_scalar(name, value, step)
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _scalars(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found += _scalars(f"{prefix}{name}/", value)
+        elif isinstance(value, (int, float)):
+            found.append((f"{prefix}{name}", float(value)))
+    return found

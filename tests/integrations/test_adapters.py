@@ -1,4 +1,4 @@
-"""Every adapter hands on each sampled token once, with its mask, its log-probability, and the rest of the record."""
+"""Every adapter hands on each sampled token once, with its mask and its log-probability."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def of_prime_rl(batch: list[Trajectory]) -> Sampled:
     found: Sampled = Sampled()
     for row in prime_rl.sample_fields(batch, env_name="shell"):
         assert len(row["temperatures"]) == len(row["token_ids"])
-        found += trained(
-            row["sample_id"].rpartition("/")[0], row["token_ids"], row["mask"], row["logprobs"]
-        )
+        found += trained(row["sample_id"].rpartition("/")[0], row["token_ids"], row["mask"], row["logprobs"])
     return found
 
 
@@ -168,9 +166,7 @@ def test_prime_rl_gets_advantages_that_sum_to_nothing(batch: list[Trajectory]) -
 
 
 def test_prime_rl_needs_the_temperature() -> None:
-    segment = Segment(
-        prompt_ids=[1], response_ids=[2], loss_mask=[1], logprobs=[-1.0], policy_versions=["0"]
-    )
+    segment = Segment(prompt_ids=[1], response_ids=[2], loss_mask=[1], logprobs=[-1.0], policy_versions=["0"])
     one = Trajectory(
         id="a", job="j", task_id="t", group_id="g", sample_index=0, reward=1.0, segments=[segment]
     )
@@ -218,9 +214,7 @@ def test_parquet_and_back_is_the_same_rollout(batch: list[list[Trajectory]], tmp
 
 
 def test_a_table_with_rows_missing_is_refused(tmp_path: Path) -> None:
-    segment = Segment(
-        prompt_ids=[1], response_ids=[2], loss_mask=[1], logprobs=[-1.0], policy_versions=["0"]
-    )
+    segment = Segment(prompt_ids=[1], response_ids=[2], loss_mask=[1], logprobs=[-1.0], policy_versions=["0"])
     one = Trajectory(
         id="a", job="j", task_id="t", group_id="g", sample_index=0, reward=1.0, segments=[segment, segment]
     )

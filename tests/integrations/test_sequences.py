@@ -64,7 +64,9 @@ def test_a_cancelled_rollout_with_a_reward_is_not_scored() -> None:
 
 @given(segments())
 def test_spans_are_the_sampled_tokens(segment: Segment) -> None:
-    one = Trajectory(id="a", job="j", task_id="t", group_id="g", sample_index=0, reward=1.0, segments=[segment])
+    one = Trajectory(
+        id="a", job="j", task_id="t", group_id="g", sample_index=0, reward=1.0, segments=[segment]
+    )
     for row in sequences([one]):
         places = [place for begin, end in row.spans for place in range(begin, end)]
         assert places == [place for place, mask in enumerate(segment.loss_mask) if mask]

@@ -1,7 +1,7 @@
 """Arrow tables and Parquet files of rollouts, with one row for each segment, and back without loss.
 
-`rollyard trajectories -o FILE.parquet` writes one row for each rollout. These rows are for trainers, which want
-sequences.
+`rollyard trajectories -o FILE.parquet` writes one row for each rollout. These rows are for trainers, which
+want sequences.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def run_answers(
     `prompt_token_ids` (all ids before the stretch, so each begins with the ids of the one before),
     `generation_token_ids` and `generation_log_probs`. Most rollouts have one segment, and so one answer.
 
-    A rollout without a reward has `mask_sample` set and the reward 0.0, which NeMo-Gym leaves out of scores. It
-    carries no token ids.
+    A rollout without a reward has `mask_sample` set and the reward 0.0, which NeMo-Gym leaves out of scores.
+    It carries no token ids.
 
     Args:
         trajectory: The rollout.
@@ -63,13 +63,15 @@ def run_answers(
     return answers
 
 
-def datum_specs(trajectories: Sequence[Trajectory], *, pad_token_id: int, task_name: str) -> list[dict[str, Any]]:
+def datum_specs(
+    trajectories: Sequence[Trajectory], *, pad_token_id: int, task_name: str
+) -> list[dict[str, Any]]:
     """Return NeMo-RL's `DatumSpec` rows, one for each segment, with tensors of token ids.
 
     In `message_log`, each stretch of sampled tokens is an `assistant` message with `generation_logprobs`, and
-    what stands before it is a `user` message: NeMo-RL trains on assistant messages alone. A last `user` message
-    holds what follows the last sampled token. `loss_multiplier` is 0.0 for a rollout without a reward, whose
-    `total_reward` is the mean of its group. `idx` is the group's number.
+    what stands before it is a `user` message: NeMo-RL trains on assistant messages alone. A last `user`
+    message holds what follows the last sampled token. `loss_multiplier` is 0.0 for a rollout without a
+    reward, whose `total_reward` is the mean of its group. `idx` is the group's number.
 
     Args:
         trajectories: The rollouts, whole groups of them.

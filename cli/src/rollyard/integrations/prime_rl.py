@@ -1,7 +1,7 @@
 """prime-rl: rows of `TrainingSample`, as the orchestrator sends them to the trainer.
 
-prime-rl packs the struct as an array, in which the order of its fields matters. The rows are therefore made by
-the installed class, from names.
+prime-rl packs the struct as an array, in which the order of its fields matters. The rows are therefore made
+by the installed class, from names.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def training_samples(trajectories: Sequence[Trajectory], **options: Any) -> list
         )
     if hasattr(types, "TrainingAdvantage") or not known & {"advantage", "advantages"}:
         raise TrainerMismatch(
-            "prime-rl's TrainingSample takes advantages in a form that this release of Rollyard does not know; "
-            "use `sample_fields`"
+            "prime-rl's TrainingSample takes advantages in a form that this release of Rollyard does not "
+            "know; use `sample_fields`"
         )
     made = []
     for row in sample_fields(trajectories, **options):

@@ -23,7 +23,7 @@ class TrainingSequence:
     trajectory: Trajectory
     segment: Segment
     index: int
-    """The segment's place in `trajectory.segments`; -1 for a placeholder, which holds no token of the rollout."""
+    """The segment's place in `trajectory.segments`, or -1 for a placeholder."""
     trained: bool
     """Whether the trainer may learn from it. False if no evaluation gave the rollout a reward."""
     reward: float
@@ -33,7 +33,7 @@ class TrainingSequence:
 
     @property
     def loss_mask(self) -> list[int]:
-        """The mask of the response: 1 on sampled tokens to learn from. It has the length of `response_ids`."""
+        """The mask of the response: 1 on sampled tokens to learn from. It is as long as `response_ids`."""
         return list(self.segment.loss_mask) if self.trained else [0] * len(self.segment.loss_mask)
 
     @property
@@ -59,7 +59,7 @@ class TrainingSequence:
 
 
 def versions(*segments: Segment) -> list[str]:
-    """Return the policy versions that sampled tokens of the segments, each once, in the order of appearance."""
+    """Return the policy versions that sampled tokens of the segments, each once, as they appear."""
     found: dict[str, None] = {}
     for segment in segments:
         pairs = zip(segment.policy_versions, segment.loss_mask, strict=True)
@@ -81,9 +81,9 @@ def is_scored(trajectory: Trajectory) -> bool:
 def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return a number for each rollout, for trainers that cannot take a missing reward.
 
-    A failed or cancelled rollout gets the mean reward of the scored ones of its group, so that it does not move
-    the baseline of the others, and 0.0 if there is none. It is never trained on. (The standard deviation of the
-    group becomes smaller: with f of n members filled in, by the factor sqrt((n - f) / n).)
+    A failed or cancelled rollout gets the mean reward of the scored ones of its group, so that it does not
+    move the baseline of the others, and 0.0 if there is none. It is never trained on. (The standard deviation
+    of the group becomes smaller: with f of n members filled in, by the factor sqrt((n - f) / n).)
     """
     scored: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
     for one in trajectories:

@@ -28,8 +28,8 @@ def generator_output(
     Args:
         trajectories: The rollouts in the order of the generator's input.
         pad_token_id: The token of rows that hold no token of their rollout.
-        step_wise: Give a rollout of several segments a row for each, as SkyRL's `step_wise_trajectories` wants.
-            The reward is that of the last row, and 0.0 in the rows before it.
+        step_wise: Give a rollout of several segments a row for each, as SkyRL's `step_wise_trajectories`
+            wants. The reward is that of the last row, and 0.0 in the rows before it.
 
     Raises:
         SegmentsRefused: A rollout has several segments, and `step_wise` is False.
@@ -43,8 +43,8 @@ def generator_output(
             if not row.last:
                 raise SegmentsRefused(
                     f"rollout {row.trajectory.id} has several segments: set step_wise=True here and "
-                    f"generator.step_wise_trajectories=true in SkyRL, or keep its chat template from rewriting "
-                    f"history"
+                    f"generator.step_wise_trajectories=true in SkyRL, or keep its chat template from "
+                    f"rewriting history"
                 )
     return {
         "prompt_token_ids": [list(row.segment.prompt_ids) for row in rows],
@@ -67,8 +67,8 @@ def generator_output(
 def _trajectory_id(one: Trajectory) -> Any:
     from skyrl.train.generators.base import TrajectoryID
 
-    # SkyRL computes advantages over rows with the same instance, so it must be the group and not the task, which
-    # several groups of a stream may have.
+    # SkyRL computes advantages over rows with the same instance, so it must be the group and not the task,
+    # which several groups of a stream may have.
     return TrajectoryID(instance_id=one.group_id, repetition_id=one.sample_index)
 
 

@@ -1,6 +1,7 @@
 """A stream that plays the tasks of a trainer's batch, and hands each task its own trajectories.
 
-Trainers whose rollouts are a function (TRL, verl, SkyRL) call this: prompts go in, and whole rollouts come out.
+Trainers whose rollouts are a function (TRL, verl, SkyRL) call this: prompts go in, and whole rollouts come
+out.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class StreamPlayer:
         manifest = job if isinstance(job, crds.RolloutJob) else crds.RolloutJob.model_validate(job)
         if not manifest.spec.tasks.stream:
             raise TrainerMismatch(
-                f"job {manifest.metadata.name}: spec.tasks must be {{stream: true}}, so that each step of the "
-                f"trainer can add its tasks"
+                f"job {manifest.metadata.name}: spec.tasks must be {{stream: true}}, so that each step "
+                f"of the trainer can add its tasks"
             )
         self.client = client
         self.job = client.submit(manifest)
@@ -134,8 +135,8 @@ class StreamPlayer:
             late = [future for future in futures if not future.done()]
             self._drop(late)
             raise RolloutsLate(
-                f"{len(late)} of {len(futures)} tasks of job {self.name} have not ended within {timeout:.0f} s; "
-                f"`rollyard describe {self.name}` says where they are"
+                f"{len(late)} of {len(futures)} tasks of job {self.name} have not ended within {timeout:.0f} "
+                f"s; `rollyard describe {self.name}` says where they are"
             ) from None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""TRL: a `rollout_func` for the GRPO trainer, its dataset, its reward function and its weight updates (TRL 1.16).
+"""TRL: a `rollout_func` of the GRPO trainer, with its dataset, rewards and weight updates (TRL 1.16).
 
 Example::
 
@@ -41,10 +41,10 @@ def rollout_output(
 ) -> dict[str, list[Any]]:
     """Return what a `rollout_func` returns, with one row for each rollout, in their order.
 
-    `completion_ids`, `logprobs` (nats) and `env_mask` (1 on tokens that the policy sampled) have the same length
-    in each row. The other keys go to the reward functions: `reward` (None without one, which TRL leaves out of
-    the group's baseline), `rollout_id`, `rollout_status`, `rollout_reason`, `truncated`, `policy_versions` (of
-    each token) and `tokens_left_out`. A rollout without a reward has `env_mask` 0.
+    `completion_ids`, `logprobs` (nats) and `env_mask` (1 on tokens that the policy sampled) have the same
+    length in each row. The other keys go to the reward functions: `reward` (None without one, which TRL
+    leaves out of the group's baseline), `rollout_id`, `rollout_status`, `rollout_reason`, `truncated`,
+    `policy_versions` (of each token) and `tokens_left_out`. A rollout without a reward has `env_mask` 0.
 
     Args:
         trajectories: The rollouts, in the order of the prompts.
@@ -79,7 +79,8 @@ def rollout_output(
 
 
 _BESIDE: Final = (
-    "reward", "rollout_id", "rollout_status", "rollout_reason", "truncated", "policy_versions", "tokens_left_out",
+    "reward", "rollout_id", "rollout_status", "rollout_reason", "truncated", "policy_versions",
+    "tokens_left_out",
 )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ class TrlRollouts:
         job: The manifest of a stream. `num_generations` of the trainer must be a multiple of its
             `samplesPerTask`: equal, so that the samples of a prompt are one group, which share a backend.
         tasks: The tasks of the dataset. Their ids name them, and differ.
-        weights: What brings the trainer's weights to the pool before rollouts begin. Without it, the caller does.
+        weights: What brings the trainer's weights to the pool before rollouts begin. Without it, the caller
+            does.
         timeout: The seconds that the rollouts of one call may take.
         several: See `rollout_output`.
 
@@ -129,7 +131,7 @@ class TrlRollouts:
         self._several: Several = several
 
     def dataset(self) -> list[dict[str, Any]]:
-        """Return the rows of the trainer's dataset: `prompt` (messages, the last with the task's id) and `task`."""
+        """Return the rows of the dataset: `prompt` (messages, the last with the task's id) and `task`."""
         return [{"prompt": _prompt(task), "task": task.id} for task in self.tasks.values()]
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -182,8 +184,8 @@ class TrlRollouts:
         asked = getattr(trainer.args, "temperature", wanted)
         if abs(asked - wanted) > 1e-9:
             raise TrainerMismatch(
-                f"the trainer computes log-probabilities at temperature {asked}, and the job samples at {wanted}: "
-                f"set GRPOConfig.temperature and spec.sampling.temperature to the same number"
+                f"the trainer computes log-probabilities at temperature {asked}, and the job samples at "
+                f"{wanted}: set GRPOConfig.temperature and spec.sampling.temperature to the same number"
             )
 
 
@@ -199,8 +201,8 @@ def _prompt(task: Task) -> list[dict[str, Any]]:
 def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSequence:
     if len(rows) > 1 and several == "refuse":
         raise SegmentsRefused(
-            f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of each prompt: keep "
-            f"the chat template from rewriting history, or give several='longest' or several='last'"
+            f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of each prompt: "
+            f"keep the chat template from rewriting history, or give several='longest' or 'last'"
         )
     if several == "longest":
         return max(rows, key=lambda row: sum(row.segment.loss_mask))

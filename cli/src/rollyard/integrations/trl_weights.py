@@ -21,8 +21,8 @@ UPDATE_SECONDS: Final = 600.0
 class TrlWeights:
     """Brings the weights of each optimizer step to every backend of a pool.
 
-    Each version is saved to a folder of its own, `FOLDER/RUN-step-N`, and is complete before the pool hears of
-    it. Policy versions are the names of these folders.
+    Each version is saved to a folder of its own, `FOLDER/RUN-step-N`, and is complete before the pool hears
+    of it. Policy versions are the names of these folders.
 
     Args:
         client: The client of the control plane.
@@ -96,12 +96,12 @@ class TrlWeights:
 
     def _update(self, step: int, checkpoint: Path) -> None:
         version = f"{self._run}-step-{step}"
-        update = self._client.update_weights(
-            self._pool, version, checkpoint=str(checkpoint), mode=self._mode
-        )
+        update = self._client.update_weights(self._pool, version, checkpoint=str(checkpoint), mode=self._mode)
         update = self._client.wait_weights(self._pool, update.id, self._timeout)
         if update.state != "Succeeded":
-            raise WeightsRefused(f"weights {version} did not reach pool {self._pool}: {update.message or update.state}")
+            raise WeightsRefused(
+                f"weights {version} did not reach pool {self._pool}: {update.message or update.state}"
+            )
         self.version = version
         self._kept.append(checkpoint)
         while len(self._kept) > self._keep:

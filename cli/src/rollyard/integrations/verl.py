@@ -16,8 +16,8 @@ Several = Literal["refuse", "rows"]
 def output_fields(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> list[dict[str, Any]]:
     """Return the fields of an `AgentLoopOutput` for each sequence, in the order of the rollouts.
 
-    `response_mask` and `response_logprobs` have one entry for each token of `response_ids`. A rollout without a
-    reward has mask 0 and the mean reward of its group. Every sequence of a rollout carries the reward.
+    `response_mask` and `response_logprobs` have one entry for each token of `response_ids`. A rollout without
+    a reward has mask 0 and the mean reward of its group. Every sequence of a rollout carries the reward.
 
     Args:
         trajectories: The rollouts, whole groups of them.
@@ -26,16 +26,14 @@ def output_fields(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> l
     return [_fields(row) for row in sequences(trajectories, pad_token_id=pad_token_id)]
 
 
-def agent_loop_output(
-    trajectory: Trajectory, *, pad_token_id: int, reward: float | None = None
-) -> Any:
+def agent_loop_output(trajectory: Trajectory, *, pad_token_id: int, reward: float | None = None) -> Any:
     """Return the `AgentLoopOutput` of one rollout, for the `run` of an `AgentLoopBase`.
 
     Args:
         trajectory: The rollout, which has one segment.
         pad_token_id: The token of an output that holds no token of its rollout.
-        reward: The score of a rollout that has no reward. By default it is 0.0, with mask 0. An agent loop sees
-            one rollout and not its group, so it cannot know the mean.
+        reward: The score of a rollout that has no reward. By default it is 0.0, with mask 0. An agent loop
+            sees one rollout and not its group, so it cannot know the mean.
 
     Raises:
         SegmentsRefused: The rollout has several segments; verl takes one output of each run.
@@ -61,18 +59,18 @@ def data_proto(
     """Return a `DataProto` with a row for each rollout, as verl's own agent loops build it.
 
     Tensors, with B rows, P tokens of prompt (padded left) and R of response (padded right): `prompts` (B, P),
-    `responses`, `response_mask`, `rollout_log_probs` (float32, nats) and `rm_scores` (float32, the reward at the
-    last token) (B, R), `input_ids`, `attention_mask` and `position_ids` (B, P + R). Beside them: `uid` (the
-    group), `rollout_id`, `task_id`, `status`, `policy_versions`, `min_global_steps`, `max_global_steps` and
-    `__num_turns__`.
+    `responses`, `response_mask`, `rollout_log_probs` (float32, nats) and `rm_scores` (float32, the reward at
+    the last token) (B, R), `input_ids`, `attention_mask` and `position_ids` (B, P + R). Beside them: `uid`
+    (the group), `rollout_id`, `task_id`, `status`, `policy_versions`, `min_global_steps`, `max_global_steps`
+    and `__num_turns__`.
 
     Args:
         trajectories: The rollouts, whole groups of them.
         pad_token_id: The tokenizer's padding token.
         prompt_length: P. By default it is the longest prompt.
         response_length: R. By default it is the longest response.
-        several: What happens to a rollout with several segments. `rows` gives each segment a row with the same
-            `uid` and reward; such a rollout then counts once for each in the baseline of its group.
+        several: What happens to a rollout with several segments. `rows` gives each segment a row with the
+            same `uid` and reward; such a rollout then counts once for each in the baseline of its group.
 
     Raises:
         SegmentsRefused: A rollout has several segments, and `several` is `refuse`.
@@ -179,7 +177,7 @@ def _width(lengths: list[int], limit: int | None, what: str, rows: Sequence[Trai
     if limit is not None and longest > limit:
         name = rows[lengths.index(longest)].trajectory.id
         raise TrainerMismatch(
-            f"rollout {name} has a {what} of {longest} tokens, and {what}_length is {limit}: raise it, or lower "
-            f"the job's agent.maxContextTokens"
+            f"rollout {name} has a {what} of {longest} tokens, and {what}_length is {limit}: raise it, or "
+            f"lower the job's agent.maxContextTokens"
         )
     return longest if limit is None else limit

@@ -11,7 +11,7 @@ from rollyard_crds.task import Message
 from rollyard_crds.trajectory import Attempt, SamplingRecord, Segment, Timings, Trajectory, Turn
 
 PAD = 999
-"""The padding token. No rollout holds it, so that a placeholder can be told apart from tokens of a rollout."""
+"""The padding token. No rollout holds it, so that a placeholder can be recognized."""
 VERSIONS = ("0", "run-step-1", "run-step-12")
 
 Token = tuple[int, int, float, str]
@@ -93,7 +93,7 @@ def batches(draw: st.DrawFn, most_segments: int = 3) -> list[Trajectory]:
 
 
 Sampled = Counter[tuple[str, int, int, float]]
-"""How often each token is trained on: the rollout, the token's place in the sequence, its id and log-probability."""
+"""How often each token is trained on: its rollout, its place in the sequence, its id and log-probability."""
 
 
 def sampled(batch: Iterable[Trajectory]) -> Sampled:

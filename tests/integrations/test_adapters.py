@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
+from rollyard.integrations import arrow, nemo, prime_rl, slime, trl, verl
 from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch
 from rollyard.integrations.sequences import is_scored, sequences
 from rollyard_crds.trajectory import Segment, Trajectory

@@ -196,7 +196,7 @@ def test_trl_is_refused_what_does_not_fit() -> None:
     client = ScriptedClient()
     rollouts = TrlRollouts(client, manifest(2), TASKS)  # type: ignore[arg-type]
     prompt = rollouts.dataset()[0]["prompt"]
-    with pytest.raises(TrainerMismatch, match=r"task a has 3 generations .* samplesPerTask is 2"):
+    with pytest.raises(TrainerMismatch, match=r"task a stands 3 times in .* samplesPerTask is 2"):
         rollouts([prompt] * 3, trainer())
     with pytest.raises(TrainerMismatch, match=r"temperature 0\.7, and the job samples at 1\.0"):
         rollouts([prompt] * 2, trainer(temperature=0.7))

@@ -21,6 +21,12 @@ class TrainerMismatch(IntegrationError, ValueError):
     reason = "TrainerMismatch"
 
 
+class RolloutUnscored(IntegrationError, ValueError):
+    """Raised if a rollout has no reward, because its infrastructure failed, and the trainer needs one."""
+
+    reason = "RolloutUnscored"
+
+
 class RolloutsLate(IntegrationError, TimeoutError):
     """Raised if rollouts have not ended within the time that the trainer gave them."""
 

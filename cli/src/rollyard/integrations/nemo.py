@@ -30,7 +30,7 @@ def run_answers(
         decode: What makes the text of a message of its token ids. Without it the text is empty; trainers read
             the ids.
     """
-    rows = sequences([trajectory])
+    rows: list[TrainingSequence | None] = [*sequences([trajectory])]
     prompt = [
         {"role": message.role, "content": message.content, "type": "message"}
         for message in _before_the_policy(trajectory)

@@ -17,7 +17,11 @@ EPISODE_SECONDS = ("init", "run", "eval")
 
 
 def generator_output(
-    trajectories: Sequence[Trajectory], *, pad_token_id: int, step_wise: bool = False
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    step_wise: bool = False,
+    trajectory_ids: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """Return a `GeneratorOutput` with the rows of these rollouts, in their order.
 
@@ -30,6 +34,8 @@ def generator_output(
         pad_token_id: The token of rows that hold no token of their rollout.
         step_wise: Give a rollout of several segments a row for each, as SkyRL's `step_wise_trajectories`
             wants. The reward is that of the last row, and 0.0 in the rows before it.
+        trajectory_ids: The `TrajectoryID` of each rollout, as the generator's input has them. By default they
+            are the rollout's group and the number of its sample.
 
     Raises:
         SegmentsRefused: A rollout has several segments, and `step_wise` is False.
@@ -38,6 +44,8 @@ def generator_output(
     if not trajectories:
         raise ValueError("trajectories: SkyRL takes no empty output; give at least one rollout")
     rows = sequences(trajectories, pad_token_id=pad_token_id)
+    given = trajectory_ids or [_trajectory_id(one) for one in trajectories]
+    names = {id(one): name for one, name in zip(trajectories, given, strict=True)}
     if not step_wise:
         for row in rows:
             if not row.last:
@@ -54,7 +62,7 @@ def generator_output(
         "stop_reasons": [_stop_reason(row) for row in rows],
         "rollout_metrics": _metrics(trajectories),
         "rollout_logprobs": [list(row.segment.logprobs) for row in rows],
-        "trajectory_ids": [_trajectory_id(row.trajectory) for row in rows],
+        "trajectory_ids": [names[id(row.trajectory)] for row in rows],
         "trajectory_generation_times": [_seconds(one) for one in trajectories],
         "rollout_expert_indices": None,
         "is_last_step": [row.last for row in rows] if step_wise else None,

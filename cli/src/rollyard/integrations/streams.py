@@ -139,6 +139,35 @@ class StreamPlayer:
                 f"s; `rollyard describe {self.name}` says where they are"
             ) from None
 
+    def play_each(self, tasks: Sequence[Task], *, timeout: float = PLAY_SECONDS) -> list[Trajectory]:
+        """Play a batch in which each task stands once for each of its samples, and return a rollout for each.
+
+        Entries with the same id are played as groups of `spec.samplesPerTask`.
+
+        Raises:
+            TrainerMismatch: The number of entries of a task is no multiple of that.
+            RolloutsLate: Rollouts have not ended within `timeout` seconds. They stay in the job.
+            StreamEnded: The job ended before they did.
+            RollyardError: The control plane refuses the tasks, or does not answer any more.
+        """
+        places: dict[str, list[int]] = {}
+        for place, task in enumerate(tasks):
+            places.setdefault(task.id, []).append(place)
+        asked: list[Task] = []
+        for name, of in places.items():
+            groups, rest = divmod(len(of), self.samples)
+            if rest:
+                raise TrainerMismatch(
+                    f"task {name} stands {len(of)} times in this process's batch, and the job's "
+                    f"samplesPerTask is {self.samples}: make the trainer's number of samples a multiple of it"
+                )
+            asked += [tasks[of[0]]] * groups
+        rows: dict[int, Trajectory] = {}
+        for task, group in zip(asked, self.play(asked, timeout=timeout), strict=True):
+            for trajectory in group:
+                rows[places[task.id].pop(0)] = trajectory
+        return [rows[place] for place in range(len(tasks))]
+
     def close(self) -> None:
         """Close the stream. Rollouts that are under way end, and their futures are cancelled."""
         with self._lock:

@@ -145,29 +145,12 @@ class TrlRollouts:
             WeightsRefused: The pool did not get the new weights.
         """
         self._check(trainer)
-        names = [self._named(prompt) for prompt in prompts]
-        places: dict[str, list[int]] = {}
-        for place, name in enumerate(names):
-            places.setdefault(name, []).append(place)
-        asked: list[str] = []
-        for name, of in places.items():
-            groups, rest = divmod(len(of), self.player.samples)
-            if rest:
-                raise TrainerMismatch(
-                    f"task {name} has {len(of)} generations in this process, and the job's samplesPerTask is "
-                    f"{self.player.samples}: make num_generations, and num_generations_eval, a multiple of it"
-                )
-            asked += [name] * groups
+        asked = [self.tasks[self._named(prompt)] for prompt in prompts]
         if self._weights is not None:
             self._weights.bring(trainer)
-        played = self.player.play([self.tasks[name] for name in asked], timeout=self._timeout)
-        rows: dict[int, Trajectory] = {}
-        for name, group in zip(asked, played, strict=True):
-            for trajectory in group:
-                rows[places[name].pop(0)] = trajectory
-        ordered = [rows[place] for place in range(len(names))]
+        played = self.player.play_each(asked, timeout=self._timeout)
         pad = int(trainer.processing_class.pad_token_id)
-        return rollout_output(ordered, pad_token_id=pad, several=self._several)
+        return rollout_output(played, pad_token_id=pad, several=self._several)
 
     def _named(self, prompt: Any) -> str:
         last = prompt[-1] if isinstance(prompt, list) and prompt else None
@@ -201,7 +184,7 @@ def _prompt(task: Task) -> list[dict[str, Any]]:
 def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSequence:
     if len(rows) > 1 and several == "refuse":
         raise SegmentsRefused(
-            f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of each prompt: "
+            f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of a prompt: "
             f"keep the chat template from rewriting history, or give several='longest' or 'last'"
         )
     if several == "longest":

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch
-from rollyard.integrations.sequences import TrainingSequence, sequences, step_of
+from rollyard.integrations.errors import RolloutUnscored, SegmentsRefused, TrainerMismatch
+from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences, step_of
 
 Several = Literal["refuse", "rows"]
 
@@ -32,10 +32,11 @@ def agent_loop_output(trajectory: Trajectory, *, pad_token_id: int, reward: floa
     Args:
         trajectory: The rollout, which has one segment.
         pad_token_id: The token of an output that holds no token of its rollout.
-        reward: The score of a rollout that has no reward. By default it is 0.0, with mask 0. An agent loop
-            sees one rollout and not its group, so it cannot know the mean.
+        reward: The score of a rollout that has no reward; its mask is 0. An agent loop sees one rollout and
+            not its group, so only the caller can know a score that does not move the baseline.
 
     Raises:
+        RolloutUnscored: The rollout has no reward, and `reward` is None. Play its task again.
         SegmentsRefused: The rollout has several segments; verl takes one output of each run.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -43,7 +44,12 @@ def agent_loop_output(trajectory: Trajectory, *, pad_token_id: int, reward: floa
     rows = sequences([trajectory], pad_token_id=pad_token_id)
     _check_one_each(rows)
     fields = _fields(rows[0])
-    if reward is not None and not rows[0].trained:
+    if not is_scored(trajectory):
+        if reward is None:
+            raise RolloutUnscored(
+                f"rollout {trajectory.id} has no reward ({trajectory.status}, {trajectory.reason}): play its "
+                f"task again, or give the reward to write down"
+            )
         fields["reward_score"] = reward
     return AgentLoopOutput(**{**fields, "metrics": AgentLoopMetrics(**fields["metrics"])})
 

@@ -1,0 +1,42 @@
+"""Steps of TRL's own GRPO trainer on rollouts from a whole Rollyard, each checked token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rollyard_testing.integrations.trl_run import trained_with_trl, trl_python
+
+from rollyard_bench.registry import Measurement, Settings
+
+STEPS: Final = 20
+TOLERANCE: Final = 1e-4
+"""Both sides compute in float32, and differ by a few millionths. An optimizer step changes more than this."""
+
+
+def _right(step: dict[str, Any]) -> bool:
+    """Return whether the record of a step is that of the trainer, and only sampled tokens were learnt."""
+    learnt = step["learnt_tokens"] == step["learnable_tokens"]
+    return step["logprob_difference"] <= TOLERANCE and step["gradient_outside"] == 0.0 and learnt
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """Run examples/trl, and count the steps that are right, from the first to the first that is not."""
+    python = await asyncio.to_thread(trl_python)
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        summary = await asyncio.to_thread(trained_with_trl, python, Path(name), "--steps", str(STEPS))
+    steps = summary["checks"]
+    right = next((place for place, step in enumerate(steps) if not _right(step)), len(steps))
+    rewards = summary["reward"]
+    how = (
+        f"{summary['rollouts']} rollouts in {summary['wall_seconds']:.0f} s; largest difference of a "
+        f"log-probability: {steps[0]['logprob_difference']:.1e} nats at step 0, "
+        f"{max(step['logprob_difference'] for step in steps):.1e} over all; "
+        f"{sum(step['sampled_tokens'] for step in steps)} sampled tokens, and "
+        f"{sum(step['env_tokens'] for step in steps)} of tools and template, whose gradient is 0; median reward of "
+        f"the first five steps {median(rewards[:5]):.2f}, of the last five {median(rewards[-5:]):.2f}"
+    )
+    return [Measurement("trl_steps", float(right), None, how)]

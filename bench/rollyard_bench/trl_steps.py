@@ -31,12 +31,12 @@ async def measure(settings: Settings) -> list[Measurement]:
     steps = summary["checks"]
     right = next((place for place, step in enumerate(steps) if not _right(step)), len(steps))
     rewards = summary["reward"]
+    sampled, outside = (sum(step[name] for step in steps) for name in ("sampled_tokens", "env_tokens"))
+    worst = max(step["logprob_difference"] for step in steps)
     how = (
         f"{summary['rollouts']} rollouts in {summary['wall_seconds']:.0f} s; largest difference of a "
-        f"log-probability: {steps[0]['logprob_difference']:.1e} nats at step 0, "
-        f"{max(step['logprob_difference'] for step in steps):.1e} over all; "
-        f"{sum(step['sampled_tokens'] for step in steps)} sampled tokens, and "
-        f"{sum(step['env_tokens'] for step in steps)} of tools and template, whose gradient is 0; median reward of "
-        f"the first five steps {median(rewards[:5]):.2f}, of the last five {median(rewards[-5:]):.2f}"
+        f"log-probability: {steps[0]['logprob_difference']:.1e} nats at step 0, {worst:.1e} over all; "
+        f"{sampled} sampled tokens, and {outside} of tools and template, whose gradient is 0; median reward "
+        f"of the first five steps {median(rewards[:5]):.2f}, of the last five {median(rewards[-5:]):.2f}"
     )
     return [Measurement("trl_steps", float(right), None, how)]

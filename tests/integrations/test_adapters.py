@@ -73,11 +73,13 @@ def of_nemo_gym(batch: list[Trajectory]) -> Sampled:
     return found
 
 
+EXAMPLES = 50
 ONE_ROW_EACH = (of_trl,)
 ANY_ROWS = (of_verl, of_slime, of_prime_rl, of_nemo_gym)
 
 
 @pytest.mark.parametrize("read", ANY_ROWS)
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_each_sampled_token_is_trained_on_once(
     read: Callable[[list[Trajectory]], Sampled], batch: list[Trajectory]
@@ -86,6 +88,7 @@ def test_each_sampled_token_is_trained_on_once(
 
 
 @pytest.mark.parametrize("read", ONE_ROW_EACH)
+@settings(max_examples=EXAMPLES)
 @given(batch=batches(most_segments=1))
 def test_the_same_where_a_rollout_has_one_row(
     read: Callable[[list[Trajectory]], Sampled], batch: list[Trajectory]
@@ -93,6 +96,7 @@ def test_the_same_where_a_rollout_has_one_row(
     assert read(batch) == sampled(batch)
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_trl_counts_what_it_leaves_out_or_refuses(batch: list[Trajectory]) -> None:
     rows = sequences(batch)
@@ -109,6 +113,7 @@ def test_trl_counts_what_it_leaves_out_or_refuses(batch: list[Trajectory]) -> No
                 assert kept == max((sum(segment.loss_mask) for segment in one.segments), default=0)
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_trl_gets_no_reward_where_there_is_none(batch: list[Trajectory]) -> None:
     output = trl.rollout_output(batch, pad_token_id=PAD, several="last")
@@ -119,6 +124,7 @@ def test_trl_gets_no_reward_where_there_is_none(batch: list[Trajectory]) -> None
             assert not any(output["env_mask"][place])
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_verl_knows_versions_and_rewards(batch: list[Trajectory]) -> None:
     rows = verl.output_fields(batch, pad_token_id=PAD)
@@ -132,6 +138,7 @@ def test_verl_knows_versions_and_rewards(batch: list[Trajectory]) -> None:
         assert extra["reward_extra_info"] == source.trajectory.reward_components
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_slime_keeps_the_rows_of_a_rollout_together(batch: list[Trajectory]) -> None:
     groups = slime.sample_fields(batch, pad_token_id=PAD, first_group=5, first_index=100)
@@ -152,6 +159,7 @@ def test_slime_keeps_the_rows_of_a_rollout_together(batch: list[Trajectory]) -> 
             assert len(row["loss_mask"]) == len(row["rollout_log_probs"]) == row["response_length"] > 0
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_prime_rl_gets_advantages_that_sum_to_nothing(batch: list[Trajectory]) -> None:
     rows = prime_rl.sample_fields(batch, env_name="shell")
@@ -174,6 +182,7 @@ def test_prime_rl_needs_the_temperature() -> None:
         prime_rl.sample_fields([one], env_name="shell")
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_nemo_gym_masks_what_was_not_measured(batch: list[Trajectory]) -> None:
     for one in batch:
@@ -189,6 +198,7 @@ def test_nemo_gym_masks_what_was_not_measured(batch: list[Trajectory]) -> None:
                 assert text == " ".join(map(str, item["generation_token_ids"]))
 
 
+@settings(max_examples=EXAMPLES)
 @given(batch=batches())
 def test_arrow_and_back_is_the_same_rollout(batch: list[Trajectory]) -> None:
     table = arrow.table(batch)
@@ -224,3 +234,11 @@ def test_a_table_with_rows_missing_is_refused(tmp_path: Path) -> None:
             list(arrow.read(part))
     with pytest.raises(TrainerMismatch, match="no column record"):
         list(arrow.read(table.drop_columns(["record"])))
+    for column, value in (("record", "[1"), ("record", '{"sampling": 3}'), ("loss_mask", [2])):
+        rows = table.to_pylist()
+        rows[0][column] = value
+        with pytest.raises(TrainerMismatch, match="rollout a cannot be read"):
+            list(arrow.read(table.from_pylist(rows, schema=table.schema)))
+    (tmp_path / "x.parquet").write_bytes(b"not a table at all")
+    with pytest.raises(TrainerMismatch, match="is not a Parquet file"):
+        list(arrow.read(tmp_path / "x.parquet"))

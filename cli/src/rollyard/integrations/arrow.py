@@ -121,7 +121,7 @@ def read(source: pyarrow.Table | str | Path) -> Iterator[Trajectory]:
     """Yield the rollouts of a table of `table`, or of a file of `write_parquet`, as they were.
 
     Raises:
-        TrainerMismatch: The columns are others, or rows of a rollout are missing or out of order.
+        TrainerMismatch: It is no such table, or rows of a rollout are missing, out of order or broken.
         OSError: The file cannot be read.
     """
     rollout: list[dict[str, Any]] = []
@@ -152,7 +152,11 @@ def _rows_of(source: pyarrow.Table | str | Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     if isinstance(source, str | Path):
-        with pyarrow.parquet.ParquetFile(source) as file:
+        try:
+            opened = pyarrow.parquet.ParquetFile(source)
+        except ValueError as error:
+            raise TrainerMismatch(f"{source} is not a Parquet file: {error}") from error
+        with opened as file:
             _check(file.schema_arrow.names, str(source))
             for batch in file.iter_batches(batch_size=ROWS):
                 yield from batch.to_pylist()
@@ -176,11 +180,14 @@ def _joined(parts: list[dict[str, Any]]) -> Trajectory:
             f"rollout {first['rollout_id']} has the rows {places} of {first['segments']}; keep the rows of a "
             f"rollout together and in order"
         )
-    return Trajectory.model_validate(
-        {
-            **json.loads(first["record"]),
-            **{name: first[name] for name in _PLAIN},
-            "id": first["rollout_id"],
-            "segments": [{name: row[name] for name in _TOKENS} for row in parts][: first["segments"]],
-        }
-    )
+    try:
+        return Trajectory.model_validate(
+            {
+                **json.loads(first["record"]),
+                **{name: first[name] for name in _PLAIN},
+                "id": first["rollout_id"],
+                "segments": [{name: row[name] for name in _TOKENS} for row in parts][: first["segments"]],
+            }
+        )
+    except (ValueError, TypeError) as error:
+        raise TrainerMismatch(f"rollout {first['rollout_id']} cannot be read: {error}") from error

@@ -9,10 +9,11 @@ STAMP := $(VENV)/.stamp
 DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
+SEEDS ?= 1
 # A machine may forbid bytecode. Hundreds of processes start here, and each of them would compile its sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run demo-vllm demo-kubernetes demo-slurm check test bench lint format typecheck crds docs clean
+.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test bench lint format typecheck crds docs clean
 
 help: ## Show what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -29,6 +30,12 @@ setup: $(DEV_STAMP) ## Set up what the tests and the benchmark need
 
 run: $(STAMP) ## Set up, start everything on this machine, and run the quickstart job (TASKS, SAMPLES)
 	@$(BIN)/rollyard quickstart --tasks $(TASKS) --samples $(SAMPLES) --out runs/quickstart
+
+demo-train: $(STAMP) ## A model that learns: GRPO on rollouts from Rollyard, on two cores (SEEDS)
+	@PYTHON="$(PYTHON)" $(BIN)/python scripts/demo-train runs/train --seeds $(SEEDS)
+
+demo-async: $(STAMP) ## The same with rollouts that overlap with updates: max_lag 0, 1 and 4 side by side (SEEDS)
+	@PYTHON="$(PYTHON)" $(BIN)/python scripts/demo-train runs/async --seeds $(SEEDS) --max-lag 0 1 4
 
 demo-vllm: $(STAMP) ## The same on two vLLM servers, with new weights in the middle (TASKS, SAMPLES)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/demo-vllm runs/vllm --tasks $(TASKS) --samples $(SAMPLES)

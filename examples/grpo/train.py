@@ -4,15 +4,18 @@
     ROLLYARD_HOME=HOME python examples/grpo/train.py --out runs/train/seed-0
 
 It needs torch, transformers, onnx and the light client (`scripts/train-env` makes such an environment).
-`make demo-train` starts everything. A second start with the same options continues from the newest checkpoint.
+`make demo-train` starts everything. A second start with the same options continues from the newest
+checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -20,8 +23,12 @@ from typing import Final
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tiny-policy")]
+# The rollouts want the same cores. A thread that waits by spinning would take one from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import torch  # noqa: E402
 from rollyard_client import Client, RollyardError  # noqa: E402
+
 from tinygrpo.errors import TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
 from tinygrpo.trainer import Trainer, TrainSettings  # noqa: E402
@@ -31,7 +38,7 @@ BASE: Final = HERE.parent / "tiny-policy" / "hf"
 ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
 
 
-def at_least(least: int) -> type[int]:
+def at_least(least: int) -> Callable[[str], int]:
     """Return a parser of integers that are not less than `least`."""
 
     def parse(text: str) -> int:
@@ -40,26 +47,36 @@ def at_least(least: int) -> type[int]:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return number
 
-    return parse  # type: ignore[return-value]
+    return parse
 
 
 def arguments() -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run: metrics, checkpoints, result.json")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run: metrics, checkpoints, result.json"
+    )
     parser.add_argument("--run", default="", help="name of its jobs and policy versions [grpo-SEED]")
     parser.add_argument("--seed", type=at_least(0), default=0)
-    parser.add_argument("--steps", type=at_least(1), default=24, help="most steps")
-    parser.add_argument("--enough", type=float, default=1.0, help="end once two steps had this success in training")
+    parser.add_argument("--steps", type=at_least(1), default=14, help="most steps")
+    parser.add_argument(
+        "--enough", type=float, default=0.88, help="end once two steps had this success in training"
+    )
     parser.add_argument("--groups", type=at_least(1), default=32, help="groups with a signal of a step")
     parser.add_argument("--samples", type=at_least(2), default=8, help="rollouts of a group")
     parser.add_argument("--in-flight", type=at_least(1), default=12, help="groups that are tried at once")
-    parser.add_argument("--concurrency", type=at_least(1), default=32, help="rollouts in the Run stage at once")
+    parser.add_argument(
+        "--concurrency", type=at_least(1), default=32, help="rollouts in the Run stage at once"
+    )
     parser.add_argument("--max-lag", type=at_least(0), default=0, help="updates that a token may be old")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--minibatches", type=at_least(1), default=4, help="optimiser steps of a step")
     parser.add_argument("--held-out", type=at_least(1), default=64, help="tasks of an evaluation")
     parser.add_argument("--held-out-samples", type=at_least(1), default=8, help="rollouts of each")
+    parser.add_argument(
+        "--goal", type=float, help="measure afterwards when the checkpoints reached this success"
+    )
+    parser.add_argument("--threads", type=at_least(1), default=1, help="torch's threads")
     parser.add_argument("--pool", default="default")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
     parser.add_argument("--onnx", type=Path, default=ONNX, help="ONNX folder of the same model")
@@ -84,15 +101,22 @@ def main() -> int:
         ),
         update=UpdateSettings(options.learning_rate, options.minibatches),
     )
+    # The rollouts want the other cores.
+    torch.set_num_threads(options.threads)
     try:
         with Client() as client:
-            result = Trainer(
+            trainer = Trainer(
                 client, out, options.base, options.onnx, settings, lambda line: print(line, flush=True)
-            ).run()
+            )
+            result = trainer.run()
+            document = {**asdict(result), "wall_seconds": time.monotonic() - started}
+            if options.goal is not None:
+                reached = trainer.first_at(options.goal)
+                document["reached"] = None if reached is None else asdict(reached)
+            trainer.close()
     except (TrainingError, RollyardError) as error:
         print(f"train: {error.reason}: {error}", file=sys.stderr)
         return 1
-    document = {**asdict(result), "wall_seconds": time.monotonic() - started}
     (out / "result.json").write_text(json.dumps(document, indent=2) + "\n")
     print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")
     return 0

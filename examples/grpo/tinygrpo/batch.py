@@ -20,7 +20,7 @@ _STD_FLOOR: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One segment of a rollout. The arrays are parallel, of length n, the prompt and the response together."""
+    """One segment of a rollout. The arrays are parallel and hold the prompt and the response together."""
 
     ids: NDArray[np.int64]
     mask: NDArray[np.bool_]

@@ -15,6 +15,7 @@ from tinygrpo.errors import CheckpointError
 from tinygrpo.onnx_folder import OnnxTemplate
 
 _TRAINER: Final = "trainer.pt"
+_WEIGHTS: Final = "model.safetensors"
 _TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -65,6 +66,8 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         model.save_pretrained(partial)
+        # The library writes it for its owner only, and a server may run as another user.
+        (partial / _WEIGHTS).chmod(0o644)
         for name in _TOKENIZER:
             shutil.copyfile(self._base / name, partial / name)
         weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}

@@ -66,7 +66,9 @@ def evaluate(
     rewards: dict[str, list[float]] = {}
     for trajectory in client.trajectories(job):
         if trajectory.reward is None:
-            raise RolloutsEnded(f"{job}: {trajectory.id} has no reward: {trajectory.reason} {trajectory.message}")
+            raise RolloutsEnded(
+                f"{job}: {trajectory.id} has no reward: {trajectory.reason} {trajectory.message}"
+            )
         for segment in trajectory.segments:
             others = set(sampled(segment.policy_versions, segment.loss_mask)) - {version}
             if others:

@@ -39,10 +39,10 @@ def dapo_loss(
 ) -> LossSums:
     """Return the sum of the tokens' losses. The caller divides by the number of tokens of the whole batch.
 
-    The ratio of PPO is taken to the proximal policy, the weights at the start of the update, and bounded there
-    by the clip range. A weight corrects for the policy that really sampled: `importance`, truncated. This is
-    the decoupled objective of Hilton et al. 2022, as AReaL uses it (Fu et al. 2025). Where the proximal policy
-    did the sampling, the weight is 1 and the loss is DAPO's.
+    The ratio of PPO is taken to the proximal policy, which is the weights at the start of the update, and the
+    clip range bounds it there. A weight corrects for the policy that really sampled: `importance`, truncated.
+    This is the decoupled objective of Hilton et al. 2022, as AReaL uses it (Fu et al. 2025). Where the
+    proximal policy did the sampling, the weight is 1 and the loss is DAPO's.
 
     Args:
         logprobs: The log-probabilities under the weights that are being changed, in nats, with a gradient.

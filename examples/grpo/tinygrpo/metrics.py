@@ -28,7 +28,8 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
+        self._lines = self._path.open("a", encoding="utf-8")
         self._events = event_writer(folder / "tensorboard")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -39,6 +40,11 @@ class Metrics:
             for name, value in _scalars("", values):
                 self._events.add_scalar(name, value, step)
             self._events.flush()
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Return what was written on each step of the training. The last line of a repeated step counts."""
+        lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        return {int(line["step"]): line for line in lines if "success" in line}
 
     def close(self) -> None:
         """Close the files."""

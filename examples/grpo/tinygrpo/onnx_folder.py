@@ -1,8 +1,8 @@
 """A checkpoint for the embedded engine: the graph of the shipped ONNX folder, with other weights.
 
-The graph of a model does not change while it is trained. So it is built once, by onnxruntime-genai's model builder
-(examples/tiny-policy), and a checkpoint is a copy of that folder in which the weights are written over. This takes
-milliseconds, where the builder takes ten seconds.
+The graph of a model does not change while it is trained. So onnxruntime-genai's model builder has built it
+once (examples/tiny-policy), and a checkpoint is a copy of that folder in which the weights are written over.
+This takes milliseconds, where the builder takes ten seconds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class OnnxTemplate:
             sources, value = _value(name, weights)
             used |= sources
             if value.shape != shape:
-                raise CheckpointError(f"{name} has the shape {list(value.shape)}, the graph has {list(shape)}")
+                raise CheckpointError(
+                    f"{name} has the shape {list(value.shape)}, the graph has {list(shape)}"
+                )
             raw = np.ascontiguousarray(value, dtype="<f4").tobytes()
             data[offset : offset + len(raw)] = raw
         if used != set(weights):

@@ -27,7 +27,7 @@ class StreamSettings:
     """The groups with a signal that a step trains on."""
     samples: int = 8
     in_flight: int = 12
-    """The groups that are tried at once. Enough of them keep the Run stage busy; more are wasted at a step's end."""
+    """The groups that are tried at once: enough to keep the Run stage busy, because the rest is wasted."""
     max_lag: int = 0
     """By how many updates the oldest token of a group may be behind the newest weights."""
     concurrency: int = 32
@@ -38,7 +38,12 @@ def episode(concurrency: int) -> dict[str, Any]:
     """Return the part of a job's spec that says how a rollout runs; training and evaluation share it."""
     return {
         "handler": "shell",
-        "agent": {"type": "tools", "tools": ["bash", "edit", "submit"], "maxTurns": 8, "maxContextTokens": 1024},
+        "agent": {
+            "type": "tools",
+            "tools": ["bash", "edit", "submit"],
+            "maxTurns": 8,
+            "maxContextTokens": 1024,
+        },
         "sandbox": {
             "network": "none",
             "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 64},
@@ -54,7 +59,7 @@ def episode(concurrency: int) -> dict[str, Any]:
 
 
 def sampling(seed: int) -> dict[str, Any]:
-    """Return the parameters of sampling, under which recorded log-probabilities are those of the policy itself."""
+    """Return parameters of sampling under which the recorded log-probabilities are the policy's own."""
     return {"temperature": 1.0, "topP": 1.0, "maxTokens": 64, "seed": seed}
 
 
@@ -87,7 +92,13 @@ class RolloutStream:
     """
 
     def __init__(
-        self, client: Client, job: str, pool: str, seed: int, settings: StreamSettings, versions: PolicyVersions
+        self,
+        client: Client,
+        job: str,
+        pool: str,
+        seed: int,
+        settings: StreamSettings,
+        versions: PolicyVersions,
     ) -> None:
         self._client = client
         self._job = job

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from tinygrpo.errors import TrainingError
 from tinypolicy.tasks import Task, draw
 from tinypolicy.templates import TEMPLATES
-
-from tinygrpo.errors import TrainingError
 
 HELD_OUT: Final = Path(__file__).resolve().parents[2] / "quickstart" / "tasks.jsonl"
 

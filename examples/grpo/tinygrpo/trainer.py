@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final
 
 from rollyard_client import Client
 from transformers import PreTrainedModel
@@ -22,6 +23,9 @@ from tinygrpo.tasks import held_out_tasks
 from tinygrpo.update import UpdateResult, UpdateSettings, make_optimizer, update_policy
 from tinygrpo.versions import PolicyVersions
 from tinygrpo.weights import WeightPusher
+
+_FAR_BELOW: Final = 0.1
+"""By how much a success in training is far below a goal. Its standard error is about 0.03."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,18 @@ class TrainResult:
     seconds: float
     """The wall time of the steps, without the two evaluations."""
     rollouts: int
-    """The rollouts of all steps, those of groups without a signal and of groups that were too old included."""
+    """The rollouts of all steps, with those of groups without a signal and of groups that were too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The first step whose weights reached a goal on the held-out tasks, and when they were with the pool."""
+
+    goal: float
+    step: int
+    success: float
+    seconds: float
+    """The wall time of the steps until then."""
 
 
 class Trainer:
@@ -125,20 +140,52 @@ class Trainer:
         if before is None:
             # An evaluation that has ended is read again.
             before = self.evaluate(0)
-        self._metrics.close()
         return TrainResult(
-            settings.seed, done, before.success, after.success, self._progress.seconds, self._progress.rollouts
+            settings.seed,
+            done,
+            before.success,
+            after.success,
+            self._progress.seconds,
+            self._progress.rollouts,
         )
 
     def evaluate(self, step: int) -> Evaluation:
         """Return the success of the weights of a step on the held-out tasks; the pool must have them."""
+        return self._evaluate(step, f"{self._settings.run}-eval-{step}", self._versions.label(step))
+
+    def first_at(self, goal: float) -> Reached | None:
+        """Give the pool the checkpoints of the steps again, until one reaches `goal` on the held-out tasks.
+
+        The clock of the training has stopped before. Checkpoints whose success in training is far below the
+        goal are passed over. The result is None if none reaches the goal.
+        """
+        steps = self._metrics.steps()
+        for step in sorted(steps):
+            # The success of a step's rollouts is that of the weights before it.
+            following = steps.get(step + 1, {"success": 1.0})
+            if following["success"] < goal - _FAR_BELOW:
+                continue
+            # A version never stands for other weights, so the old ones get labels of their own.
+            version = PolicyVersions(f"{self._settings.run}.again").label(step)
+            folder = self._checkpoints.path(step)
+            self._weights.push(version, folder, load_policy(folder))
+            found = self._evaluate(step, f"{self._settings.run}-again-{step}", version)
+            if found.success >= goal:
+                return Reached(goal, step, found.success, float(steps[step]["wall_seconds"]))
+        return None
+
+    def close(self) -> None:
+        """Close the files of the metrics."""
+        self._metrics.close()
+
+    def _evaluate(self, step: int, job: str, version: str) -> Evaluation:
         settings = self._settings
         started = time.perf_counter()
         found = evaluate(
             self._client,
-            f"{settings.run}-eval-{step}",
+            job,
             settings.pool,
-            self._versions.label(step),
+            version,
             held_out_tasks(settings.held_out),
             settings.samples,
             settings.stream.concurrency,
@@ -147,7 +194,9 @@ class Trainer:
         self._metrics.write(
             step, {"held_out": {"success": found.success, "seconds": seconds, **found.per_family}}
         )
-        self._say(f"step {step:3d}  held-out success {found.success:.3f} of {found.rollouts} ({seconds:.0f} s)")
+        self._say(
+            f"step {step:3d}  held-out success {found.success:.3f} of {found.rollouts} ({seconds:.0f} s)"
+        )
         return found
 
     def _step(self, stream: RolloutStream, step: int) -> float:
@@ -158,9 +207,7 @@ class Trainer:
         collected = time.perf_counter()
         rows = [rows_of(group, self._versions) for group in found.trained]
         shuffle = random.Random(f"{self._settings.seed}/{step}")
-        result = update_policy(
-            self._model, self._optimizer, rows, newest, shuffle, self._settings.update
-        )
+        result = update_policy(self._model, self._optimizer, rows, newest, shuffle, self._settings.update)
         trained = time.perf_counter()
         seconds = self._progress.seconds + trained - started
         self._progress = Progress(step, stream.read, self._progress.rollouts + found.rollouts, seconds)
@@ -172,7 +219,15 @@ class Trainer:
         )
         success = sum(found.rewards) / len(found.rewards)
         lags = [self._versions.lag(group, newest) for group in found.trained]
-        self._record(step, success, found, lags, result, (collected - started, trained - collected, ended - trained), paused)
+        self._record(
+            step,
+            success,
+            found,
+            lags,
+            result,
+            (collected - started, trained - collected, ended - trained),
+            paused,
+        )
         return success
 
     def _push(self, step: int) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from tinygrpo.policy import proximal_logprobs, sampled_logprobs
 class UpdateSettings:
     """How the weights are changed by one step's groups."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     minibatches: int = 4
     """The optimiser's steps; each sees a part of the groups."""
     gradient_norm: float = 1.0
@@ -27,9 +28,9 @@ class UpdateSettings:
     microbatch_tokens: int = 8192
     """The tokens that are computed at once, padding included. It bounds memory and changes no result."""
     ratio_tolerance: float = 1e-3
-    """By how much the importance ratio of a token of the newest weights may differ from 1. The embedded engine
-    and torch were seen to differ by less than 1e-4."""
-    loss: LossSettings = LossSettings()
+    """By how much the importance ratio of a token of the newest weights may differ from 1. The embedded
+    engine and torch were seen to differ by less than 1e-4."""
+    loss: LossSettings = field(default_factory=LossSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +92,16 @@ def update_policy(
     error = float((ratio[fresh] - 1).abs().max()) if bool(fresh.any()) else 0.0
     if not error <= settings.ratio_tolerance:
         raise PolicyMismatch(
-            f"tokens of the newest weights have an importance ratio that differs from 1 by {error:.2g} (allowed: "
-            f"{settings.ratio_tolerance:g}): the servers do not have the weights that the trainer has, or sample "
-            "at another temperature than 1 or with top-k or top-p"
+            f"tokens of the newest weights have an importance ratio that differs from 1 by {error:.2g}; "
+            f"{settings.ratio_tolerance:g} is allowed. The servers have other weights than the trainer, or "
+            "they sample at another temperature than 1, or with top-k or top-p"
         )
     bounds = [round(len(order) * part / settings.minibatches) for part in range(settings.minibatches + 1)]
     starts = [0]
     for place in order:
         starts.append(starts[-1] + len(groups[place]))
     loss, norms, clipped = 0.0, [], 0
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         places = range(starts[first], starts[last])
         if not places:
             continue

@@ -16,8 +16,8 @@ _UPDATE_SECONDS: Final = 600.0
 _TOLERANCE: Final = 0.001
 """Both sides compute in float32. One update changes log-probabilities by more than this."""
 _PROMPT: Final = (
-    "Count the lines with wagon in meadow/maple.txt. Find the file in cotton that holds willow and submit its "
-    "number of lines. Set copper to 42 in the file of harbor that has it."
+    "Count the lines with wagon in meadow/maple.txt. Find the file in cotton that holds willow and submit "
+    "its number of lines. Set copper to 42 in the file of harbor that has it."
 )
 
 

@@ -1,0 +1,37 @@
+"""Training tasks are endless, repeatable, and share no file with the held-out tasks."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from tinygrpo.errors import TrainingError
+from tinygrpo.tasks import TaskRecord, held_out_tasks, training_tasks
+
+
+def texts(tasks: list[TaskRecord]) -> set[str]:
+    return {text for task in tasks for text in task["sandbox"]["files"].values() if text}
+
+
+def test_held_out_tasks_share_no_file_with_training_tasks() -> None:
+    training = [task for seed in range(3) for task in islice(training_tasks(seed), 500)]
+    assert not texts(training) & texts(held_out_tasks())
+    assert not {str(task["sandbox"]["files"]) for task in training} & {
+        str(task["sandbox"]["files"]) for task in held_out_tasks()
+    }
+
+
+def test_equal_arguments_give_equal_tasks_and_others_others() -> None:
+    first = list(islice(training_tasks(0), 40))
+    assert list(islice(training_tasks(0), 40)) == first
+    assert list(islice(training_tasks(0, start=10), 30)) == first[10:]
+    assert [task["prompt"] for task in islice(training_tasks(1), 40)] != [task["prompt"] for task in first]
+    assert len({task["id"] for task in first}) == 40
+
+
+def test_held_out_tasks_come_in_turn() -> None:
+    assert len(held_out_tasks()) == 64
+    assert len({task["metadata"]["template"] for task in held_out_tasks(14)}) == 14
+    with pytest.raises(TrainingError, match="64 held-out tasks"):
+        held_out_tasks(65)

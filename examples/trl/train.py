@@ -30,11 +30,12 @@ from datasets import Dataset  # noqa: E402
 from rollyard.integrations.trl import TrlRollouts, TrlWeights, rollyard_reward  # noqa: E402
 from rollyard_client import Client  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from trl import GRPOConfig  # noqa: E402
+
 from tinygrpo.onnx_folder import OnnxTemplate  # noqa: E402
 from tinygrpo.rollouts import episode, sampling  # noqa: E402
 from tinygrpo.tasks import training_tasks  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from trl import GRPOConfig  # noqa: E402
 
 BASE: Final = HERE.parent / "tiny-policy" / "hf"
 ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"

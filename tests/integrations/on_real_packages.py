@@ -7,9 +7,12 @@ Each line of the file is a list of rollouts, which are one batch.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import types
 import typing
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ import typing_extensions
 
 # SkyRL 0.3 gives pydantic a TypedDict of typing, which pydantic takes from Python 3.12 on.
 typing.TypedDict = typing_extensions.TypedDict
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "examples" / "trainers"))
 
 import torch  # noqa: E402
 from rollyard.integrations import nemo, skyrl, verl  # noqa: E402
@@ -133,11 +139,45 @@ def of_nemo_rl(batch: list[Trajectory], pad: int) -> list[Row]:
     return rows
 
 
+def of_examples(batch: list[Trajectory], pad: int) -> None:
+    """Let the classes of examples/trainers play a batch whose rollouts are given."""
+    import skyrl_generator
+    import verl_agent_loop
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+    task = {"id": "a", "prompt": "?"}
+    player = types.SimpleNamespace(play_each=lambda tasks: batch)
+    generator = skyrl_generator.RollyardGenerator(typing.cast(Any, player), pad, step_wise=True)
+    names = [TrajectoryID(one.group_id, one.sample_index) for one in batch]
+    asked = {"env_extras": [{"task": task}] * len(batch), "trajectory_ids": names}
+    output = asyncio.run(generator.generate(asked))
+    validate_generator_output(len(batch), output, step_wise=True)
+
+    assert _agent_loop_registry["rollyard"]["_target_"].endswith("RollyardAgentLoop")
+    scored = [one for one in batch if is_scored(one) and len(one.segments) == 1]
+    for one in scored:
+        # The first try has no reward, so the task is played again.
+        left = [one.model_copy(update={"status": "failed", "reward": None}), one]
+
+        def start(tasks: list[Any], left: list[Trajectory] = left) -> list[Future[list[Trajectory]]]:
+            future: Future[list[Trajectory]] = Future()
+            future.set_result([left.pop(0)])
+            return [future]
+
+        verl_agent_loop.player = lambda start=start: types.SimpleNamespace(start=start)
+        loop = object.__new__(verl_agent_loop.RollyardAgentLoop)
+        loop.tokenizer = types.SimpleNamespace(pad_token_id=pad)
+        seen = asyncio.run(loop.run({}, extra_info={"task": task}))
+        assert isinstance(seen, AgentLoopOutput)
+        assert (seen.reward_score, left) == (one.reward, [])
+
+
 def main() -> None:
     """Print one JSON line for each batch."""
     path, pad = Path(sys.argv[1]), int(sys.argv[2])
     for line in path.read_text().splitlines():
         batch = [Trajectory.model_validate(one) for one in json.loads(line)]
+        of_examples(batch, pad)
         seen = {
             "agent_loops": of_agent_loops(batch, pad),
             "data_proto": of_data_proto(batch, pad),

@@ -13,6 +13,7 @@ from rollyard_testing.integrations.trl_run import trained_with_trl, trl_python
 from rollyard_bench.registry import Measurement, Settings
 
 STEPS: Final = 20
+SAMPLES: Final = 4
 TOLERANCE: Final = 1e-4
 """Both sides compute in float32, and differ by a few millionths. An optimizer step changes more than this."""
 
@@ -27,7 +28,8 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Run examples/trl, and count the steps that are right, from the first to the first that is not."""
     python = await asyncio.to_thread(trl_python)
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        summary = await asyncio.to_thread(trained_with_trl, python, Path(name), "--steps", str(STEPS))
+        options = ("--steps", str(STEPS), "--samples", str(SAMPLES))
+        summary = await asyncio.to_thread(trained_with_trl, python, Path(name), *options)
     steps = summary["checks"]
     right = next((place for place, step in enumerate(steps) if not _right(step)), len(steps))
     rewards = summary["reward"]

@@ -11,7 +11,7 @@ from typing import Any
 from rollyard_testing.faults.yard import ROOT, Yard
 
 ENVIRONMENT_SECONDS = 900.0
-RUN_SECONDS = 900.0
+RUN_SECONDS = 1200.0
 PACKAGES = ("crds/src", "client/src", "cli/src", "drivers/src")
 """The folders of the packages that a trainer imports."""
 

@@ -140,6 +140,7 @@ FIGURES: tuple[Figure, ...] = (
         "times the baseline",
     ),
     Figure("delivery_rate", "delivery", "MB/s", _value(">=", 200, "≥ 200 MB/s"), "times the baseline"),
+    Figure("trl_steps", "trl_steps", "steps", _value(">=", 20, "≥ 20 steps"), "times the baseline"),
     Figure("import_client", "imports", "ms", _value("<=", 250, "≤ 250 ms"), "times the baseline"),
     Figure("first_client", "imports", "ms", None, "times the baseline"),
     Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),

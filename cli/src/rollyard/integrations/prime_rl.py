@@ -1,0 +1,102 @@
+"""prime-rl: rows of `TrainingSample`, as the orchestrator sends them to the trainer.
+
+prime-rl packs the struct as an array, in which the order of its fields matters. The rows are therefore made
+by the installed class, from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.integrations.errors import TrainerMismatch
+from rollyard.integrations.sequences import is_scored, sequences
+
+TOKEN_FIELDS: Final = ("token_ids", "mask", "logprobs", "temperatures")
+"""The fields that have one entry for each token, in the order of the struct."""
+
+
+def sample_fields(
+    trajectories: Sequence[Trajectory],
+    *,
+    env_name: str,
+    advantages: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the fields of a `TrainingSample` for each segment with sampled tokens.
+
+    `token_ids`, `mask`, `logprobs` and `temperatures` have one entry for each token of prompt and response.
+    Rollouts without a reward give no row, because prime-rl takes any number of rows.
+
+    Args:
+        trajectories: The rollouts, whole groups of them.
+        env_name: The name of the environment in prime-rl's configuration.
+        advantages: The advantage of each rollout, by its id. By default it is the reward less the mean reward
+            of the group, as prime-rl computes it. The rows of one rollout share it.
+
+    Raises:
+        TrainerMismatch: A rollout does not say at which temperature it was sampled.
+    """
+    means = _means(trajectories)
+    found = []
+    for row in sequences(trajectories):
+        if not row.trained:
+            continue
+        one, segment = row.trajectory, row.segment
+        if one.sampling is None:
+            raise TrainerMismatch(f"rollout {one.id} has no `sampling`; prime-rl needs its temperature")
+        advantage = row.reward - means[one.group_id] if advantages is None else advantages[one.id]
+        prompt = len(segment.prompt_ids)
+        length = prompt + len(segment.response_ids)
+        found.append(
+            {
+                "token_ids": row.token_ids,
+                "mask": [False] * prompt + [bool(mask) for mask in row.loss_mask],
+                "logprobs": [0.0] * prompt + list(segment.logprobs),
+                "temperatures": [one.sampling.temperature] * length,
+                "env_name": env_name,
+                "ref_logprobs": None,
+                "reward": row.reward,
+                "advantage": advantage,
+                "sample_id": f"{one.id}/{row.index}",
+            }
+        )
+    return found
+
+
+def training_samples(trajectories: Sequence[Trajectory], **options: Any) -> list[Any]:
+    """Return `TrainingSample` objects. The options are those of `sample_fields`.
+
+    An advantage that the struct wants for each token is repeated over the row.
+
+    Raises:
+        TrainerMismatch: The installed `TrainingSample` lacks a field that every row needs.
+    """
+    from prime_rl.transport import types
+
+    made_of = types.TrainingSample
+    known = frozenset(made_of.__struct_fields__)
+    missing = [name for name in (*TOKEN_FIELDS, "env_name") if name not in known]
+    if missing:
+        raise TrainerMismatch(
+            f"prime-rl's TrainingSample has no {', '.join(missing)}; it is too old, update prime-rl"
+        )
+    if hasattr(types, "TrainingAdvantage") or not known & {"advantage", "advantages"}:
+        raise TrainerMismatch(
+            "prime-rl's TrainingSample takes advantages in a form that this release of Rollyard does not "
+            "know; use `sample_fields`"
+        )
+    made = []
+    for row in sample_fields(trajectories, **options):
+        row["advantages"] = [row["advantage"]] * len(row["token_ids"])
+        made.append(made_of(**{name: value for name, value in row.items() if name in known}))
+    return made
+
+
+def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    groups: dict[str, list[float]] = {}
+    for one in trajectories:
+        if one.reward is not None and is_scored(one):
+            groups.setdefault(one.group_id, []).append(one.reward)
+    return {group: sum(rewards) / len(rewards) for group, rewards in groups.items()}

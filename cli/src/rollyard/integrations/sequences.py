@@ -1,0 +1,140 @@
+"""Sequences of token ids to train on, one for each segment in which the policy sampled something.
+
+All adapters begin here, so that they agree on what is trained on, and with which reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rollyard_crds.trajectory import Segment, Trajectory
+
+_STEP = re.compile(r"(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One sequence of a rollout: what a trainer pads, batches and computes a loss on."""
+
+    trajectory: Trajectory
+    segment: Segment
+    index: int
+    """The segment's place in `trajectory.segments`, or -1 for a placeholder."""
+    trained: bool
+    """Whether the trainer may learn from it. False if no evaluation gave the rollout a reward."""
+    reward: float
+    """The rollout's reward. If it has none, this is the mean reward of its group; see `rewards`."""
+    last: bool
+    """Whether it is the rollout's last sequence."""
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """The mask of the response: 1 on sampled tokens to learn from. It is as long as `response_ids`."""
+        return list(self.segment.loss_mask) if self.trained else [0] * len(self.segment.loss_mask)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the prompt and the response."""
+        return [*self.segment.prompt_ids, *self.segment.response_ids]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The stretches of sampled tokens, as begin and end in the response."""
+        spans, at = [], 0
+        for sampled, run in groupby(self.segment.loss_mask):
+            length = sum(1 for _ in run)
+            if sampled:
+                spans.append((at, at + length))
+            at += length
+        return spans
+
+    @property
+    def versions(self) -> list[str]:
+        """The policy versions that sampled its tokens, each once, in the order of their first token."""
+        return versions(self.segment)
+
+
+def versions(*segments: Segment) -> list[str]:
+    """Return the policy versions that sampled tokens of the segments, each once, as they appear."""
+    found: dict[str, None] = {}
+    for segment in segments:
+        pairs = zip(segment.policy_versions, segment.loss_mask, strict=True)
+        found.update((version, None) for version, mask in pairs if mask)
+    return list(found)
+
+
+def step_of(version: str) -> int | None:
+    """Return the number at the end of a policy version such as `step-120`, or None if it has none."""
+    found = _STEP.search(version)
+    return None if found is None else int(found[1])
+
+
+def is_scored(trajectory: Trajectory) -> bool:
+    """Return whether an evaluation gave the rollout a reward. Without one, nothing can be learnt from it."""
+    return trajectory.status == "succeeded" and trajectory.reward is not None
+
+
+def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Return a number for each rollout, for trainers that cannot take a missing reward.
+
+    A failed or cancelled rollout gets the mean reward of the scored ones of its group, so that it does not
+    move the baseline of the others, and 0.0 if there is none. It is never trained on. (The standard deviation
+    of the group becomes smaller: with f of n members filled in, by the factor sqrt((n - f) / n).)
+    """
+    scored: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for one in trajectories:
+        if one.reward is not None and is_scored(one):
+            scored[_group(one)].append(one.reward)
+    filled = []
+    for one in trajectories:
+        if one.reward is not None and is_scored(one):
+            filled.append(one.reward)
+        else:
+            known = scored[_group(one)]
+            filled.append(sum(known) / len(known) if known else 0.0)
+    return filled
+
+
+def sequences(
+    trajectories: Iterable[Trajectory], *, pad_token_id: int | None = None
+) -> list[TrainingSequence]:
+    """Return the sequences of rollouts, in the order of the rollouts and of their segments.
+
+    A segment in which nothing was sampled is left out, as nothing in it can be trained on.
+
+    Args:
+        trajectories: The rollouts, whole groups of them.
+        pad_token_id: If it is given, a rollout without any sampled token has one sequence nevertheless, for
+            trainers that want a row for each rollout. That placeholder has the prompt of another member of
+            the group, or only this token, and this token as its response, with mask 0.
+    """
+    every = list(trajectories)
+    prompts: dict[tuple[str, str, str], list[int]] = {}
+    for one in every:
+        if one.segments and one.segments[0].prompt_ids:
+            prompts.setdefault(_group(one), one.segments[0].prompt_ids)
+    found = []
+    for one, reward in zip(every, rewards(every), strict=True):
+        places = [place for place, segment in enumerate(one.segments) if any(segment.loss_mask)]
+        scored = is_scored(one)
+        for place in places:
+            last = place == places[-1]
+            found.append(TrainingSequence(one, one.segments[place], place, scored, reward, last))
+        if not places and pad_token_id is not None:
+            prompt = prompts.get(_group(one), [pad_token_id])
+            found.append(TrainingSequence(one, _placeholder(prompt, pad_token_id), -1, False, reward, True))
+    return found
+
+
+def _group(one: Trajectory) -> tuple[str, str, str]:
+    return (one.namespace, one.job, one.group_id)
+
+
+def _placeholder(prompt: list[int], pad: int) -> Segment:
+    return Segment(
+        prompt_ids=list(prompt), response_ids=[pad], loss_mask=[0], logprobs=[0.0], policy_versions=[""]
+    )

@@ -1,0 +1,114 @@
+"""SkyRL: the `GeneratorOutput` that a generator returns to the trainer.
+
+The names are those of `skyrl.train.generators.base` (SkyRL 0.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.integrations.errors import SegmentsRefused
+from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
+
+EPISODE_SECONDS = ("init", "run", "eval")
+
+
+def generator_output(
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    step_wise: bool = False,
+    trajectory_ids: Sequence[Any] | None = None,
+) -> dict[str, Any]:
+    """Return a `GeneratorOutput` with the rows of these rollouts, in their order.
+
+    Each row has `prompt_token_ids`, `response_ids` and, as long as the response, `loss_masks` and
+    `rollout_logprobs`. Rollouts that have no reward because their infrastructure failed keep their row: its
+    mask is 0 everywhere, its reward is the mean of its group, and its stop reason is `error`.
+
+    Args:
+        trajectories: The rollouts in the order of the generator's input.
+        pad_token_id: The token of rows that hold no token of their rollout.
+        step_wise: Give a rollout of several segments a row for each, as SkyRL's `step_wise_trajectories`
+            wants. The reward is that of the last row, and 0.0 in the rows before it.
+        trajectory_ids: The `TrajectoryID` of each rollout, as the generator's input has them. By default they
+            are the rollout's group and the number of its sample.
+
+    Raises:
+        SegmentsRefused: A rollout has several segments, and `step_wise` is False.
+        ValueError: There is no rollout.
+    """
+    if not trajectories:
+        raise ValueError("trajectories: SkyRL takes no empty output; give at least one rollout")
+    rows = sequences(trajectories, pad_token_id=pad_token_id)
+    given = trajectory_ids or [_trajectory_id(one) for one in trajectories]
+    names = {id(one): name for one, name in zip(trajectories, given, strict=True)}
+    if not step_wise:
+        for row in rows:
+            if not row.last:
+                raise SegmentsRefused(
+                    f"rollout {row.trajectory.id} has several segments: set step_wise=True here and "
+                    f"generator.step_wise_trajectories=true in SkyRL, or keep its chat template from "
+                    f"rewriting history"
+                )
+    return {
+        "prompt_token_ids": [list(row.segment.prompt_ids) for row in rows],
+        "response_ids": [list(row.segment.response_ids) for row in rows],
+        "rewards": [row.reward if row.last else 0.0 for row in rows],
+        "loss_masks": [row.loss_mask for row in rows],
+        "stop_reasons": [_stop_reason(row) for row in rows],
+        "rollout_metrics": _metrics(trajectories),
+        "rollout_logprobs": [list(row.segment.logprobs) for row in rows],
+        "trajectory_ids": [names[id(row.trajectory)] for row in rows],
+        "trajectory_generation_times": [_seconds(one) for one in trajectories],
+        "rollout_expert_indices": None,
+        "is_last_step": [row.last for row in rows] if step_wise else None,
+        "env_metrics": [_record(row) for row in rows],
+        "pixel_values": None,
+        "image_grid_thw": None,
+    }
+
+
+def _trajectory_id(one: Trajectory) -> Any:
+    from skyrl.train.generators.base import TrajectoryID
+
+    # SkyRL computes advantages over rows with the same instance, so it must be the group and not the task,
+    # which several groups of a stream may have.
+    return TrajectoryID(instance_id=one.group_id, repetition_id=one.sample_index)
+
+
+def _stop_reason(row: TrainingSequence) -> str:
+    if not is_scored(row.trajectory):
+        return "error"
+    return "length" if row.trajectory.truncated else "stop"
+
+
+def _seconds(one: Trajectory) -> float:
+    return sum(float(getattr(one.timings, stage).active_seconds) for stage in EPISODE_SECONDS)
+
+
+def _record(row: TrainingSequence) -> dict[str, Any]:
+    one = row.trajectory
+    return {
+        "rollout_id": one.id,
+        "task_id": one.task_id,
+        "segment": row.index,
+        "status": one.status,
+        "reason": one.reason or one.reward_reason or one.truncated_reason,
+        "policy_versions": row.versions,
+        **{f"reward/{name}": value for name, value in one.reward_components.items()},
+    }
+
+
+def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    scored = [one for one in trajectories if is_scored(one)]
+    return {
+        "rollyard/rollouts": float(len(trajectories)),
+        "rollyard/unscored": float(len(trajectories) - len(scored)),
+        "rollyard/truncated": float(sum(one.truncated for one in scored)),
+        "rollyard/sampled_tokens": float(sum(one.sampled_tokens for one in trajectories)),
+        "rollyard/turns": float(sum(len(one.turns) for one in trajectories)),
+    }

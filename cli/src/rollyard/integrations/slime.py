@@ -1,0 +1,140 @@
+"""slime: rows of `slime.utils.types.Sample`, as a rollout function returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.integrations.errors import TrainerMismatch
+from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def sample_fields(
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    first_group: int = 0,
+    first_index: int = 0,
+    labels: Mapping[str, str] | None = None,
+    decode: Decode | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Return the fields of the `Sample` rows of each group, with `status` as its text.
+
+    The rows of one rollout follow each other, and share `rollout_id` and `index`. `loss_mask` and
+    `rollout_log_probs` have `response_length` entries; `tokens` holds the prompt, too. A rollout without a
+    reward is `failed` or `aborted`, with `remove_sample` set, mask 0, and the mean reward of its group.
+
+    Args:
+        trajectories: Whole groups, in any order.
+        pad_token_id: The token of rows that hold no token of their rollout.
+        first_group: The `group_index` of the first group; further ones count up.
+        first_index: The `index` of the first rollout; further ones count up.
+        labels: The `label` of each task, by the id of the task.
+        decode: What makes the text `response` of token ids. Without it the text is empty; slime trains on
+            `tokens` alone.
+    """
+    groups: dict[str, list[TrainingSequence]] = {}
+    for row in sequences(trajectories, pad_token_id=pad_token_id):
+        groups.setdefault(row.trajectory.group_id, []).append(row)
+    numbers: dict[str, int] = {}
+    found = []
+    for place, rows in enumerate(groups.values()):
+        rows.sort(key=lambda row: (row.trajectory.sample_index, row.index))
+        group = []
+        for row in rows:
+            number = numbers.setdefault(row.trajectory.id, first_index + len(numbers))
+            one = _fields(row, labels or {}, decode)
+            group.append({"group_index": first_group + place, "index": number, "rollout_id": number, **one})
+        found.append(group)
+    return found
+
+
+def samples(trajectories: Sequence[Trajectory], **options: Any) -> list[list[Any]]:
+    """Return the `Sample` objects of each group. The options are those of `sample_fields`.
+
+    Raises:
+        TrainerMismatch: The installed slime has a `Sample` without one of the fields.
+    """
+    from slime.utils.types import Sample
+
+    known = {field.name for field in fields(Sample)}
+    groups = sample_fields(trajectories, **options)
+    if "rollout_id" not in known:
+        _check_one_row_each(groups)
+    made = []
+    for group in groups:
+        rows = []
+        for row in group:
+            # Versions before `rollout_id` give each rollout one row, and need none.
+            given = {name: value for name, value in row.items() if name in known or name != "rollout_id"}
+            missing = sorted(given.keys() - known)
+            if missing:
+                raise TrainerMismatch(f"slime's Sample has no {', '.join(missing)}; it is too old or too new")
+            rows.append(Sample(**{**given, "status": Sample.Status(given["status"])}))
+        made.append(rows)
+    return made
+
+
+def _check_one_row_each(groups: list[list[dict[str, Any]]]) -> None:
+    for group in groups:
+        numbers = [row["rollout_id"] for row in group]
+        if len(set(numbers)) < len(numbers):
+            raise TrainerMismatch(
+                "a rollout has several segments, and this slime's Sample has no rollout_id to keep its rows "
+                "together; update slime"
+            )
+
+
+def _fields(row: TrainingSequence, labels: Mapping[str, str], decode: Decode | None) -> dict[str, Any]:
+    one, segment = row.trajectory, row.segment
+    return {
+        "prompt": _prompt(one),
+        "tokens": row.token_ids,
+        "response": decode(segment.response_ids) if decode is not None and row.index >= 0 else "",
+        "response_length": len(segment.response_ids),
+        "label": labels.get(one.task_id),
+        "reward": row.reward,
+        "loss_mask": row.loss_mask,
+        "weight_versions": row.versions,
+        "rollout_log_probs": list(segment.logprobs),
+        "remove_sample": not row.trained,
+        "status": _status(one),
+        "metadata": {
+            **one.metadata,
+            "rollyard": {
+                "id": one.id,
+                "job": one.job,
+                "task_id": one.task_id,
+                "segment": row.index,
+                "scored": is_scored(one),
+                "reason": one.reason,
+                "reward_reason": one.reward_reason,
+                "truncated_reason": one.truncated_reason,
+                "reward_components": dict(one.reward_components),
+                "policy_versions": list(segment.policy_versions),
+            },
+        },
+        "session_id": one.id,
+    }
+
+
+def _prompt(one: Trajectory) -> list[dict[str, Any]]:
+    prompt = []
+    for message in one.messages:
+        if message.role == "assistant":
+            break
+        prompt.append(message.model_dump(exclude_none=True))
+    return prompt
+
+
+def _status(one: Trajectory) -> str:
+    if one.status == "cancelled":
+        return "aborted"
+    if not is_scored(one):
+        return "failed"
+    return "truncated" if one.truncated else "completed"

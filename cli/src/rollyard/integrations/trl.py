@@ -1,0 +1,192 @@
+"""TRL: a `rollout_func` of the GRPO trainer, with its dataset, rewards and weight updates (TRL 1.16).
+
+Example::
+
+    rollouts = TrlRollouts(client, job, tasks, weights=TrlWeights(client, "policy", "/checkpoints"))
+    trainer = GRPOTrainer(
+        model=model, args=args, train_dataset=Dataset.from_list(rollouts.dataset()),
+        reward_funcs=rollyard_reward, rollout_func=rollouts,
+    )
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch
+from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
+from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
+from rollyard.integrations.trl_weights import TrlWeights
+
+if TYPE_CHECKING:
+    from rollyard_client import Client
+    from rollyard_crds import RolloutJob
+    from rollyard_crds.task import Task
+
+__all__ = ["Several", "TrlRollouts", "TrlWeights", "rollout_output", "rollyard_reward"]
+
+Several = Literal["refuse", "longest", "last"]
+TASK_KEY: Final = "rollyard_task"
+"""The key of a prompt's last message that names the task. TRL hands prompts on as they are in the dataset."""
+
+
+def rollout_output(
+    trajectories: Sequence[Trajectory], *, pad_token_id: int, several: Several = "refuse"
+) -> dict[str, list[Any]]:
+    """Return what a `rollout_func` returns, with one row for each rollout, in their order.
+
+    `completion_ids`, `logprobs` (nats) and `env_mask` (1 on tokens that the policy sampled) have the same
+    length in each row. The other keys go to the reward functions: `reward` (None without one, which TRL
+    leaves out of the group's baseline), `rollout_id`, `rollout_status`, `rollout_reason`, `truncated`,
+    `policy_versions` (of each token) and `tokens_left_out`. A rollout without a reward has `env_mask` 0.
+
+    Args:
+        trajectories: The rollouts, in the order of the prompts.
+        pad_token_id: The token of rows that hold no token of their rollout.
+        several: What happens to a rollout of several segments, as TRL takes one row of each prompt. `longest`
+            and `last` keep one segment, and `tokens_left_out` counts the sampled tokens of the others.
+
+    Raises:
+        SegmentsRefused: A rollout has several segments, and `several` is `refuse`.
+    """
+    by_rollout: defaultdict[int, list[TrainingSequence]] = defaultdict(list)
+    for row in sequences(trajectories, pad_token_id=pad_token_id):
+        by_rollout[id(row.trajectory)].append(row)
+    output: dict[str, list[Any]] = {
+        name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *_BESIDE)
+    }
+    for one in trajectories:
+        row = _chosen(by_rollout[id(one)], several)
+        output["prompt_ids"].append(list(row.segment.prompt_ids))
+        output["completion_ids"].append(list(row.segment.response_ids))
+        output["logprobs"].append(list(row.segment.logprobs))
+        output["env_mask"].append(row.loss_mask)
+        output["reward"].append(one.reward if is_scored(one) else None)
+        output["rollout_id"].append(one.id)
+        output["rollout_status"].append(one.status)
+        output["rollout_reason"].append(one.reason or one.reward_reason or one.truncated_reason)
+        output["truncated"].append(one.truncated)
+        output["policy_versions"].append(list(row.segment.policy_versions))
+        kept = sum(row.segment.loss_mask)
+        output["tokens_left_out"].append(one.sampled_tokens - kept)
+    return output
+
+
+_BESIDE: Final = (
+    "reward", "rollout_id", "rollout_status", "rollout_reason", "truncated", "policy_versions",
+    "tokens_left_out",
+)  # fmt: skip
+
+
+def rollyard_reward(
+    prompts: Sequence[Any], completions: Sequence[Any], reward: Sequence[float | None], **others: Any
+) -> list[float | None]:
+    """Return the rewards that Rollyard's evaluation gave, as a reward function of TRL."""
+    return list(reward)
+
+
+class TrlRollouts:
+    """A `rollout_func`: it plays the prompts of each generation batch through a stream of Rollyard.
+
+    Args:
+        client: The client of the control plane.
+        job: The manifest of a stream. `num_generations` of the trainer must be a multiple of its
+            `samplesPerTask`: equal, so that the samples of a prompt are one group, which share a backend.
+        tasks: The tasks of the dataset. Their ids name them, and differ.
+        weights: What brings the trainer's weights to the pool before rollouts begin. Without it, the caller
+            does.
+        timeout: The seconds that the rollouts of one call may take.
+        several: See `rollout_output`.
+
+    Raises:
+        TrainerMismatch: The job is no stream, or two tasks have one id.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        job: RolloutJob | Mapping[str, Any],
+        tasks: Iterable[Task | Mapping[str, Any]],
+        *,
+        weights: TrlWeights | None = None,
+        timeout: float = PLAY_SECONDS,
+        several: Several = "refuse",
+    ) -> None:
+        import rollyard_crds as crds
+
+        self.tasks: dict[str, Task] = {}
+        for task in tasks:
+            one = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+            if self.tasks.setdefault(one.id, one) is not one:
+                raise TrainerMismatch(f"two tasks have the id {one.id!r}; ids must differ")
+        self.player = StreamPlayer(client, job)
+        self._weights = weights
+        self._timeout = timeout
+        self._several: Several = several
+
+    def dataset(self) -> list[dict[str, Any]]:
+        """Return the rows of the dataset: `prompt` (messages, the last with the task's id) and `task`."""
+        return [{"prompt": _prompt(task), "task": task.id} for task in self.tasks.values()]
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Play the prompts, and return a row for each, in their order. TRL calls this.
+
+        Raises:
+            TrainerMismatch: A prompt is not of `dataset()`, the number of a prompt's generations does not fit
+                the job, or the trainer samples at another temperature.
+            RolloutsLate: The rollouts took too long.
+            StreamEnded: The job ended before they did.
+            WeightsRefused: The pool did not get the new weights.
+        """
+        self._check(trainer)
+        asked = [self.tasks[self._named(prompt)] for prompt in prompts]
+        if self._weights is not None:
+            self._weights.bring(trainer)
+        played = self.player.play_each(asked, timeout=self._timeout)
+        pad = int(trainer.processing_class.pad_token_id)
+        return rollout_output(played, pad_token_id=pad, several=self._several)
+
+    def _named(self, prompt: Any) -> str:
+        last = prompt[-1] if isinstance(prompt, list) and prompt else None
+        name = last.get(TASK_KEY) if isinstance(last, Mapping) else None
+        if name not in self.tasks:
+            shown = json.dumps(prompt, default=str)[:120]
+            raise TrainerMismatch(
+                f"a prompt names no task of these rollouts ({shown}); make the trainer's dataset of dataset()"
+            )
+        return str(name)
+
+    def _check(self, trainer: Any) -> None:
+        wanted = self.player.job.spec.sampling.temperature
+        asked = getattr(trainer.args, "temperature", wanted)
+        if abs(asked - wanted) > 1e-9:
+            raise TrainerMismatch(
+                f"the trainer computes log-probabilities at temperature {asked}, and the job samples at "
+                f"{wanted}: set GRPOConfig.temperature and spec.sampling.temperature to the same number"
+            )
+
+
+def _prompt(task: Task) -> list[dict[str, Any]]:
+    if task.messages:
+        messages = [message.model_dump(exclude_none=True) for message in task.messages]
+    else:
+        messages = [{"role": "user", "content": task.prompt or ""}]
+    messages[-1][TASK_KEY] = task.id
+    return messages
+
+
+def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSequence:
+    if len(rows) > 1 and several == "refuse":
+        raise SegmentsRefused(
+            f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of a prompt: "
+            f"keep the chat template from rewriting history, or give several='longest' or 'last'"
+        )
+    if several == "longest":
+        return max(rows, key=lambda row: sum(row.segment.loss_mask))
+    return rows[-1]

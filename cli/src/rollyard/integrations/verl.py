@@ -1,0 +1,189 @@
+"""verl: the `AgentLoopOutput` of an agent loop, and a padded `DataProto` batch (verl 0.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.integrations.errors import RolloutUnscored, SegmentsRefused, TrainerMismatch
+from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences, step_of
+
+Several = Literal["refuse", "rows"]
+
+
+def output_fields(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> list[dict[str, Any]]:
+    """Return the fields of an `AgentLoopOutput` for each sequence, in the order of the rollouts.
+
+    `response_mask` and `response_logprobs` have one entry for each token of `response_ids`. A rollout without
+    a reward has mask 0 and the mean reward of its group. Every sequence of a rollout carries the reward.
+
+    Args:
+        trajectories: The rollouts, whole groups of them.
+        pad_token_id: The token of rows that hold no token of their rollout.
+    """
+    return [_fields(row) for row in sequences(trajectories, pad_token_id=pad_token_id)]
+
+
+def agent_loop_output(trajectory: Trajectory, *, pad_token_id: int, reward: float | None = None) -> Any:
+    """Return the `AgentLoopOutput` of one rollout, for the `run` of an `AgentLoopBase`.
+
+    Args:
+        trajectory: The rollout, which has one segment.
+        pad_token_id: The token of an output that holds no token of its rollout.
+        reward: The score of a rollout that has no reward; its mask is 0. An agent loop sees one rollout and
+            not its group, so only the caller can know a score that does not move the baseline.
+
+    Raises:
+        RolloutUnscored: The rollout has no reward, and `reward` is None. Play its task again.
+        SegmentsRefused: The rollout has several segments; verl takes one output of each run.
+    """
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    rows = sequences([trajectory], pad_token_id=pad_token_id)
+    _check_one_each(rows)
+    fields = _fields(rows[0])
+    if not is_scored(trajectory):
+        if reward is None:
+            raise RolloutUnscored(
+                f"rollout {trajectory.id} has no reward ({trajectory.status}, {trajectory.reason}): play its "
+                f"task again, or give the reward to write down"
+            )
+        fields["reward_score"] = reward
+    return AgentLoopOutput(**{**fields, "metrics": AgentLoopMetrics(**fields["metrics"])})
+
+
+def data_proto(
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    several: Several = "refuse",
+) -> Any:
+    """Return a `DataProto` with a row for each rollout, as verl's own agent loops build it.
+
+    Tensors, with B rows, P tokens of prompt (padded left) and R of response (padded right): `prompts` (B, P),
+    `responses`, `response_mask`, `rollout_log_probs` (float32, nats) and `rm_scores` (float32, the reward at
+    the last token) (B, R), `input_ids`, `attention_mask` and `position_ids` (B, P + R). Beside them: `uid`
+    (the group), `rollout_id`, `task_id`, `status`, `policy_versions`, `min_global_steps`, `max_global_steps`
+    and `__num_turns__`.
+
+    Args:
+        trajectories: The rollouts, whole groups of them.
+        pad_token_id: The tokenizer's padding token.
+        prompt_length: P. By default it is the longest prompt.
+        response_length: R. By default it is the longest response.
+        several: What happens to a rollout with several segments. `rows` gives each segment a row with the
+            same `uid` and reward; such a rollout then counts once for each in the baseline of its group.
+
+    Raises:
+        SegmentsRefused: A rollout has several segments, and `several` is `refuse`.
+        TrainerMismatch: A prompt or a response is longer than P or R. Nothing is ever cut.
+        ValueError: There is no rollout.
+    """
+    import numpy as np
+    import torch
+    from verl.protocol import DataProto
+
+    if not trajectories:
+        raise ValueError("trajectories: give at least one rollout")
+    rows = sequences(trajectories, pad_token_id=pad_token_id)
+    if several == "refuse":
+        _check_one_each(rows)
+    wide = _width([len(row.segment.prompt_ids) for row in rows], prompt_length, "prompt", rows)
+    long = _width([len(row.segment.response_ids) for row in rows], response_length, "response", rows)
+    ids = torch.full((len(rows), wide + long), pad_token_id, dtype=torch.long)
+    attention = torch.zeros((len(rows), wide + long), dtype=torch.long)
+    mask = torch.zeros((len(rows), long), dtype=torch.long)
+    logprobs = torch.zeros((len(rows), long), dtype=torch.float32)
+    scores = torch.zeros((len(rows), long), dtype=torch.float32)
+    for place, row in enumerate(rows):
+        begin, end = wide - len(row.segment.prompt_ids), wide + len(row.segment.response_ids)
+        ids[place, begin:end] = torch.tensor(row.token_ids, dtype=torch.long)
+        attention[place, begin:end] = 1
+        mask[place, : end - wide] = torch.tensor(row.loss_mask, dtype=torch.long)
+        logprobs[place, : end - wide] = torch.tensor(row.segment.logprobs, dtype=torch.float32)
+        scores[place, end - wide - 1] = row.reward
+    fields = [_fields(row) for row in rows]
+    beside: dict[str, list[Any]] = {
+        "uid": [row.trajectory.group_id for row in rows],
+        "rollout_id": [row.trajectory.id for row in rows],
+        "task_id": [row.trajectory.task_id for row in rows],
+        "status": [row.trajectory.status for row in rows],
+        "policy_versions": [row.versions for row in rows],
+        "min_global_steps": [one["extra_fields"]["min_global_steps"] for one in fields],
+        "max_global_steps": [one["extra_fields"]["max_global_steps"] for one in fields],
+    }
+    objects: dict[str, Any] = {}
+    for name, values in beside.items():
+        objects[name] = np.empty(len(rows), dtype=object)
+        objects[name][:] = values
+    objects["__num_turns__"] = np.array([one["num_turns"] for one in fields], dtype=np.int32)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :wide].clone(),
+            "responses": ids[:, wide:].clone(),
+            "response_mask": mask,
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": torch.clip(torch.cumsum(attention, dim=-1) - 1, min=0),
+            "rollout_log_probs": logprobs,
+            "rm_scores": scores,
+        },
+        non_tensors=objects,
+        meta_info={"metrics": [one["metrics"] for one in fields], "reward_extra_keys": []},
+    )
+
+
+def _fields(row: TrainingSequence) -> dict[str, Any]:
+    one, segment = row.trajectory, row.segment
+    steps = [step for step in map(step_of, row.versions) if step is not None]
+    return {
+        "prompt_ids": list(segment.prompt_ids),
+        "response_ids": list(segment.response_ids),
+        "response_mask": row.loss_mask,
+        "response_logprobs": list(segment.logprobs),
+        "reward_score": row.reward,
+        "num_turns": sum(message.role != "system" for message in one.messages),
+        "metrics": {
+            "generate_sequences": one.timings.model_seconds,
+            "tool_calls": one.timings.tool_seconds,
+            "compute_score": one.timings.eval.active_seconds,
+            "num_preempted": -1,
+        },
+        "extra_fields": {
+            "min_global_steps": min(steps, default=None),
+            "max_global_steps": max(steps, default=None),
+            "policy_versions": row.versions,
+            "rollout_id": one.id,
+            "task_id": one.task_id,
+            "segment": row.index,
+            "status": one.status,
+            "reason": one.reason,
+            "truncated": one.truncated,
+            "truncated_reason": one.truncated_reason,
+            "reward_extra_info": dict(one.reward_components),
+        },
+    }
+
+
+def _check_one_each(rows: Sequence[TrainingSequence]) -> None:
+    for row in rows:
+        if not row.last:
+            raise SegmentsRefused(
+                f"rollout {row.trajectory.id} has several segments, and verl takes one sequence of each: use "
+                f"data_proto(several='rows'), or keep the chat template from rewriting history"
+            )
+
+
+def _width(lengths: list[int], limit: int | None, what: str, rows: Sequence[TrainingSequence]) -> int:
+    longest = max(lengths)
+    if limit is not None and longest > limit:
+        name = rows[lengths.index(longest)].trajectory.id
+        raise TrainerMismatch(
+            f"rollout {name} has a {what} of {longest} tokens, and {what}_length is {limit}: raise it, or "
+            f"lower the job's agent.maxContextTokens"
+        )
+    return longest if limit is None else limit

@@ -1,0 +1,247 @@
+"""The player of a stream hands each task its own trajectories, and never waits without an end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch, WeightsRefused
+from rollyard.integrations.streams import StreamPlayer
+from rollyard.integrations.trl import TASK_KEY, TrlRollouts
+from rollyard.integrations.trl_weights import TrlWeights
+from rollyard_client.errors import ServerUnavailable
+from rollyard_crds import RolloutJob, Task
+from rollyard_crds.trajectory import Segment, Trajectory
+
+TASKS = [{"id": "a", "prompt": "A?"}, {"id": "b", "messages": [{"role": "user", "content": "B?"}]}]
+
+
+def manifest(samples: int = 2, **tasks: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "train"},
+        "spec": {
+            "tasks": tasks or {"stream": True},
+            "handler": "math",
+            "samplesPerTask": samples,
+            "backendRef": {"name": "policy"},
+        },
+    }
+
+
+class ScriptedClient:
+    """A client whose stream ends rollouts when the test says so."""
+
+    def __init__(self) -> None:
+        self.pushed: list[Task] = []
+        self.closed = False
+        self.updates: list[tuple[str, str]] = []
+        self.update_state = "Succeeded"
+        self.ended: queue.Queue[Trajectory | Exception | None] = queue.Queue()
+        self.at_once = True
+        """Whether the rollouts of a task end as soon as it is pushed, those with odd numbers first."""
+        self.samples = 2
+
+    def submit(self, job: RolloutJob) -> RolloutJob:
+        self.samples = job.spec.samples_per_task
+        return job
+
+    def job(self, name: str, namespace: str) -> RolloutJob:
+        job = RolloutJob.model_validate(manifest())
+        job.status.phase = "Failed"
+        return job
+
+    def close(self, name: str, namespace: str) -> None:
+        self.closed = True
+        self.ended.put(None)
+
+    def push_tasks(self, name: str, tasks: list[Task], namespace: str) -> None:
+        self.pushed += tasks
+        if self.at_once:
+            for number in sorted(range(self.samples), key=lambda n: (n % 2 == 0, n)):
+                for task in reversed(tasks):
+                    self.ended.put(rollout(task.id, number))
+
+    def trajectories(self, name: str, *, follow: bool, namespace: str) -> Iterator[Trajectory]:
+        while (one := self.ended.get(timeout=30)) is not None:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+    def update_weights(self, pool: str, version: str, *, checkpoint: str, mode: str) -> Any:
+        self.updates.append((version, checkpoint))
+        return types.SimpleNamespace(id=len(self.updates))
+
+    def wait_weights(self, pool: str, update: int, timeout: float) -> Any:
+        return types.SimpleNamespace(id=update, state=self.update_state, message="a server refused them")
+
+
+def rollout(task: str, sample: int, **more: Any) -> Trajectory:
+    segment = Segment(
+        prompt_ids=[1, 2], response_ids=[sample, 7], loss_mask=[1, 0], logprobs=[-0.5, 0.0],
+        policy_versions=["0", ""],
+    )  # fmt: skip
+    return Trajectory.model_validate(
+        {"id": f"{task}.{sample}", "job": "train", "task_id": task, "group_id": task, "sample_index": sample,
+         "reward": float(sample), "segments": [segment], **more}
+    )  # fmt: skip
+
+
+def trainer(step: int = 0, **arguments: Any) -> Any:
+    return types.SimpleNamespace(
+        args=types.SimpleNamespace(**{"temperature": 1.0, **arguments}),
+        processing_class=types.SimpleNamespace(pad_token_id=0, save_pretrained=lambda folder: None),
+        state=types.SimpleNamespace(global_step=step),
+        model=None,
+        accelerator=types.SimpleNamespace(
+            is_main_process=True,
+            wait_for_everyone=lambda: None,
+            get_state_dict=lambda model: {"w": step},
+            unwrap_model=lambda model: types.SimpleNamespace(
+                save_pretrained=lambda folder, state_dict: (
+                    folder.mkdir(parents=True),
+                    (folder / "weights").write_text(str(state_dict["w"])),
+                )
+            ),
+        ),
+    )
+
+
+def test_each_task_gets_its_own_rollouts_in_order() -> None:
+    client = ScriptedClient()
+    player = StreamPlayer(client, manifest(3))  # type: ignore[arg-type]
+    client.ended.put(rollout("somebody-elses", 0))
+    for _ in range(2):
+        played = player.play([*TASKS, TASKS[0]], timeout=30)
+        assert [[one.sample_index for one in group] for group in played] == [[0, 1, 2]] * 3
+    ids = [task.id for task in client.pushed]
+    assert len(set(ids)) == len(ids) == 6
+    assert [name.partition(":")[0] for name in ids] == ["a", "b", "a"] * 2
+    player.close()
+    assert client.closed
+    with pytest.raises(StreamEnded, match="closed"):
+        player.play(TASKS)
+
+
+def test_calls_from_several_threads_do_not_mix() -> None:
+    client = ScriptedClient()
+    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    found: dict[int, list[str]] = {}
+
+    def play(number: int) -> None:
+        groups = player.play([{"id": f"t{number}", "prompt": "?"}] * 5, timeout=30)
+        found[number] = [one.task_id for group in groups for one in group]
+
+    threads = [threading.Thread(target=play, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for number in range(4):
+        assert len(found[number]) == 10
+        assert {name.partition(":")[0] for name in found[number]} == {f"t{number}"}
+
+
+def test_a_wait_is_bounded_and_can_be_followed_by_another() -> None:
+    client = ScriptedClient()
+    client.at_once = False
+    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    with pytest.raises(RolloutsLate, match="2 of 2 tasks of job train"):
+        player.play(TASKS, timeout=0.05)
+    late = client.pushed[0].id
+    client.at_once = True
+    client.ended.put(rollout(late, 0))
+    assert len(player.play(TASKS, timeout=30)) == 2
+
+
+@pytest.mark.parametrize("end", [None, ServerUnavailable("nobody answers"), RuntimeError("a broken page")])
+def test_whoever_waits_hears_why_nothing_comes(end: Exception | None) -> None:
+    client = ScriptedClient()
+    client.at_once = False
+    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    future = player.start(TASKS[:1])[0]
+    client.ended.put(end)
+    with pytest.raises(ServerUnavailable if isinstance(end, ServerUnavailable) else StreamEnded):
+        future.result(30)
+    client.at_once = True
+    # The player reads again for the next call.
+    assert len(player.play(TASKS, timeout=30)) == 2
+
+
+def test_a_job_that_is_no_stream_is_refused() -> None:
+    with pytest.raises(TrainerMismatch, match="stream: true"):
+        StreamPlayer(ScriptedClient(), manifest(inline=TASKS))  # type: ignore[arg-type]
+
+
+def test_trl_gets_a_row_for_each_prompt_in_order() -> None:
+    client = ScriptedClient()
+    rollouts = TrlRollouts(client, manifest(2), TASKS)  # type: ignore[arg-type]
+    prompts = {row["task"]: row["prompt"] for row in rollouts.dataset()}
+    assert prompts["b"] == [{"role": "user", "content": "B?", TASK_KEY: "b"}]
+    order = ["b", "b", "a", "a", "b", "b"]
+    output = rollouts([prompts[name] for name in order], trainer())
+    assert [name.partition(":")[0] for name in output["rollout_id"]] == order
+    assert output["completion_ids"] == [[0, 7], [1, 7]] * 3
+    assert output["env_mask"] == [[1, 0]] * 6
+    assert output["reward"] == [0.0, 1.0] * 3
+    assert len(client.pushed) == 3
+
+
+def test_trl_is_refused_what_does_not_fit() -> None:
+    client = ScriptedClient()
+    rollouts = TrlRollouts(client, manifest(2), TASKS)  # type: ignore[arg-type]
+    prompt = rollouts.dataset()[0]["prompt"]
+    with pytest.raises(TrainerMismatch, match=r"task a stands 3 times in .* samplesPerTask is 2"):
+        rollouts([prompt] * 3, trainer())
+    with pytest.raises(TrainerMismatch, match=r"temperature 0\.7, and the job samples at 1\.0"):
+        rollouts([prompt] * 2, trainer(temperature=0.7))
+    for stranger in ("A?", [{"role": "user", "content": "A?"}], [{"role": "user", TASK_KEY: "c"}], []):
+        with pytest.raises(TrainerMismatch, match=r"make the trainer's dataset of dataset\(\)"):
+            rollouts([stranger] * 2, trainer())
+    assert client.pushed == []
+    with pytest.raises(TrainerMismatch, match="two tasks have the id 'a'"):
+        TrlRollouts(client, manifest(2), [TASKS[0], TASKS[0]])  # type: ignore[arg-type]
+
+
+def test_weights_are_brought_once_a_step(tmp_path: Any) -> None:
+    client = ScriptedClient()
+    weights = TrlWeights(client, "policy", tmp_path, keep=2)  # type: ignore[arg-type]
+    rollouts = TrlRollouts(client, manifest(2), TASKS, weights=weights)  # type: ignore[arg-type]
+    prompt = rollouts.dataset()[0]["prompt"]
+    for step in (0, 1, 1, 2, 3):
+        rollouts([prompt] * 2, trainer(step))
+    assert [version.partition("-")[2] for version, _ in client.updates] == ["step-1", "step-2", "step-3"]
+    assert weights.version == client.updates[-1][0]
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert [name.partition("-")[2] for name in folders] == ["step-2", "step-3"]
+    assert (tmp_path / folders[-1] / "weights").read_text() == "3"
+
+
+def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
+    client = ScriptedClient()
+    client.update_state = "Failed"
+    weights = TrlWeights(client, "policy", tmp_path, at_once=True)  # type: ignore[arg-type]
+    rollouts = TrlRollouts(client, manifest(2), TASKS, weights=weights)  # type: ignore[arg-type]
+    with pytest.raises(WeightsRefused, match="a server refused them"):
+        rollouts([rollouts.dataset()[0]["prompt"]] * 2, trainer())
+    assert client.pushed == []
+    with pytest.raises(ValueError, match="keep is 0"):
+        TrlWeights(client, "policy", tmp_path, keep=0)  # type: ignore[arg-type]
+
+
+def test_weights_are_converted_for_the_servers(tmp_path: Any) -> None:
+    client = ScriptedClient()
+
+    def convert(source: Any, target: Any) -> None:
+        target.mkdir()
+        (target / "model.onnx").write_text((source / "weights").read_text())
+
+    TrlWeights(client, "policy", tmp_path, convert=convert).bring(trainer(4))  # type: ignore[arg-type]
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.iterdir()] == ["model.onnx"]
+    assert client.updates[0][1] == str(folder)

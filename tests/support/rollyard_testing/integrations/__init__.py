@@ -1,0 +1,1 @@
+"""What the tests of the integrations share: rollouts of all kinds, drawn by Hypothesis."""

@@ -14,6 +14,7 @@ import httpx
 import jsonschema
 import pytest
 import yaml
+from rollyard_api.__main__ import parser
 from rollyard_crds import schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,10 @@ def test_every_value_is_explained() -> None:
         ({"sandboxes": {"creation": {"perSecond": 0}}}, "perSecond"),
         ({"networkPolicy": {"from": [{"pods": {}}]}}, "from"),
         ({"ingress": {"path": "x"}}, "path"),
+        ({"api": {"prorl": {"enabled": "yes"}}}, "enabled"),
+        ({"api": {"prorl": {"port": 0}}}, "port"),
+        ({"api": {"prorl": {"from": [{"pods": {}}]}}}, "from"),
+        ({"api": {"prorl": {"token": "x"}}}, "token"),
         ({"operator": {"replicas": 2}}, "replicas"),
     ],
     ids=str,
@@ -147,3 +152,17 @@ def test_alerts_and_panels_ask_for_metrics_that_exist(where: str, exported: set[
     assert used
     assert used <= exported
     assert expression.count("(") == expression.count(")")
+
+
+def test_the_control_plane_knows_every_option_of_the_prorl_calls_and_they_are_off() -> None:
+    text = (CHART / "templates" / "api.yaml").read_text()
+    given = re.findall(r"- (--prorl\S*?)(?:=.*)?$", text, re.MULTILINE)
+    assert given[0] == "--prorl"
+    actions = parser()._option_string_actions
+    assert set(given) <= set(actions)
+    assert VALUES["api"]["prorl"]["enabled"] is False
+    assert VALUES["api"]["prorl"]["listen"] == actions["--prorl-host"].default == "127.0.0.1"
+    assert VALUES["api"]["prorl"]["port"] == actions["--prorl-port"].default
+    lines = text.splitlines()
+    place = next(at for at, line in enumerate(lines) if line.strip() == "- --prorl")
+    assert lines[place - 1].strip() == "{{- if $prorl.enabled }}"

@@ -100,6 +100,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "prorl": {"api": {"prorl": {"enabled": True, "config": {"tokenizer": "/models/policy"}}}},
+    "prorl-open": {
+        "api": {
+            "prorl": {
+                "enabled": True,
+                "listen": "0.0.0.0",
+                "from": [{"podSelector": {"matchLabels": {"app": "trainer"}}}],
+                "config": {"tokenizer": "/models/policy", "hosts": ["prorl.example.com"]},
+            }
+        }
+    },
     "names": {"fullnameOverride": "ry", "instance": "blue", "commonLabels": {"team": "rl"}},
     "dashboard": {"metrics": {"dashboard": {"enabled": True}}},
 }
@@ -277,6 +288,22 @@ def test_a_changed_setting_restarts_the_operator_and_nothing_else(cluster: Clust
         ({"api": {"persistence": {"type": "existingClaim"}}}, "api.persistence.existingClaim: required"),
         ({"api": {"persistence": {"type": "hostPath"}}}, "api.persistence.hostPath: required"),
         ({"ingress": {"enabled": True}}, "ingress.host: required"),
+        ({"api": {"prorl": {"enabled": True}}}, "api.prorl.config.tokenizer: required"),
+        (
+            {
+                "networkPolicy": {"enabled": False},
+                "api": {"prorl": {"enabled": True, "listen": "0.0.0.0", "config": {"tokenizer": "t"}}},
+            },
+            "api.prorl.listen: these calls need no token",
+        ),
+        (
+            {
+                "api": {
+                    "prorl": {"enabled": True, "from": [{"podSelector": {}}], "config": {"tokenizer": "t"}}
+                }
+            },
+            "api.prorl.from: has no effect",
+        ),
         ({"jobs": {"allow": {"hostPaths": ["/"]}}}, "additional properties 'hostPaths' not allowed"),
         ({"jobs": {"allow": {"hostPath": ["data"]}}}, "/jobs/allow/hostPath"),
         (

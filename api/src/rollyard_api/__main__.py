@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
@@ -22,9 +21,13 @@ import uvicorn
 from rollyard_crds.security.log_text import log_to
 
 from rollyard_api.app import build
+from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.sandbox_hosts import HostPatternError
 from rollyard_api.jobs.task_sources import PrefixError
+from rollyard_api.prorl import listener as prorl_listener
+from rollyard_api.prorl.config import ProrlConfigError
+from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import NO_BACKEND_SECONDS, Settings
 
@@ -222,63 +225,14 @@ def parser() -> argparse.ArgumentParser:
         "(default: ROLLYARD_VERIFY_PYTHON, else this one if it has them)",
     )
     made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    prorl_listener.add_options(made)
     return made
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        OSError: The address is not available.
-    """
-    if host.startswith("/"):
-        return listen_on(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(1024)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
-    """Let the kernel close connections whose client accepts no data for `seconds`."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # This exists on Linux only; accepted connections inherit it.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def open_many_files() -> None:
     """Raise the limit of open files to the permitted maximum, because each long poll is a connection."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def listen_on(path: str) -> socket.socket:
-    """Return a listening Unix socket that only this user can access, in place of one that no process uses.
-
-    Raises:
-        OSError: The path is not available.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            Path(path).unlink(missing_ok=True)
-        else:
-            raise OSError(errno.EADDRINUSE, "another process listens there")
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        made.bind(path)
-        os.chmod(path, 0o600)
-        made.listen(1024)
-    except OSError:
-        made.close()
-        raise
-    return made
 
 
 def _port(sock: socket.socket) -> int:
@@ -304,14 +258,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return EXIT_USAGE
     try:
-        sock = listen(given.host, given.port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            why = "is in use: stop what listens there, or choose another with --port (0: any free one)"
-        else:
-            why = f"cannot be listened on: {error.strerror}"
-        where = given.host if given.host.startswith("/") else f"port {given.port} on {given.host}"
-        print(f"{where} {why}", file=sys.stderr)
+        sock = listening_socket(given.host, given.port, "--port")
+        prorl = prorl_listener.opened(given)
+    except (NoSocket, ProrlConfigError) as error:
+        print(error, file=sys.stderr)
         return EXIT_USAGE
     settings = Settings(
         state_dir=given.state_dir,
@@ -348,10 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (PrefixError, HostPatternError) as error:
             print(f"{options}: {error}", file=sys.stderr)
             return EXIT_USAGE
-    if sock.family != socket.AF_UNIX:
-        cut_off_stalled(sock, given.stall_seconds)
+    for each in [sock] if prorl is None else [sock, prorl.socket]:
+        if each.family != socket.AF_UNIX:
+            cut_off_stalled(each, given.stall_seconds)
     open_many_files()
-    return serve(settings, sock, given.port_file, given.log_level, tls)
+    return serve(settings, sock, given.port_file, given.log_level, tls, prorl)
 
 
 def tls_problem(certificate: Path, key: Path) -> str | None:
@@ -375,6 +326,7 @@ def serve(
     port_file: Path | None,
     log_level: str,
     tls: tuple[Path, Path] | None = None,
+    prorl: ProrlListener | None = None,
 ) -> int:
     """Serve on a listening socket until a signal arrives, and return the exit status.
 
@@ -384,12 +336,13 @@ def serve(
         port_file: The file to which the port is written once requests are answered, or None.
         log_level: The level of the log.
         tls: The files of the certificate and of its key, or None for HTTP.
+        prorl: The listener of the ProRL calls, or None if they are off.
     """
 
     def started(plane: ControlPlane) -> None:
         server.plane = plane
 
-    app = build(settings, started=started)
+    app = build(settings, started=started, prorl=prorl)
     config = uvicorn.Config(
         app,
         loop="uvloop",

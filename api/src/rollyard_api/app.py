@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollyard_api.access import job_scope, permissions
 from rollyard_api.access.permissions import Access, Rule
 from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
+from rollyard_api.prorl.listener import ProrlListener, listening
 from rollyard_api.routes import (
     blobs,
     claims,
@@ -210,13 +211,19 @@ _DIRECT = tuple(
 between here and them has anything to do, and finding them otherwise takes longer than many answers."""
 
 
-def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None = None) -> FastAPI:
+def build(
+    settings: Settings,
+    *,
+    started: Callable[[ControlPlane], None] | None = None,
+    prorl: ProrlListener | None = None,
+) -> FastAPI:
     """Return the application. The control plane lives as long as the application's lifespan.
 
     Args:
         settings: The settings from the command line.
         started: This is called with the control plane once it runs, because the server's signal handler needs
             its bus.
+        prorl: The listener of the ProRL calls, or None if they are off.
     """
 
     @asynccontextmanager
@@ -229,6 +236,8 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
                 app.state.failure = error
                 raise
             app.state.plane = plane
+            if prorl is not None:
+                await stack.enter_async_context(listening(plane, prorl))
             if started is not None:
                 started(plane)
             yield

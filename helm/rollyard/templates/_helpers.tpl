@@ -131,6 +131,22 @@ priorityClassName: {{ . }}
 {{- if and (eq $api.persistence.type "hostPath") (not $api.persistence.hostPath) }}
 {{- fail "api.persistence.hostPath: required with api.persistence.type=hostPath" }}
 {{- end }}
+{{- $prorl := $api.prorl }}
+{{- if $prorl.enabled }}
+{{- if not $prorl.config.tokenizer }}
+{{- fail "api.prorl.config.tokenizer: required with api.prorl.enabled: a folder with tokenizer.json that stage workers see" }}
+{{- end }}
+{{- if eq (int $prorl.port) 8765 }}
+{{- fail "api.prorl.port: 8765 is the control plane's own port" }}
+{{- end }}
+{{- if not (include "rollyard.isLoopback" $prorl.listen) }}
+{{- if not .Values.networkPolicy.enabled }}
+{{- fail "api.prorl.listen: these calls need no token, so another address than loopback needs networkPolicy.enabled, and api.prorl.from" }}
+{{- end }}
+{{- else if $prorl.from }}
+{{- fail "api.prorl.from: has no effect while api.prorl.listen is a loopback address" }}
+{{- end }}
+{{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) }}
 {{- fail "ingress.host: required with ingress.enabled" }}
 {{- end }}
@@ -140,4 +156,21 @@ priorityClassName: {{ . }}
 {{- if and .Values.sandboxes.isolation.checks (not .Values.sandboxes.isolation.required) }}
 {{- fail "sandboxes.isolation.checks: have no effect with sandboxes.isolation.required=false" }}
 {{- end }}
+{{- end }}
+
+{{/* "yes" for a loopback address, else nothing. */}}
+{{- define "rollyard.isLoopback" -}}
+{{- if or (hasPrefix "127." .) (eq . "::1") (eq . "localhost") }}yes{{ end }}
+{{- end }}
+
+{{/* The settings of the ProRL calls. Clients address the Service by its names, which are added. */}}
+{{- define "rollyard.prorlConfig" -}}
+{{- $config := deepCopy .Values.api.prorl.config }}
+{{- if not (include "rollyard.isLoopback" .Values.api.prorl.listen) }}
+{{- $name := printf "%s-api" (include "rollyard.fullname" .) }}
+{{- $full := printf "%s.%s" $name .Release.Namespace }}
+{{- $names := list $name $full (printf "%s.svc" $full) (printf "%s.svc.%s" $full .Values.clusterDomain) }}
+{{- $_ := set $config "hosts" (concat $names ($config.hosts | default list) | uniq) }}
+{{- end }}
+{{- toYaml $config }}
 {{- end }}

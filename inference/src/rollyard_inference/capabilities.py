@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from rollyard_inference.errors import BackendMismatch, BackendUnavailable
 from rollyard_inference.replies import NO_SUCH_CALL, json_or_none
+from rollyard_inference.sampling.prorl import ProrlGenerate
 from rollyard_inference.sampling.request import SamplingCall, ServedModel
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_inference.sampling.vllm import VllmCompletions, VllmGenerate
@@ -104,7 +105,7 @@ async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) 
     Args:
         transport: Sends the requests.
         url: The base URL of the server.
-        seconds: The time limit of each request. There are at most eleven requests.
+        seconds: The time limit of each request. There are at most thirteen requests.
 
     Raises:
         BackendUnavailable: The server did not answer, or answered with an error that says nothing about the
@@ -118,12 +119,14 @@ async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) 
         call: SamplingCall = VllmGenerate()
     elif weights.shape == "sglang" and await _has(transport, url, SglangGenerate.path, seconds):
         call = SglangGenerate()
-    elif await _has_completions(transport, url, seconds):
+    elif await _takes_posts(transport, url + VllmCompletions.path, seconds):
         call = VllmCompletions()
+    elif models is None and weights.path is None and await is_prorl(transport, url, seconds):
+        call = ProrlGenerate()
     else:
         raise BackendMismatch(
             f"{url} has no call with token ids in and out: neither {VllmGenerate.path} (vLLM with "
-            f"--enable-scale-out) nor {VllmCompletions.path} nor SGLang's {SglangGenerate.path}"
+            f"--enable-scale-out) nor {VllmCompletions.path} nor {SglangGenerate.path} of SGLang or of ProRL"
         )
     try:
         status, _ = await get(transport, url + "/is_paused", seconds)
@@ -205,12 +208,20 @@ async def _has_generate(transport: Transport, url: str, seconds: float) -> bool:
     return await _has(transport, url, VllmGenerate.path, seconds)
 
 
-async def _has_completions(transport: Transport, url: str, seconds: float) -> bool:
-    address = url + VllmCompletions.path
+async def is_prorl(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> bool:
+    """Return whether a server that is known to be neither vLLM nor SGLang has ProRL's `/generate`.
+
+    Raises:
+        BackendUnavailable: The server did not answer, or failed.
+    """
+    return await _takes_posts(transport, base_url(url) + ProrlGenerate.path, seconds)
+
+
+async def _takes_posts(transport: Transport, address: str, seconds: float) -> bool:
     reply = await transport.request("GET", address, seconds=seconds, limit=_MAX_BYTES)
     if reply.status == 405 and "POST" in reply.headers.get("allow", "").upper():
         return True
-    return await _has(transport, url, VllmCompletions.path, seconds)
+    return await _has(transport, address, "", seconds)
 
 
 async def _has(transport: Transport, url: str, path: str, seconds: float) -> bool:

@@ -8,9 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from rollyard_inference.capabilities import PROBE_SECONDS, probe, renamed_model, served_models, weight_info
+from rollyard_inference.capabilities import (
+    PROBE_SECONDS,
+    is_prorl,
+    probe,
+    renamed_model,
+    served_models,
+    weight_info,
+)
 from rollyard_inference.errors import BackendMismatch, ModelNotServed
-from rollyard_inference.replies import require_ok, sampled
+from rollyard_inference.replies import NO_SUCH_CALL, require_ok, sampled
 from rollyard_inference.sampling.request import Sampling, ServedModel
 from rollyard_inference.transports.interface import Transport, base_url
 
@@ -21,24 +28,29 @@ _MAX_BYTES: Final = 1 << 20
 
 
 async def check_alive(transport: Transport, url: str, seconds: float) -> None:
-    """Request `/health` and check the answer.
+    """Request `/health` and check the answer. A server with ProRL's `/generate` need not have that call.
 
     Raises:
         BackendError: The server did not answer, or answered with a status other than 200.
     """
     address = f"{base_url(url)}/health"
     reply = await transport.request("GET", address, seconds=seconds, limit=_MAX_BYTES)
+    if reply.status in NO_SUCH_CALL and await is_prorl(transport, url, seconds):
+        return
     require_ok(f"GET {address}", reply)
 
 
 async def check_model(transport: Transport, url: str, model: str, seconds: float) -> None:
-    """Check that `/v1/models` contains a model.
+    """Check that `/v1/models` contains a model. A server with ProRL's `/generate` need not list its model.
 
     Raises:
         ModelNotServed: The model is not among the served ones.
         BackendError: The server did not answer, or did not answer with a list of models.
     """
-    await find_model(transport, url, model, seconds)
+    served = await served_models(transport, url, seconds)
+    if served is None and await is_prorl(transport, url, seconds):
+        return
+    await _find(served, transport, url, model, seconds)
 
 
 async def find_model(transport: Transport, url: str, model: str, seconds: float) -> ServedModel:
@@ -48,7 +60,12 @@ async def find_model(transport: Transport, url: str, model: str, seconds: float)
         ModelNotServed: The model is not among the served ones.
         BackendError: The server did not answer, or did not answer with a list of models.
     """
-    served = await served_models(transport, url, seconds)
+    return await _find(await served_models(transport, url, seconds), transport, url, model, seconds)
+
+
+async def _find(
+    served: dict[str, ServedModel] | None, transport: Transport, url: str, model: str, seconds: float
+) -> ServedModel:
     if served is None:
         raise BackendMismatch(f"GET {base_url(url)}/v1/models gave no list of models")
     if not model or model in served:

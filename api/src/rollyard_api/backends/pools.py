@@ -250,6 +250,20 @@ def _of_urls(conn: Connection, pool_id: int, urls: Sequence[str]) -> list[Backen
     return [known.get(url) or BackendStatus(url=url, message="not checked yet") for url in urls]
 
 
+def servers(conn: Connection, pool_id: int) -> list[str]:
+    """Return the URLs of a pool's backends, in their order."""
+    query = sa.select(backends.c.url).where(backends.c.pool_id == pool_id).order_by(backends.c.position)
+    return list(conn.scalars(query))
+
+
+def put_servers(tx: Transaction, pool: PoolRow, urls: Sequence[str]) -> None:
+    """Make these the servers of an external pool, of which there may be none.
+
+    The spec stays as it is, and with it the object of a driver that would register its own spec again.
+    """
+    _put(tx, pool, _of_urls(tx.conn, pool.id, urls))
+
+
 def merge(document: Any, changes: Any) -> Any:
     """Apply a JSON merge patch (RFC 7386): null removes a member, objects are merged, all else replaces."""
     if not isinstance(changes, dict):

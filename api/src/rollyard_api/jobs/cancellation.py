@@ -114,6 +114,21 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
     return len(rows)
 
 
+def cancel_unfinished(tx: Transaction, job_id: int, rollout: str | None = None) -> int:
+    """End up to BATCH unfinished rollouts of a job that stays open, or only the given one.
+
+    Returns:
+        How many were ended. With 0, none is left.
+    """
+    query = _unfinished(job_id).limit(BATCH)
+    if rollout is not None:
+        query = query.where(rollouts.c.id == rollout)
+    rows = read_all(UnfinishedRollout, tx.conn.execute(query))
+    if rows:
+        _cancel_rows(tx, rows, "Cancelled")
+    return len(rows)
+
+
 def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     """Cancel the job and hide it, and return its id.
 

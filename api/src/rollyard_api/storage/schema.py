@@ -375,3 +375,43 @@ weight_updates = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("finished_at", sa.Double),
 )
+
+# What the ProRL calls of a namespace have done: whether a batch is open, and its number.
+prorl_state = sa.Table(
+    "prorl_state",
+    metadata,
+    sa.Column("namespace", sa.String(63), primary_key=True),
+    # The number of times that /start was called.
+    sa.Column("batch", sa.Integer, nullable=False),
+    sa.Column("running", sa.Boolean, nullable=False),
+    # The uid of the pool that the calls made, or null if there is none.
+    sa.Column("pool_uid", sa.String(36)),
+)
+
+# The jobs that the ProRL calls made. They reach no others. A row may outlive its job.
+prorl_jobs = sa.Table(
+    "prorl_jobs",
+    metadata,
+    sa.Column("job_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("namespace", sa.String(63), nullable=False, index=True),
+    # The SHA-256 of the spec that the sampling parameters of its calls give.
+    sa.Column("settings", sa.String(64), nullable=False),
+)
+
+# The /process calls of the open batch, by the SHA-256 of what the client calls job_id.
+prorl_calls = sa.Table(
+    "prorl_calls",
+    metadata,
+    sa.Column("namespace", sa.String(63), primary_key=True),
+    sa.Column("batch", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("key", sa.String(64), primary_key=True),
+    # The SHA-256 of the instance and the parameters, which distinguishes a repeat from another call.
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("job_id", sa.Integer, nullable=False),
+    sa.Column("rollout_id", sa.String(128), nullable=False),
+    # The number of rollouts that were started for it.
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("cancelled", sa.Boolean, nullable=False),
+    # Whether the client gave no job_id, so that nobody can ask for the result again.
+    sa.Column("anonymous", sa.Boolean, nullable=False),
+)

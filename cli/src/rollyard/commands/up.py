@@ -119,6 +119,18 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
     metavar="CIDR",
     help="Network in which these services may be, beside public addresses; repeatable.",
 )
+@click.option("--prorl", is_flag=True, help="Offer the calls of ProRL Agent's server, without tokens.")
+@click.option("--prorl-host", default="127.0.0.1", show_default=True, help="Address of these calls.")
+@click.option(
+    "--prorl-port",
+    type=click.IntRange(0, 65535),
+    default=8006,
+    show_default=True,
+    help="Their port; 0: a free one.",
+)
+@click.option(
+    "--prorl-config", type=click.Path(path_type=Path, dir_okay=False), help="YAML file with their settings."
+)
 @click.option(
     "--ready-workers",
     type=click.IntRange(0, 64),
@@ -152,6 +164,10 @@ def command(
     allow_sandbox_hosts: tuple[str, ...],
     allow_rewards_from: tuple[str, ...],
     allow_rewards_networks: tuple[str, ...],
+    prorl: bool,
+    prorl_host: str,
+    prorl_port: int,
+    prorl_config: Path | None,
     ready_workers: int,
     home: Path | None,
     detach: bool,
@@ -198,6 +214,8 @@ def command(
             installers_rule(host)
         except ValueError as error:
             raise UsageProblem(f"--allow-sandbox-host: {error}") from error
+    if prorl_config is not None and not prorl:
+        raise UsageProblem("--prorl-config goes with --prorl")
     if no_sandbox_templates and sandbox != "bubblewrap":
         raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
     if engine == "vllm" and not model:
@@ -247,6 +265,10 @@ def command(
         allow_sandbox_hosts=allow_sandbox_hosts,
         allow_rewards_from=allow_rewards_from,
         allow_rewards_networks=allow_rewards_networks,
+        prorl=prorl,
+        prorl_host=prorl_host,
+        prorl_port=prorl_port,
+        prorl_config="" if prorl_config is None else str(prorl_config.expanduser().resolve()),
         ready_workers=ready_workers,
     )
     if detach:
@@ -282,6 +304,9 @@ def _detach(home: Home, options: Options) -> None:
     arguments += ["--no-backend-seconds", f"{options.no_backend_seconds:.10g}"]
     arguments += [f"--allow-sandbox-host={host}" for host in options.allow_sandbox_hosts]
     arguments += ["--ready-workers", str(options.ready_workers)]
+    if options.prorl:
+        arguments += ["--prorl", "--prorl-host", options.prorl_host, "--prorl-port", str(options.prorl_port)]
+        arguments += ["--prorl-config", options.prorl_config] if options.prorl_config else []
     for name, value in (
         ("--backend", options.backend_url),
         ("--model", options.model),

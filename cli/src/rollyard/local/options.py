@@ -11,6 +11,7 @@ from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
 from rollyard.errors import LookupFailed
 
 DEFAULT_PORT = 8765
+DEFAULT_PRORL_PORT = 8006
 DEFAULT_POOL = "default"
 DEFAULT_READY_WORKERS = 1
 DEFAULT_LEASE_SECONDS = 15.0
@@ -61,6 +62,13 @@ class Options:
     """The time in seconds for which rollouts of a job without a deadline wait for a ready backend."""
     allow_sandbox_hosts: tuple[str, ...] = ()
     """The hosts that `spec.sandbox.allowedHosts` of a job may name. By default no sandbox gets a network."""
+    prorl: bool = False
+    """Whether the control plane offers the calls of ProRL Agent's server, on a port of their own."""
+    prorl_host: str = "127.0.0.1"
+    prorl_port: int = DEFAULT_PRORL_PORT
+    """The port of the ProRL calls. 0 selects a free one."""
+    prorl_config: str = ""
+    """The file with the settings of the ProRL calls, or "" for the defaults."""
     allow_rewards_from: tuple[str, ...] = ()
     """The URL prefixes that reward services of jobs may have."""
     allow_rewards_networks: tuple[str, ...] = ()

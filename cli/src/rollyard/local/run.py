@@ -63,6 +63,8 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
         say(f"Rollyard runs at {what.url}{docs}")
         say(f"  backend  {what.backend}")
         say(f"  sandbox  {options.sandbox}")
+        if what.prorl:
+            say(f"  ProRL    {what.prorl}  (no token: whoever reaches it can use it)")
         say(f"  home     {options.home}  (logs in {Home(options.home).logs})")
         say("Submit with `rollyard submit -f job.yaml`; stop with Ctrl-C.")
 

@@ -22,7 +22,7 @@ from rollyard_crds import BackendPool
 from rollyard_crds.security.job_token import job_token
 from rollyard_drivers.host.child import Folders, sweep
 from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
-from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
+from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings, ProrlOptions
 from rollyard_drivers.host.home import Home
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
@@ -61,6 +61,8 @@ class Ready:
     token: str
     backend: str
     swept: tuple[str, ...]
+    prorl: str = ""
+    """The URL of the ProRL calls, or "" if they are off."""
 
 
 def default_pool(options: Options) -> BackendPool:
@@ -109,14 +111,25 @@ def plane_settings(options: Options) -> ControlPlaneSettings:
         allow_rewards_from=options.allow_rewards_from,
         allow_rewards_networks=options.allow_rewards_networks,
         no_backend_seconds=options.no_backend_seconds,
+        prorl=_prorl(options),
     )
+
+
+def _prorl(options: Options) -> ProrlOptions | None:
+    if not options.prorl:
+        return None
+    return ProrlOptions(options.prorl_host, options.prorl_port, _tokenizer(options), options.prorl_config)
+
+
+def _tokenizer(options: Options) -> str:
+    return options.tokenizer or default_pool(options).spec.model
 
 
 def _known(options: Options) -> tuple[str, ...]:
     """Return the options of workers that hold for every job: their sandboxes and the usual tokenizer."""
-    model = options.tokenizer or default_pool(options).spec.model
     run_dir = Home(options.home).run
-    return (*("--run-dir", str(run_dir)), *options.sandbox_arguments(), *("--chat-format", model))
+    known = ("--run-dir", str(run_dir), *options.sandbox_arguments())
+    return (*known, "--chat-format", _tokenizer(options))
 
 
 def ready_programs(options: Options) -> tuple[Program, ...]:
@@ -192,7 +205,13 @@ class Supervisor:
             await replace_pool(store, pool)
             self._home.write_context(plane.url)
             self._on_ready(
-                Ready(plane.url, plane.token("admin"), self._options.backend_url or pool.spec.model, swept)
+                Ready(
+                    plane.url,
+                    plane.token("admin"),
+                    self._options.backend_url or pool.spec.model,
+                    swept,
+                    plane.prorl_url,
+                )
             )
             async with asyncio.TaskGroup() as group:
                 standing = group.create_task(ready.keep(), name="ready processes")

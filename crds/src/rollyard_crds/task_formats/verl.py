@@ -17,8 +17,8 @@ class VerlFormat(TaskFormat):
 
     The ground truth is the task's answer. Where it is a JSON list of texts, as Skywork writes it, its only
     element is. A row whose `ability` is `mcq` or `multiple_choice` has a letter as its answer, and may have
-    the texts of the choices in `extra_info.choices`. A ground truth with `inputs` and `outputs` is one of
-    tests.
+    the texts of the choices in `extra_info.choices`. A ground truth with `inputs` and `outputs`, or a list of
+    objects with `input` and `output` as DeepCoder writes it, is one of tests.
     """
 
     def task(self, row: Row) -> dict[str, Any]:
@@ -46,6 +46,9 @@ class VerlFormat(TaskFormat):
 def _tests(reward: Row) -> dict[str, Any] | None:
     """Return the tests of a ground truth such as {"inputs": [...], "outputs": [...], "fn_name": ...}."""
     truth = reward.values.get("ground_truth")
+    listed = _listed_tests(reward)
+    if listed is not None:
+        return listed
     if not isinstance(truth, dict) and not (isinstance(truth, str) and truth.lstrip().startswith("{")):
         return None
     try:
@@ -62,6 +65,32 @@ def _tests(reward: Row) -> dict[str, Any] | None:
         {"input": _data(one, name, lines=True), "output": _data(other, name)}
         for one, other in zip(inputs, outputs, strict=True)
     ]
+    return {"cases": cases, "compare": "numeric", **({"entry_point": name} if name else {})}
+
+
+def _listed_tests(reward: Row) -> dict[str, Any] | None:
+    """Return the tests of a ground truth such as [{"input", "output", "testtype", "metadata"}, ...].
+
+    A test of the type `functional` calls the function `metadata.func_name`, which all of them share.
+    """
+    truth = reward.values.get("ground_truth")
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth) if truth.lstrip().startswith("[") else None
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(truth, list) or not truth or not all(isinstance(case, dict) for case in truth):
+        return None
+    names, cases = set(), []
+    for place, case in enumerate(truth):
+        found = Row(case, reward.number, f"{reward.name('ground_truth')}[{place}]")
+        cases.append({"input": found.text("input", ""), "output": found.text("output", "")})
+        metadata = found.row("metadata", optional=True)
+        functional = found.text("testtype", "stdin") == "functional"
+        names.add(metadata.text("func_name") if functional else "")
+    if len(names) > 1:
+        raise RowRefused(reward.name("ground_truth"), "must call the same function in all tests")
+    (name,) = names
     return {"cases": cases, "compare": "numeric", **({"entry_point": name} if name else {})}
 
 

@@ -29,6 +29,19 @@ DEFAULT_NO_BACKEND_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
+class ProrlOptions:
+    """The options of the ProRL calls, which a control plane offers on a port of their own."""
+
+    host: str
+    port: int
+    """The port to listen on. The value 0 selects a free port."""
+    tokenizer: str
+    """The folder of the tokenizer, where the file of settings names none."""
+    config: str = ""
+    """The path of the file of settings, or "" for the defaults."""
+
+
+@dataclass(frozen=True, slots=True)
 class ControlPlaneSettings:
     """The settings that a control plane is started with."""
 
@@ -54,6 +67,8 @@ class ControlPlaneSettings:
     no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
     """The time in seconds for which rollouts of a job without a deadline wait while their pool has no ready
     backend. Then they end as failed with the reason NoBackend."""
+    prorl: ProrlOptions | None = None
+    """The options of the ProRL calls, or None if they are off."""
 
 
 class HostedControlPlane(Protocol):
@@ -158,6 +173,7 @@ class ControlPlaneProcess:
         self._settings = settings
         self._http = http
         self._port = settings.port
+        self._prorl_port = 0 if settings.prorl is None else settings.prorl.port
         self._child: Child | None = None
         self._ended = asyncio.Event()
         self.restarts = 0
@@ -174,6 +190,14 @@ class ControlPlaneProcess:
     def port(self) -> int:
         """The port that the control plane listens on. It is valid once the control plane has started."""
         return self._port
+
+    @property
+    def prorl_url(self) -> str:
+        """The base URL of the ProRL calls once the process has started, or "" if they are off."""
+        if self._settings.prorl is None:
+            return ""
+        host = self._settings.prorl.host
+        return f"http://[{host}]:{self._prorl_port}" if ":" in host else f"http://{host}:{self._prorl_port}"
 
     def token(self, role: str) -> str:
         """Return the bearer token of a role.
@@ -206,6 +230,7 @@ class ControlPlaneProcess:
         arguments += [f"--allow-sandbox-host={host}" for host in self._settings.allow_sandbox_hosts]
         arguments += [f"--allow-rewards-from={prefix}" for prefix in self._settings.allow_rewards_from]
         arguments += [f"--allow-rewards-network={net}" for net in self._settings.allow_rewards_networks]
+        arguments += self._prorl_arguments()
         try:
             child = await self._ready.start(PROGRAM, NAME, arguments, on_exit=self._ended.set)
         except OSError as error:
@@ -223,6 +248,19 @@ class ControlPlaneProcess:
                 f"the control plane was not ready within {READY_SECONDS:.0f} s; see {self._log}"
             ) from None
 
+    def _prorl_arguments(self) -> list[str]:
+        prorl = self._settings.prorl
+        if prorl is None:
+            return []
+        self._prorl_port_file.unlink(missing_ok=True)
+        arguments = ["--prorl", "--prorl-host", prorl.host, "--prorl-port", str(self._prorl_port)]
+        arguments += ["--prorl-port-file", str(self._prorl_port_file), "--prorl-tokenizer", prorl.tokenizer]
+        return [*arguments, *(("--prorl-config", prorl.config) if prorl.config else ())]
+
+    @property
+    def _prorl_port_file(self) -> Path:
+        return self._home.pids / f"{NAME}.prorl-port"
+
     @property
     def _log(self) -> str:
         return str(self._home.logs / f"{NAME}.log")
@@ -239,6 +277,9 @@ class ControlPlaneProcess:
             answer = await self._ask("/readyz")
         except httpx.HTTPError:
             return False
+        if answer.is_success and self._settings.prorl is not None:
+            # The control plane opens this port before its own.
+            self._prorl_port = int(self._prorl_port_file.read_text())
         return answer.is_success
 
     async def _ask(self, path: str) -> httpx.Response:

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[4]
 MARK = "ROLLYARD_FAULT_TEST_MARK"
 LEASE_SECONDS = 5
 LOOK_SECONDS = 0.3
+START_SECONDS = 180.0
+"""The longest start, which takes a few seconds on an idle machine."""
 
 
 class Yard:
@@ -63,7 +65,7 @@ class Yard:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise AssertionError(f"rollyard up ended with {self._process.returncode}:\n{self.words()}")
@@ -71,7 +73,7 @@ class Yard:
                 if http.get("/readyz").status_code == 200:
                     return
             time.sleep(0.1)
-        raise AssertionError(f"not ready within a minute:\n{self.words()}")
+        raise AssertionError(f"not ready within {START_SECONDS:.0f} s:\n{self.words()}")
 
     def words(self) -> str:
         """Return the end of every log."""

@@ -60,6 +60,8 @@ class Scripted(ABC):
                 try:
                     self.send_response(status)
                     self.send_header("content-length", str(len(data)))
+                    for name, value in scripted.headers(status).items():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(data)
                 except OSError:
@@ -75,6 +77,10 @@ class Scripted(ABC):
             gate.set()
         self._server.shutdown()
         self._server.server_close()
+
+    def headers(self, status: int) -> dict[str, str]:
+        """Return further headers of an answer."""
+        return {}
 
     def restart(self) -> None:
         """Become what a new process of it would be."""
@@ -237,6 +243,38 @@ class SglangShaped(Scripted):
             values = (None, *(LOGPROB[self.weights] for _ in ids[1:]))
             meta["input_token_logprobs"] = [[v, i, None] for v, i in zip(values, ids, strict=True)]
         return 200, {"text": "x", "output_ids": [1], "meta_info": meta}
+
+
+class ProrlShaped(Scripted):
+    """A server that has ProRL's `/generate` and nothing else.
+
+    Args:
+        allows: Whether a GET of that call is answered with 405 and what it allows; otherwise with 404.
+    """
+
+    paths: ClassVar[Mapping[Step, str]] = {"measure": "measure", "compare": "compare"}
+
+    def __init__(self, *, allows: bool = True) -> None:
+        super().__init__()
+        self._allows = allows
+
+    def answer(self, path: str, body: dict[str, Any] | None) -> Answer:
+        """Answer `/generate` alone."""
+        if path != "/generate":
+            return 404, {"detail": "Not Found"}
+        return super().answer(path, body)
+
+    def headers(self, status: int) -> dict[str, str]:
+        """Return what a 405 allows."""
+        return {"allow": "POST"} if status == 405 else {}
+
+    def call(self, path: str, body: dict[str, Any] | None) -> Answer:
+        """Answer `/generate`."""
+        if body is None:
+            return (405, {"detail": "Method Not Allowed"}) if self._allows else (404, {"detail": "Not Found"})
+        if "prompt_ids" not in body:
+            return 422, {"detail": "prompt_ids: Field required"}
+        return 200, {"response_ids": [1] * body["max_tokens"], "logprobs": [-1.0] * body["max_tokens"]}
 
 
 SHAPES: dict[str, type[Scripted]] = {"vllm": VllmShaped, "sglang": SglangShaped}

@@ -1,0 +1,83 @@
+"""Listening sockets of the control plane."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from rollyard_api.core.errors import ControlPlaneError
+
+
+class NoSocket(ControlPlaneError):
+    """An address cannot be listened on. The message says why."""
+
+    reason = "AddressUnavailable"
+
+
+def listening_socket(host: str, port: int, option: str) -> socket.socket:
+    """Return what `listen` returns; `option` is what chooses another port.
+
+    Raises:
+        NoSocket: The address is not available.
+    """
+    try:
+        return listen(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"is in use: stop what listens there, or choose another with {option} (0: any free one)"
+        else:
+            why = f"cannot be listened on: {error.strerror}"
+        where = host if host.startswith("/") else f"port {port} on {host}"
+        raise NoSocket(f"{where} {why}") from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        OSError: The address is not available.
+    """
+    if host.startswith("/"):
+        return listen_on(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
+    """Let the kernel close connections whose client accepts no data for `seconds`."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # This exists on Linux only; accepted connections inherit it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
+def listen_on(path: str) -> socket.socket:
+    """Return a listening Unix socket that only this user can access, in place of one that no process uses.
+
+    Raises:
+        OSError: The path is not available.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            Path(path).unlink(missing_ok=True)
+        else:
+            raise OSError(errno.EADDRINUSE, "another process listens there")
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(path)
+        os.chmod(path, 0o600)
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made

@@ -1,0 +1,365 @@
+"""The application with ProRL Agent's calls, and nothing else: no documents, no metrics, no other call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Final, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sqlalchemy.engine import Connection
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from rollyard_api.access.quotas import Quota
+from rollyard_api.core import entrypoints
+from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
+from rollyard_api.core.problems import ApiError, Invalid, Unavailable
+from rollyard_api.jobs import jobs
+from rollyard_api.prorl import calls, results, servers
+from rollyard_api.prorl.addresses import MAX_ADDRESS, HostCheck
+from rollyard_api.prorl.calls import Asked, StartedCall
+from rollyard_api.prorl.config import ProrlConfig
+from rollyard_api.prorl.gate import BodyGate
+from rollyard_api.prorl.instances import FORMATS, Formats, name_of, task_of
+from rollyard_api.prorl.parameters import RolloutParams, digest_of, job_spec
+from rollyard_api.prorl.waits import Ends
+from rollyard_api.rollouts import claims
+from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_one
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.trajectories import records
+from rollyard_api.trajectories.delivery import Delivery
+
+log = logging.getLogger("rollyard.api.prorl")
+
+READING: Final = 32
+"""The `/process` calls whose bodies are read at the same time."""
+RETRY_SECONDS: Final = 1.0
+RESULT_TRIES: Final = 20
+"""How often a result is read from a trajectory store that does not answer."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class AddServer(BaseModel):
+    """The body of `/add_llm_server`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    address: Annotated[str, Field(min_length=1, max_length=MAX_ADDRESS)]
+
+
+class CancelCall(BaseModel):
+    """The body of `/cancel`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    job_id: str
+
+
+class ProcessCall(BaseModel):
+    """The body of `/process`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    instance: dict[str, Any]
+    sampling_params: RolloutParams = Field(default_factory=RolloutParams)
+    job_id: str | None = None
+
+
+class ProrlCalls:
+    """The calls, on one control plane.
+
+    Args:
+        plane: The control plane.
+        config: What the installer decided.
+    """
+
+    def __init__(self, plane: ControlPlane, config: ProrlConfig) -> None:
+        self._plane = plane
+        self._config = config
+        self._ends = Ends(plane)
+        self._formats = Formats({**FORMATS, **config.data_sources}, config.specs)
+        self._reading = asyncio.Semaphore(READING)
+        self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
+
+    async def start(self, request: Request) -> Response:
+        """POST /start: 200 started, 400 a batch is open already."""
+        await self._cancel_rest()
+        if not await self._write(calls.start):
+            return _detail(400, "Server is already running")
+        return JSONResponse({"status": "Server started successfully"})
+
+    async def stop(self, request: Request) -> Response:
+        """POST /stop: 200 stopped, and every unfinished rollout was ended; 503 no batch is open."""
+        if not await self._write(calls.stop):
+            return _detail(503, calls.NOT_RUNNING)
+        await self._cancel_rest()
+        return JSONResponse({"status": "Server stopped successfully"})
+
+    async def status(self, request: Request) -> Response:
+        """GET /status: 200 with counts of the open batch, 503 no batch is open."""
+        found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
+        if not found.running:
+            return _detail(503, calls.NOT_RUNNING)
+        pending = found.init + found.run + found.eval
+        stages = {"init": found.init, "run": found.run, "eval": found.eval}
+        body = {"status": "running", "running": True, "pending_jobs": pending, "jobs": found.jobs, **stages}
+        return JSONResponse(body)
+
+    async def add_server(self, request: Request) -> Response:
+        """POST /add_llm_server: 200 added, also before /start; 422 refused, 500 not usable."""
+        asked = await self._body(request, AddServer)
+        url = await servers.add(self._plane, self._config, asked.address)
+        return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
+
+    async def clear_servers(self, request: Request) -> Response:
+        """POST /clear_llm_server: 200 no server is left."""
+        await servers.clear(self._plane, self._config)
+        return JSONResponse({"status": "success", "message": "LLM servers cleared"})
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /cancel: 200, also for an unknown job_id; 503 no batch is open."""
+        asked = await self._body(request, CancelCall)
+        key, _ = calls.key_of(asked.job_id)
+        found = await self._write(partial(calls.cancel, key=key))
+        await self._plane.database.write(claims.release_unneeded, durable=False)
+        what = "cancelled" if found else "is unknown, so nothing was cancelled"
+        return JSONResponse({"status": "success", "message": f"job {asked.job_id[:128]} {what}"})
+
+    async def process(self, request: Request) -> Response:
+        """POST /process: 200 with the result once the rollout has ended; 503, 422 or 500."""
+        with self._open.held(self._config.namespace):
+            call, answer = await self._admitted(request)
+            left = asyncio.ensure_future(_disconnected(request))
+            try:
+                end = await self._ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
+            finally:
+                left.cancel()
+                with suppress(asyncio.CancelledError):
+                    await left
+            if end != "ended" and answer.anonymous:
+                # Without a job_id, nobody can ask for the result any more.
+                await self._write(partial(calls.cancel, key=answer.key), quiet=True)
+            if end == "closing":
+                raise Unavailable("the server is restarting; ask again with the same job_id")
+            if end != "ended":
+                seconds = f"{self._config.wait_seconds:g}"
+                raise Unavailable(f"no result within {seconds} s; ask again with the same job_id")
+            return await self._result(answer, call)
+
+    async def forget_lost(self) -> None:
+        """End the rollouts whose clients an earlier process has lost, and those of a stopped batch."""
+        if self._plane.database.sqlite:  # Otherwise other replicas have clients of their own.
+            await self._write(calls.drop_anonymous)
+        await self._cancel_rest()
+
+    async def close(self) -> None:
+        """End all waits."""
+        await self._ends.close()
+
+    async def _admitted(self, request: Request) -> tuple[StartedCall, _Answer]:
+        # A trainer sends all calls of a batch at once. They are read a few at a time, and the others wait.
+        async with self._reading:
+            asked, answer = await self._asked(request)
+            return await self._write(lambda tx, namespace: calls.admit(tx, asked)), answer
+
+    async def _asked(self, request: Request) -> tuple[Asked, _Answer]:
+        body = await self._body(request, ProcessCall)
+        key, anonymous = calls.key_of(body.job_id)
+        spec = job_spec(self._config.spec, self._config.pool, body.sampling_params)
+        missing = entrypoints.problems(spec, self._plane.installed)
+        if missing:
+            raise Invalid(missing[0], reason="NotInstalled", errors=missing)
+        self._plane.sandbox_hosts.check(spec)
+        service = None if spec.reward is None else spec.reward.service
+        self._plane.reward_services.check(service, self._config.namespace)
+        task = await self._plane.parsing.run(
+            partial(task_of, body.instance, "new", self._formats), self._config.namespace
+        )
+        given = [body.instance, body.sampling_params.model_dump()]
+        digest = hashlib.sha256(orjson.dumps(given, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        asked = Asked(
+            key=key,
+            digest=digest,
+            anonymous=anonymous,
+            spec=spec,
+            settings=digest_of(spec),
+            task=task,
+            namespace=self._config.namespace,
+            max_jobs=self._config.max_jobs,
+            max_queued=self._plane.settings.max_queued,
+        )
+        names = (name_of(body.instance, "instance_id"), name_of(body.instance, "trajectory_id"))
+        return asked, _Answer(key, anonymous, *names, tuple(spec.agent.tools))
+
+    async def _result(self, answer: _Answer, call: StartedCall) -> Response:
+        plane, namespace = self._plane, self._config.namespace
+        for again in range(RESULT_TRIES):
+            if again:
+                await asyncio.sleep(RETRY_SECONDS)
+            try:
+                return await self._read(answer, call)
+            except ApiError as error:
+                # A store that does not answer must not cost a client one of its retries at once.
+                if error.status not in (429, 503, 504) or plane.bus.closing:
+                    raise
+                log.warning("result of %s in %s: %s: %s", call.rollout, namespace, error.reason, error.detail)
+        raise Unavailable("the result cannot be read; ask again with the same job_id")
+
+    async def _read(self, answer: _Answer, call: StartedCall) -> Response:
+        plane, namespace = self._plane, self._config.namespace
+
+        def query(conn: Connection) -> tuple[EndedRollout | None, RolloutSize | None]:
+            row = conn.execute(records.select().where(rollouts.c.id == call.rollout)).one_or_none()
+            size = conn.execute(records.sizes().where(rollouts.c.id == call.rollout)).one_or_none()
+            return read_one(EndedRollout, row), read_one(RolloutSize, size)
+
+        job = await plane.database.read(partial(jobs.by_id, job_id=call.job_id))
+        row, size = await plane.database.read(query)
+        if job is None or row is None or size is None:
+            raise _Gone("the rollout is gone, because somebody deleted its job")
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(plane.pages_of([size]).held(namespace))
+            (line,) = await plane.archive.lines(
+                [row], job.namespace, job.name, job.uid, plane.settings.page_bytes
+            )
+            body = await plane.archive.builds.run(partial(answer.body, line), namespace)
+            return Delivery(body, JSON, {}, held.pop_all())
+
+    async def _cancel_rest(self) -> None:
+        while await self._write(calls.cancel_some):
+            pass
+        await self._plane.database.write(claims.release_unneeded, durable=False)
+
+    async def _write(self, op: Callable[..., Any], *, quiet: bool = False) -> Any:
+        """Run a change with the namespace of the calls; with `quiet`, its refusal does not matter."""
+        try:
+            return await self._plane.database.write(partial(op, namespace=self._config.namespace))
+        except ApiError:
+            if not quiet:
+                raise
+            return None
+
+    async def _body(self, request: Request, model: type[M]) -> M:
+        data = await request.body()
+        document = await self._plane.parsing.run(partial(_decoded, data), self._config.namespace)
+        del data, request._body  # The call may wait for hours, and nobody reads the body again.
+        request.state.body_read()
+        return model.model_validate(document)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What is kept of a `/process` call while it waits."""
+
+    key: str
+    anonymous: bool
+    instance_id: str | int | None
+    trajectory_id: str | int | None
+    tools: tuple[str, ...]
+
+    def body(self, line: bytes) -> bytes:
+        """Return the body of the answer, for the record of the rollout."""
+        return dumps(
+            results.result(
+                loads(line),
+                instance_id=self.instance_id,
+                trajectory_id=self.trajectory_id,
+                tools=self.tools,
+            )
+        )
+
+
+class _Gone(ApiError):
+    """The rollout of a call does not exist any more."""
+
+    status = 500
+    reason = "RolloutGone"
+
+
+def _decoded(data: bytes) -> Any:
+    document = decode(data, JSON)
+    check_plain(document)
+    return document
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _detail(status: int, detail: Any) -> Response:
+    return JSONResponse({"detail": detail}, status)
+
+
+_BUSY: Final = frozenset({429, 504, 507})
+"""The statuses that the protocol does not know, and that stand for a server that cannot answer now."""
+
+
+def _refused(error: ApiError) -> Response:
+    status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
+    return JSONResponse({"detail": error.detail}, status, error.headers)
+
+
+def _invalid(error: ValidationError) -> Response:
+    # The content of the request is left out, because it may hold a key of another service.
+    found = [
+        {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
+        for item in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    return _detail(422, found)
+
+
+def _answering(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return await call(request)
+        except ApiError as error:
+            return _refused(error)
+        except ValidationError as error:
+            return _invalid(error)
+        except Exception:
+            log.exception("%s failed", request.url.path)
+            return _detail(500, "unexpected error; the server's log says more")
+
+    return answer
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _detail(error.status_code, error.detail)
+
+
+def build(api: ProrlCalls, config: ProrlConfig, bound: str) -> ASGIApp:
+    """Return the application behind its gate.
+
+    Args:
+        api: The calls.
+        config: What the installer decided.
+        bound: The address that the listener is bound to.
+    """
+    posts = {
+        "/start": api.start,
+        "/stop": api.stop,
+        "/process": api.process,
+        "/cancel": api.cancel,
+        "/add_llm_server": api.add_server,
+        "/clear_llm_server": api.clear_servers,
+    }
+    routes = [Route(path, _answering(call), methods=["POST"]) for path, call in posts.items()]
+    routes.append(Route("/status", _answering(api.status), methods=["GET"]))
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return BodyGate(app, HostCheck(bound, config.hosts))

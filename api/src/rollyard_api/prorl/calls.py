@@ -1,0 +1,310 @@
+"""The changes of the database that the ProRL calls make. Each is one transaction, and may be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sqlalchemy as sa
+from rollyard_crds.base import ObjectMeta
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
+from rollyard_crds.task import Task
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
+from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.jobs import cancellation, jobs, tasks
+from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import jobs as job_table
+from rollyard_api.storage.schema import prorl_calls, prorl_jobs, prorl_state, rollouts
+
+MAX_TRIES: Final = 4
+"""The rollouts that are started for one job_id of a batch: the first, and the three retries of a client."""
+MAX_GROUPS: Final = 20_000
+"""The calls after which a job is closed at the next /start, so that no job grows for ever."""
+MAX_KEY: Final = 512
+NOT_RUNNING: Final = "Server is not running"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A row of `prorl_state`."""
+
+    number: int
+    running: bool
+    pool_uid: str | None
+
+
+def batch(conn: Connection, namespace: str, *, lock: bool = False) -> Batch:
+    """Return the state of a namespace, which was never started if it has no row."""
+    query = sa.select(prorl_state.c.batch, prorl_state.c.running, prorl_state.c.pool_uid).where(
+        prorl_state.c.namespace == namespace
+    )
+    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
+    return Batch(0, False, None) if row is None else Batch(row.batch, bool(row.running), row.pool_uid)
+
+
+def locked(tx: Transaction, namespace: str) -> Batch:
+    """Return what `batch` returns, with a row that is locked until the commit."""
+    dialect = sqlite if tx.sqlite else postgresql
+    made = dialect.insert(prorl_state).values(namespace=namespace, batch=0, running=False)
+    tx.conn.execute(made.on_conflict_do_nothing(index_elements=[prorl_state.c.namespace]))
+    return batch(tx.conn, namespace, lock=True)
+
+
+def _put(tx: Transaction, namespace: str, **values: Any) -> None:
+    tx.conn.execute(sa.update(prorl_state).where(prorl_state.c.namespace == namespace).values(**values))
+
+
+def put_pool(tx: Transaction, namespace: str, uid: str) -> None:
+    """Record that the calls made the pool with this uid."""
+    _put(tx, namespace, pool_uid=uid)
+
+
+def start(tx: Transaction, namespace: str) -> bool:
+    """Open the next batch and return True, or return False if one is open.
+
+    The calls of earlier batches are forgotten: a job_id names a call within one batch.
+    """
+    state = locked(tx, namespace)
+    if state.running:
+        return False
+    _put(tx, namespace, batch=state.number + 1, running=True)
+    tx.conn.execute(sa.delete(prorl_calls).where(prorl_calls.c.namespace == namespace))
+    gone = sa.select(job_table.c.id).where(job_table.c.deleted_at.is_(None))
+    tx.conn.execute(
+        sa.delete(prorl_jobs).where(
+            prorl_jobs.c.namespace == namespace, prorl_jobs.c.job_id.not_in(gone.scalar_subquery())
+        )
+    )
+    for job in open_jobs(tx.conn, namespace):
+        if job.groups >= MAX_GROUPS:
+            jobs.close(tx, job.namespace, job.name)
+    return True
+
+
+def stop(tx: Transaction, namespace: str) -> bool:
+    """Close the batch and return True, or return False if none is open. Its rollouts are ended afterwards."""
+    if not locked(tx, namespace).running:
+        return False
+    _put(tx, namespace, running=False)
+    return True
+
+
+def cancel_some(tx: Transaction, namespace: str) -> int:
+    """End some unfinished rollouts of the jobs while no batch is open, and return how many."""
+    if locked(tx, namespace).running:
+        return 0
+    return sum(cancellation.cancel_unfinished(tx, job.id) for job in open_jobs(tx.conn, namespace))
+
+
+def open_jobs(conn: Connection, namespace: str, settings: str | None = None) -> list[JobRow]:
+    """Return the jobs of the calls that take tasks, oldest first."""
+    query = (
+        sa.select(job_table)
+        .join(prorl_jobs, prorl_jobs.c.job_id == job_table.c.id)
+        .where(
+            prorl_jobs.c.namespace == namespace,
+            job_table.c.namespace == namespace,
+            job_table.c.deleted_at.is_(None),
+            job_table.c.finished_at.is_(None),
+            job_table.c.cancel_reason.is_(None),
+            job_table.c.closed.is_(False),
+        )
+        .order_by(job_table.c.id)
+    )
+    if settings is not None:
+        query = query.where(prorl_jobs.c.settings == settings)
+    return [JobRow(*row) for row in conn.execute(query)]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedCall:
+    """One `/process` call as the database knows it."""
+
+    job_id: int
+    rollout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a `/process` call asks for."""
+
+    key: str
+    """The SHA-256 of the job_id."""
+    digest: str
+    """The SHA-256 of the instance and the parameters."""
+    anonymous: bool
+    spec: RolloutJobSpec
+    settings: str
+    """The SHA-256 of the spec."""
+    task: Task
+    """The task, under an id that `admit` replaces."""
+    namespace: str
+    max_jobs: int
+    max_queued: int
+
+
+def key_of(job_id: str | None) -> tuple[str, bool]:
+    """Return the key of a job_id, and whether the client gave none, so that the key is a random one.
+
+    Raises:
+        Invalid: The job_id is longer than 512 characters.
+    """
+    if job_id is not None and len(job_id) > MAX_KEY:
+        raise Invalid("job_id: is too long", errors=[f"job_id: may have {MAX_KEY} characters"])
+    name = secrets.token_hex(16) if job_id is None else job_id
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest(), job_id is None
+
+
+def admit(tx: Transaction, asked: Asked) -> StartedCall:
+    """Return the rollout of a call, and start it unless the same job_id has one in this batch.
+
+    A rollout that ended before its Run was complete has no messages, which clients answer by asking again.
+    They then get another rollout, at most three times, unless they cancelled the first.
+
+    Raises:
+        Unavailable: No batch is open.
+        Invalid: The job_id belongs to another call of the batch.
+        QueueFull: There is no room for another rollout, or for another combination of parameters.
+    """
+    state = locked(tx, asked.namespace)
+    if not state.running:
+        raise Unavailable(NOT_RUNNING)
+    where = (
+        prorl_calls.c.namespace == asked.namespace,
+        prorl_calls.c.batch == state.number,
+        prorl_calls.c.key == asked.key,
+    )
+    row = tx.conn.execute(sa.select(prorl_calls).where(*where)).one_or_none()
+    if row is not None:
+        if row.digest != asked.digest:
+            text = "job_id: names another call of this batch, with another instance or other sampling_params"
+            raise Invalid(text, errors=[text])
+        if row.cancelled or row.tries >= MAX_TRIES or not _is_empty(tx.conn, row.rollout_id):
+            return StartedCall(row.job_id, row.rollout_id)
+    tries = 1 if row is None else row.tries + 1
+    job = _job(tx, asked)
+    task = asked.task.model_copy(update={"id": f"b{state.number}/{asked.key[:40]}/{tries}"})
+    rollout = f"{prefix_of(job.name, job.uid)}-{job.groups}-0"
+    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.max_queued)
+    values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
+    if row is None:
+        fixed = {"namespace": asked.namespace, "batch": state.number, "key": asked.key}
+        fixed |= {"digest": asked.digest, "cancelled": False, "anonymous": asked.anonymous}
+        tx.conn.execute(sa.insert(prorl_calls).values(**fixed, **values))
+    else:
+        tx.conn.execute(sa.update(prorl_calls).where(*where).values(**values))
+    return StartedCall(job.id, rollout)
+
+
+def _is_empty(conn: Connection, rollout: str) -> bool:
+    """Return whether a rollout ended without messages, or is gone with its job."""
+    query = sa.select(rollouts.c.state, rollouts.c.sampled_tokens).where(rollouts.c.id == rollout)
+    row = conn.execute(query).one_or_none()
+    if row is None:
+        return True
+    return row.state in (RolloutState.FAILED, RolloutState.CANCELLED) and row.sampled_tokens is None
+
+
+def _job(tx: Transaction, asked: Asked) -> JobRow:
+    """Return the locked row of the open job with these parameters, which is made if there is none."""
+    found = open_jobs(tx.conn, asked.namespace, asked.settings)
+    if found:
+        return jobs.find_locked(tx, found[-1].namespace, found[-1].name)
+    others = open_jobs(tx.conn, asked.namespace)
+    if len(others) >= asked.max_jobs:
+        idle = next((job for job in others if job.ended == job.total), None)
+        if idle is None:
+            raise QueueFull(
+                f"{len(others)} combinations of sampling parameters are in use at the same time, and no "
+                "more may be",
+                headers={"Retry-After": "10"},
+            )
+        jobs.close(tx, idle.namespace, idle.name)
+    name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
+    manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
+    jobs.create(tx, jobs.prepare(manifest, []), asked.max_queued)
+    job = jobs.find_locked(tx, asked.namespace, name)
+    made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
+    tx.conn.execute(made)
+    return job
+
+
+def cancel(tx: Transaction, namespace: str, key: str) -> bool:
+    """End the rollout of a call, and let the call stay cancelled; return whether there is such a call.
+
+    Raises:
+        Unavailable: No batch is open.
+    """
+    state = locked(tx, namespace)
+    if not state.running:
+        raise Unavailable(NOT_RUNNING)
+    found = tx.conn.execute(
+        sa.update(prorl_calls)
+        .where(
+            prorl_calls.c.namespace == namespace,
+            prorl_calls.c.batch == state.number,
+            prorl_calls.c.key == key,
+        )
+        .values(cancelled=True)
+        .returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
+    ).one_or_none()
+    if found is not None:
+        cancellation.cancel_unfinished(tx, found.job_id, found.rollout_id)
+    return found is not None
+
+
+def drop_anonymous(tx: Transaction, namespace: str) -> int:
+    """End the rollouts of calls without a job_id, whose clients an earlier process has lost."""
+    state = batch(tx.conn, namespace)
+    query = (
+        sa.select(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
+        .join(rollouts, rollouts.c.id == prorl_calls.c.rollout_id)
+        .where(
+            prorl_calls.c.namespace == namespace,
+            prorl_calls.c.batch == state.number,
+            prorl_calls.c.anonymous.is_(True),
+            rollouts.c.state.in_(UNFINISHED),
+        )
+        .limit(cancellation.BATCH)
+    )
+    return sum(
+        cancellation.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What `/status` says."""
+
+    running: bool
+    jobs: int
+    init: int
+    run: int
+    eval: int
+
+
+def counts(conn: Connection, namespace: str) -> Counts:
+    """Return the number of calls of the open batch, and of unfinished rollouts in each stage."""
+    state = batch(conn, namespace)
+    calls = conn.execute(
+        sa.select(sa.func.count())
+        .select_from(prorl_calls)
+        .where(prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
+    ).scalar_one()
+    stages = dict.fromkeys(("init", "run", "eval"), 0)
+    ids = [job.id for job in open_jobs(conn, namespace)]
+    query = (
+        sa.select(rollouts.c.state, sa.func.count().label("n"))
+        .where(rollouts.c.job_id.in_(ids), rollouts.c.state.in_(UNFINISHED))
+        .group_by(rollouts.c.state)
+    )
+    for row in conn.execute(query):
+        stages[row.state.stage] += row.n
+    return Counts(state.running, calls, **stages)

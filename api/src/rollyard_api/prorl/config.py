@@ -1,0 +1,100 @@
+"""The settings of the ProRL calls: a YAML file, with a default for everything in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from rollyard_crds.base import Model, Name
+from rollyard_crds.base import Path as FilePath
+from rollyard_crds.reading.yaml_text import YamlError, load_one
+
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.prorl.addresses import HostPattern, ServerRule
+from rollyard_api.prorl.parameters import template_problem
+
+MAX_CONFIG_BYTES = 4 << 20
+
+
+class ProrlConfigError(ControlPlaneError, ValueError):
+    """The settings of the ProRL calls cannot be used. The message names the field."""
+
+    reason = "InvalidProrlConfig"
+
+
+class ProrlConfig(Model):
+    """What an installer decides about the ProRL calls."""
+
+    namespace: Name = "default"
+    """The only namespace that the calls reach."""
+    pool: Name = "prorl"
+    """The BackendPool that holds the servers of `/add_llm_server`. The calls make it themselves."""
+    model: Annotated[str, Field(max_length=4096)] = ""
+    """The name under which the servers serve the model. If it is empty, the first server that lists exactly
+    one model decides, and a server that lists none has the name of the tokenizer."""
+    tokenizer: FilePath | None = None
+    """A folder with tokenizer.json and the chat template, as stage workers see it."""
+    servers: Annotated[list[ServerRule], Field(max_length=256)] = Field(default_factory=list)
+    """The hosts that `/add_llm_server` may name beside loopback addresses: networks such as `10.0.0.0/8`, and
+    names such as `engine-0.engines`."""
+    max_servers: Annotated[int, Field(ge=1, le=1024)] = 64
+    """The largest number of servers at the same time."""
+    hosts: Annotated[list[HostPattern], Field(max_length=64)] = Field(default_factory=list)
+    """The names by which clients address this listener, beside `localhost` and its own addresses."""
+    max_calls: Annotated[int, Field(ge=1, le=65_536)] = 4096
+    """The largest number of `/process` calls that wait at the same time."""
+    wait_seconds: Annotated[float, Field(gt=0, le=604_800)] = 21_600.0
+    """The longest wait of one `/process` call, in seconds."""
+    max_jobs: Annotated[int, Field(ge=1, le=64)] = 4
+    """The largest number of open RolloutJobs, one for each combination of sampling parameters in use."""
+    max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
+    """The rollouts that each server holds at the same time; more wait in the Run queue."""
+    data_sources: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    """The task format of further data sources, by the name in `instance.data_source`."""
+    specs: dict[str, Any] | None = None
+    """The file `tasks.specs` of the format `swebench`, for rows from before SWE-bench 5."""
+    spec: dict[str, Any] = Field(default_factory=dict)
+    """A part of a RolloutJob's spec: agent, sampling, sandbox, stages, reward and the like."""
+
+
+def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
+    """Return the settings in a YAML file, or the defaults without one.
+
+    Args:
+        path: The file.
+        tokenizer: The tokenizer, where the file names none.
+
+    Raises:
+        ProrlConfigError: The file cannot be read, a field is wrong, or there is no tokenizer.
+    """
+    document: Any = {}
+    if path is not None:
+        try:
+            with path.open("rb") as file:
+                text = file.read(MAX_CONFIG_BYTES + 1)
+            if len(text) > MAX_CONFIG_BYTES:
+                raise ProrlConfigError(f"{path}: has more than {MAX_CONFIG_BYTES} bytes")
+            document = load_one(text) if text.strip() else {}
+        except OSError as error:
+            raise ProrlConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        except YamlError as error:
+            raise ProrlConfigError(f"{path}: is no YAML that is taken: {error}") from error
+    if not isinstance(document, dict):
+        raise ProrlConfigError(f"{path}: must be a mapping of settings")
+    if tokenizer and document.get("tokenizer") is None:
+        document = {**document, "tokenizer": tokenizer}
+    try:
+        config = ProrlConfig.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ProrlConfigError(f"{path or 'the settings'}: {field}: {first['msg']}") from error
+    if config.tokenizer is None:
+        raise ProrlConfigError(
+            "tokenizer: is required: give a folder with tokenizer.json and the chat template"
+        )
+    problem = template_problem(config.spec, config.pool)
+    if problem:
+        raise ProrlConfigError(f"{path}: {problem}")
+    return config

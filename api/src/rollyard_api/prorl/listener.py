@@ -1,0 +1,135 @@
+"""The listener of the ProRL calls: a port of its own in the process of the control plane."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from rollyard_api.core import entrypoints
+from rollyard_api.core.sockets import listening_socket
+from rollyard_api.prorl.app import ProrlCalls, build
+from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
+from rollyard_api.prorl.instances import FORMATS, Formats
+from rollyard_api.prorl.parameters import RolloutParams, job_spec
+from rollyard_api.service import ControlPlane
+
+DEFAULT_PORT: Final = 8006
+"""The port of ProRL Agent's server."""
+FURTHER_CONNECTIONS: Final = 256
+"""The connections beside those of waiting /process calls."""
+SHUTDOWN_SECONDS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProrlListener:
+    """A listening socket for the calls, with what the installer decided."""
+
+    socket: socket.socket
+    config: ProrlConfig
+    host: str
+    port_file: Path | None = None
+
+
+class _Server(uvicorn.Server):
+    """A server beside the control plane's own, which alone handles signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the listener to a command line."""
+    group = parser.add_argument_group(
+        "the calls of ProRL Agent's server (see docs/prorl.md); they need no token"
+    )
+    group.add_argument("--prorl", action="store_true", help="offer them, on a port of their own")
+    group.add_argument(
+        "--prorl-host", default="127.0.0.1", help="address of that port (default: %(default)s)"
+    )
+    group.add_argument(
+        "--prorl-port", type=int, default=DEFAULT_PORT, help="0: any free port (default: %(default)s)"
+    )
+    group.add_argument("--prorl-port-file", type=Path, help="written with that port once it is open")
+    group.add_argument("--prorl-config", type=Path, metavar="FILE", help="YAML file with their settings")
+    group.add_argument(
+        "--prorl-tokenizer",
+        default="",
+        metavar="DIR",
+        help="the setting `tokenizer`, where the file has none",
+    )
+
+
+def configured(given: argparse.Namespace) -> ProrlConfig | None:
+    """Return the settings of the calls, or None if they are off.
+
+    Raises:
+        ProrlConfigError: A setting is wrong.
+    """
+    if not given.prorl:
+        if given.prorl_config is not None:
+            raise ProrlConfigError("--prorl-config goes with --prorl")
+        return None
+    config = read_config(given.prorl_config, given.prorl_tokenizer)
+    problem = Formats({**FORMATS, **config.data_sources}, config.specs).check()
+    missing = entrypoints.problems(
+        job_spec(config.spec, config.pool, RolloutParams()), entrypoints.installed()
+    )
+    if problem or missing:
+        raise ProrlConfigError(problem or missing[0])
+    return config
+
+
+def opened(given: argparse.Namespace) -> ProrlListener | None:
+    """Return the listener of the ProRL calls, or None if they are off.
+
+    Raises:
+        ProrlConfigError: A setting is wrong.
+        NoSocket: The address is not available.
+    """
+    config = configured(given)
+    if config is None:
+        return None
+    sock = listening_socket(given.prorl_host, given.prorl_port, "--prorl-port")
+    return ProrlListener(sock, config, given.prorl_host, given.prorl_port_file)
+
+
+@asynccontextmanager
+async def listening(plane: ControlPlane, listener: ProrlListener) -> AsyncIterator[None]:
+    """Serve the calls within the block."""
+    api = ProrlCalls(plane, listener.config)
+    await api.forget_lost()
+    config = uvicorn.Config(
+        build(api, listener.config, listener.host),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=listener.config.max_calls + FURTHER_CONNECTIONS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_keep_alive=75,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener.socket]), name="ProRL calls")
+    if listener.port_file is not None:
+        scratch = listener.port_file.with_name(f".{listener.port_file.name}.new")
+        scratch.write_text(f"{listener.socket.getsockname()[1]}\n")
+        scratch.replace(listener.port_file)
+    try:
+        yield
+    finally:
+        # The waiting calls are answered first, because the server waits for them.
+        await api.close()
+        server.should_exit = True
+        await serving

@@ -270,9 +270,11 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room)
 
 
 def push(
-    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], room: Room, max_unread: int
+    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], room: Room, max_unread: int | None
 ) -> dict[str, int]:
     """Add tasks to an open stream. A task whose id the job already has changes nothing.
+
+    `max_unread` is None if the caller delivers the results itself, and so leaves no cursor.
 
     Returns:
         The number of accepted tasks and the number of repeated ones.
@@ -298,7 +300,8 @@ def push(
         )
     fresh = [t for t in tasks if t.id not in known]
     if fresh:
-        unread.check(job, loads(job.limits)["samples"], max_unread)
+        if max_unread is not None:
+            unread.check(job, loads(job.limits)["samples"], max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 

@@ -199,7 +199,7 @@ class ProrlCalls:
             task=task,
             namespace=self._config.namespace,
             max_jobs=self._config.max_jobs,
-            max_queued=self._plane.settings.max_queued,
+            room=self._plane.settings.rollout_room,
         )
         names = (name_of(body.instance, "instance_id"), name_of(body.instance, "trajectory_id"))
         return asked, _Answer(key, anonymous, *names, tuple(spec.agent.tools))

@@ -15,6 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
+from rollyard_api.core.room import Room
 from rollyard_api.core.states import UNFINISHED, RolloutState
 from rollyard_api.jobs import cancellation, jobs, tasks
 from rollyard_api.rollouts.admission import prefix_of
@@ -147,7 +148,7 @@ class Asked:
     """The task, under an id that `admit` replaces."""
     namespace: str
     max_jobs: int
-    max_queued: int
+    room: Room
 
 
 def key_of(job_id: str | None) -> tuple[str, bool]:
@@ -192,7 +193,7 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
     job = _job(tx, asked)
     task = asked.task.model_copy(update={"id": f"b{state.number}/{asked.key[:40]}/{tries}"})
     rollout = f"{prefix_of(job.name, job.uid)}-{job.groups}-0"
-    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.max_queued)
+    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.room, max_unread=None)
     values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
     if row is None:
         fixed = {"namespace": asked.namespace, "batch": state.number, "key": asked.key}
@@ -229,7 +230,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
         jobs.close(tx, idle.namespace, idle.name)
     name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
     manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
-    jobs.create(tx, jobs.prepare(manifest, []), asked.max_queued)
+    jobs.create(tx, jobs.prepare(manifest, []), asked.room)
     job = jobs.find_locked(tx, asked.namespace, name)
     made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
     tx.conn.execute(made)

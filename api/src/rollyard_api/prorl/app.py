@@ -95,21 +95,21 @@ class ProrlCalls:
         self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
 
     async def start(self, request: Request) -> Response:
-        """POST /start: 200 started, 400 a batch is open already."""
+        """Answer POST /start: 200 if a batch was opened, 400 if one is open already."""
         await self._cancel_rest()
         if not await self._write(calls.start):
             return _detail(400, "Server is already running")
         return JSONResponse({"status": "Server started successfully"})
 
     async def stop(self, request: Request) -> Response:
-        """POST /stop: 200 stopped, and every unfinished rollout was ended; 503 no batch is open."""
+        """Answer POST /stop: 200 if the batch and its unfinished rollouts were ended, 503 if none is open."""
         if not await self._write(calls.stop):
             return _detail(503, calls.NOT_RUNNING)
         await self._cancel_rest()
         return JSONResponse({"status": "Server stopped successfully"})
 
     async def status(self, request: Request) -> Response:
-        """GET /status: 200 with counts of the open batch, 503 no batch is open."""
+        """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
         found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
         if not found.running:
             return _detail(503, calls.NOT_RUNNING)
@@ -119,18 +119,18 @@ class ProrlCalls:
         return JSONResponse(body)
 
     async def add_server(self, request: Request) -> Response:
-        """POST /add_llm_server: 200 added, also before /start; 422 refused, 500 not usable."""
+        """Answer POST /add_llm_server: 200 if it was added, also before /start; 422 if refused, 500 if unusable."""
         asked = await self._body(request, AddServer)
         url = await servers.add(self._plane, self._config, asked.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
 
     async def clear_servers(self, request: Request) -> Response:
-        """POST /clear_llm_server: 200 no server is left."""
+        """Answer POST /clear_llm_server: 200, and no server is left."""
         await servers.clear(self._plane, self._config)
         return JSONResponse({"status": "success", "message": "LLM servers cleared"})
 
     async def cancel(self, request: Request) -> Response:
-        """POST /cancel: 200, also for an unknown job_id; 503 no batch is open."""
+        """Answer POST /cancel: 200, also for an unknown job_id; 503 if no batch is open."""
         asked = await self._body(request, CancelCall)
         key, _ = calls.key_of(asked.job_id)
         found = await self._write(partial(calls.cancel, key=key))
@@ -139,7 +139,7 @@ class ProrlCalls:
         return JSONResponse({"status": "success", "message": f"job {asked.job_id[:128]} {what}"})
 
     async def process(self, request: Request) -> Response:
-        """POST /process: 200 with the result once the rollout has ended; 503, 422 or 500."""
+        """Answer POST /process: 200 with the result once the rollout has ended; otherwise 503, 422 or 500."""
         with self._open.held(self._config.namespace):
             call, answer = await self._admitted(request)
             left = asyncio.ensure_future(_disconnected(request))

@@ -33,7 +33,7 @@ NOT_RUNNING: Final = "Server is not running"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ProrlBatch:
     """A row of `prorl_state`."""
 
     number: int
@@ -41,16 +41,18 @@ class Batch:
     pool_uid: str | None
 
 
-def batch(conn: Connection, namespace: str, *, lock: bool = False) -> Batch:
+def batch(conn: Connection, namespace: str, *, lock: bool = False) -> ProrlBatch:
     """Return the state of a namespace, which was never started if it has no row."""
     query = sa.select(prorl_state.c.batch, prorl_state.c.running, prorl_state.c.pool_uid).where(
         prorl_state.c.namespace == namespace
     )
     row = conn.execute(query.with_for_update() if lock else query).one_or_none()
-    return Batch(0, False, None) if row is None else Batch(row.batch, bool(row.running), row.pool_uid)
+    if row is None:
+        return ProrlBatch(0, False, None)
+    return ProrlBatch(row.batch, bool(row.running), row.pool_uid)
 
 
-def locked(tx: Transaction, namespace: str) -> Batch:
+def locked(tx: Transaction, namespace: str) -> ProrlBatch:
     """Return what `batch` returns, with a row that is locked until the commit."""
     dialect = sqlite if tx.sqlite else postgresql
     made = dialect.insert(prorl_state).values(namespace=namespace, batch=0, running=False)

@@ -119,7 +119,7 @@ class ProrlCalls:
         return JSONResponse(body)
 
     async def add_server(self, request: Request) -> Response:
-        """Answer POST /add_llm_server: 200 if it was added, also before /start; 422 if refused, 500 if unusable."""
+        """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
         asked = await self._body(request, AddServer)
         url = await servers.add(self._plane, self._config, asked.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})

@@ -31,11 +31,15 @@ def bridge(slurm: Any, shared: Path) -> Iterator[Bridge]:
 
 
 def standing(bridge: Bridge, beside: int = 0) -> int:
-    """Wait until a ready worker runs that is not this one, and return its Slurm job."""
+    """Wait until a ready worker runs that is not this one, and return its Slurm job.
+
+    Its record has a time of its start once the bridge itself has seen it run. A job that came before would
+    get a worker of its own.
+    """
 
     def there() -> int:
-        found = records(bridge)
-        ours = [number for number, one in found.items() if one["workload"]["owner"][0] == "ReadyWorker"]
+        standing = [one for one in records(bridge).items() if one[1]["workload"]["owner"][0] == "ReadyWorker"]
+        ours = [number for number, one in standing if one["startedAt"] is not None]
         runs = {number for number, one in bridge.jobs().items() if one["state"] == "RUNNING"}
         return next((number for number in ours if number in runs and number != beside), 0)
 

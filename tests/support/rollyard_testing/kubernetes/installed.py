@@ -48,8 +48,13 @@ class Release:
     """The contents of the ConfigMap `tasks`."""
 
     def http(self) -> httpx.Client:
-        """Return a client of the control plane for the jobs' namespace."""
+        """Return a client of the control plane for the jobs' namespace.
+
+        It repeats a connection that is refused for some 15 s. A service has no endpoints for a moment where
+        its node could not renew its lease, as after an outage of the API server.
+        """
         return httpx.Client(
+            transport=httpx.HTTPTransport(retries=6, trust_env=False),
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.token}"},
             params={"namespace": self.jobs},

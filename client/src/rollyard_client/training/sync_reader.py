@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rollyard_client.call import Call
-from rollyard_client.errors import Invalid, RollyardError
-from rollyard_client.paging import Cursor
-from rollyard_client.requests import cursors, pools, results
+from rollyard_client.errors import RollyardError
+from rollyard_client.requests import cursors, pools
 from rollyard_client.requests.cursors import Acknowledged
 from rollyard_client.requests.results import Group
 from rollyard_client.training.batch import Batch, gather
 from rollyard_client.training.iterators import ResultIterator
+from rollyard_client.training.pages import group_pages, resume_call, trajectory_pages
 from rollyard_client.training.tokenizer import compare, vocabulary
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ class ResultReader:
             status: Yield only rollouts that ended with this status.
         """
         where = namespace or self.namespace
-        build = partial(results.trajectories, name, where, limit=100, status=status)
-        pages = Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
+        pages = trajectory_pages(name, where, follow=follow, cursor=cursor, status=status)
         return ResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
 
     def groups(
@@ -78,8 +76,9 @@ class ResultReader:
             consumer: Begin at the cursor that was acknowledged under this name.
         """
         where = namespace or self.namespace
-        build = partial(results.groups, name, where, limit=16, informative=informative, dropped=dropped)
-        pages = Cursor(lambda at, wait: build(cursor=at, wait=wait), results.group, follow, cursor)
+        pages = group_pages(
+            name, where, follow=follow, cursor=cursor, informative=informative, dropped=dropped
+        )
         return ResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
 
     def batch(
@@ -203,12 +202,3 @@ def run(steps: Generator[Call[Any], Any, T], transport: SyncTransport) -> T:
             answer = transport.send(call)
         except RollyardError as error:
             failed = error
-
-
-def resume_call(name: str, namespace: str, cursor: str, consumer: str | None) -> Call[Acknowledged] | None:
-    """Return the call that reads where a consumer left off, if one is given."""
-    if consumer is None:
-        return None
-    if cursor:
-        raise Invalid("give 'cursor' or 'consumer', not both")
-    return cursors.acknowledged(name, namespace, consumer)

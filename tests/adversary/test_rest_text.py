@@ -6,9 +6,6 @@ import asyncio
 import gzip
 import io
 import re
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -27,6 +24,7 @@ from rollyard_inference.errors import BackendMismatch
 from rollyard_inference.transports.with_aiohttp import AiohttpTransport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
+from rollyard_testing.api.control_plane import a_control_plane
 
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
 HOSTILE = f"x\n{FORGED}\r\n\x1b[2K\x1b]0;title\x07\x9b31m"
@@ -45,24 +43,10 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
 @contextmanager
 def server(folder: Path) -> Iterator[tuple[httpx.Client, Path]]:
     """Yield a control plane process whose log is a file, and a client with the admin's token."""
-    port, log = folder / "port", folder / "log"
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
-    with log.open("wb") as out:
-        process = subprocess.Popen([*command, "--port-file", str(port)], stdout=out, stderr=out)
-    try:
-        deadline = time.monotonic() + 90
-        while not port.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        token = orjson.loads((folder / "tokens.json").read_bytes())["admin"]
-        url = f"http://127.0.0.1:{port.read_text().strip()}"
-        headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as http:
-            yield http, log
-    finally:
-        process.terminate()
-        process.wait(60)
+    with a_control_plane(folder, ready_seconds=90, end_seconds=60) as started:
+        headers = {"Authorization": f"Bearer {started.tokens['admin']}"}
+        with httpx.Client(base_url=started.url, headers=headers, trust_env=False, timeout=60) as http:
+            yield http, started.log
 
 
 def _lease(http: httpx.Client, stage: str) -> list[dict[str, Any]]:

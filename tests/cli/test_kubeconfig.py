@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rollyard.main import main
+from rollyard_testing.api.control_plane import a_control_plane
 
 SCRIPT = Path(__file__).with_name("scripted_kubectl.py")
 READY_SECONDS = 30
@@ -24,20 +25,10 @@ READY_SECONDS = 30
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
     """Yield the port and the admin's token of a control plane."""
     folder = tmp_path_factory.mktemp("plane")
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
-    process = subprocess.Popen([*command, "--port-file", str(port_file), "--log-level", "error"])
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not port_file.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        token = json.loads((folder / "tokens.json").read_text())["admin"]
-        yield int(port_file.read_text()), token
-    finally:
-        process.terminate()
-        process.wait()
+    with a_control_plane(
+        folder, "--log-level", "error", ready_seconds=READY_SECONDS, end_seconds=60
+    ) as started:
+        yield started.port, started.tokens["admin"]
 
 
 def service(namespace: str, release: str = "rollyard", **changes: Any) -> dict[str, Any]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +13,7 @@ from rollyard.main import main
 from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory
+from rollyard_testing.api.control_plane import a_control_plane
 
 SAID = ["the answer is 4", "I do not know", "```python\nprint(2 + 2)  # \\boxed{8/2}\n```", "(failed)"]
 SEGMENT = {"prompt_ids": [1], "response_ids": [2] * 10, "loss_mask": [1] * 10, "logprobs": [-0.5] * 10,
@@ -44,21 +41,8 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("api")
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
-    try:
-        end = time.monotonic() + 60
-        while not port_file.exists():
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        tokens = json.loads((folder / "tokens.json").read_text())
-        yield Server(f"http://127.0.0.1:{port_file.read_text().strip()}", tokens)
-    finally:
-        process.kill()
-        process.wait(10)
+    with a_control_plane(folder, ready_seconds=60, end_seconds=20) as started:
+        yield Server(started.url, started.tokens)
 
 
 @pytest.fixture(scope="module")

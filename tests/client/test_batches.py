@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +30,7 @@ from rollyard_client.training import arrays
 from rollyard_client.training.iterators import ResultIterator
 from rollyard_client.training.lag import WeightHistory
 from rollyard_crds.weights import WeightUpdate
+from rollyard_testing.api.control_plane import a_control_plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +88,8 @@ def _result(lease: dict[str, Any], versions: Callable[[str], str]) -> dict[str, 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
     folder = tmp_path_factory.mktemp("api")
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
-    try:
-        end = time.monotonic() + 50
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError((folder / "log").read_text())
-            time.sleep(0.02)
-        tokens = json.loads((folder / "tokens.json").read_text())
-        yield Plane(f"http://127.0.0.1:{port_file.read_text().strip()}", tokens)
-    finally:
-        process.terminate()
-        process.wait(20)
+    with a_control_plane(folder, ready_seconds=50, end_seconds=20) as started:
+        yield Plane(started.url, started.tokens)
 
 
 def stream(name: str, **spec: Any) -> dict[str, Any]:

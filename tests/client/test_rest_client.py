@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +38,7 @@ from rollyard_crds.lease import CompleteRequest, LeaseRequest, StageResult
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
+from rollyard_testing.api.control_plane import a_control_plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +50,8 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("api")
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
-    try:
-        end = time.monotonic() + 50
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError((folder / "log").read_text())
-            time.sleep(0.02)
-        tokens = json.loads((folder / "tokens.json").read_text())
-        yield Server(f"http://127.0.0.1:{port_file.read_text().strip()}", tokens)
-    finally:
-        process.terminate()
-        process.wait(20)
+    with a_control_plane(folder, ready_seconds=50, end_seconds=20) as started:
+        yield Server(started.url, started.tokens)
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:

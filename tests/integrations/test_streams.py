@@ -34,6 +34,23 @@ def manifest(samples: int = 2, **tasks: Any) -> dict[str, Any]:
     }
 
 
+class Ended(Iterator[Trajectory]):
+    """The ended rollouts that the test scripts, with a cursor that counts them."""
+
+    def __init__(self, ended: queue.Queue[Trajectory | Exception | None], cursor: str) -> None:
+        self.ended = ended
+        self.cursor = cursor
+
+    def __next__(self) -> Trajectory:
+        one = self.ended.get(timeout=30)
+        if one is None:
+            raise StopIteration
+        if isinstance(one, Exception):
+            raise one
+        self.cursor = str(int(self.cursor or 0) + 1)
+        return one
+
+
 class ScriptedClient:
     """A client whose stream ends rollouts when the test says so."""
 
@@ -43,6 +60,8 @@ class ScriptedClient:
         self.updates: list[tuple[str, str]] = []
         self.update_state = "Succeeded"
         self.ended: queue.Queue[Trajectory | Exception | None] = queue.Queue()
+        self.begun: list[str] = []
+        """The cursors with which readers have begun."""
         self.at_once = True
         """Whether the rollouts of a task end as soon as it is pushed, those with odd numbers first."""
         self.samples = 2
@@ -67,11 +86,9 @@ class ScriptedClient:
                 for task in reversed(tasks):
                     self.ended.put(rollout(task.id, number))
 
-    def trajectories(self, name: str, *, follow: bool, namespace: str) -> Iterator[Trajectory]:
-        while (one := self.ended.get(timeout=30)) is not None:
-            if isinstance(one, Exception):
-                raise one
-            yield one
+    def trajectories(self, name: str, *, follow: bool, cursor: str, namespace: str) -> Ended:
+        self.begun.append(cursor)
+        return Ended(self.ended, cursor)
 
     def update_weights(self, pool: str, version: str, *, checkpoint: str, mode: str) -> Any:
         self.updates.append((version, checkpoint))
@@ -165,12 +182,14 @@ def test_whoever_waits_hears_why_nothing_comes(end: Exception | None) -> None:
     client.at_once = False
     player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
     future = player.start(TASKS[:1])[0]
+    client.ended.put(rollout("somebody-elses", 0))
     client.ended.put(end)
     with pytest.raises(ServerUnavailable if isinstance(end, ServerUnavailable) else StreamEnded):
         future.result(30)
     client.at_once = True
-    # The player reads again for the next call.
+    # The player reads on for the next call, and nothing twice.
     assert len(player.play(TASKS, timeout=30)) == 2
+    assert client.begun == ["", "1"]
 
 
 def test_a_job_that_is_no_stream_is_refused() -> None:

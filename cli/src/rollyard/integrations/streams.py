@@ -73,6 +73,7 @@ class StreamPlayer:
         self._pending: dict[str, _Pending] = {}
         self._pushed = 0
         self._reader: threading.Thread | None = None
+        self._cursor = ""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -198,7 +199,12 @@ class StreamPlayer:
 
     def _follow(self) -> None:
         try:
-            for trajectory in self.client.trajectories(self.name, follow=True, namespace=self.namespace):
+            # Only one reader runs at a time, so each begins where the one before it ended.
+            results = self.client.trajectories(
+                self.name, follow=True, cursor=self._cursor, namespace=self.namespace
+            )
+            for trajectory in results:
+                self._cursor = results.cursor
                 self._take(trajectory)
                 if self._closed:
                     return

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the page: a browser, a live Rollyard, and a control plane with many kinds of rollouts."""
+"""Fixtures for tests of the page: a browser, a live Rollyard, and a store with many kinds of rollouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASKS, SAMPLES = 6, 4
 
 @pytest.fixture(scope="module")
 def browser(missing: Callable[[str], None]) -> Iterator[Browser]:
-    """Start Chromium. It ends with the module: Playwright holds the thread's event loop, which others need."""
+    """Start Chromium. It ends with the module, because Playwright holds the event loop of the thread."""
     reason = problem()
     if reason is not None:
         missing(reason)

@@ -12,7 +12,7 @@ _SERIOUS: Final = ("serious", "critical")
 
 
 def faults(page: Page) -> list[str]:
-    """Return the serious and critical faults of a page by the rules of WCAG 2 AA, each with its first places."""
+    """Return the serious and critical faults of a page by WCAG 2 AA, each with its first places."""
     options = {"resultTypes": ["violations"], "runOnly": {"type": "tag", "values": _WCAG_AA}}
     found: list[dict[str, Any]] = Axe().run(page, options=options).response["violations"]
     return [

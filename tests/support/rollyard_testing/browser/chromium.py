@@ -11,7 +11,7 @@ from typing import Final
 from playwright.sync_api import Browser, sync_playwright
 
 PATIENCE: Final = 60_000.0
-"""The time in milliseconds that a step in the browser may take on a busy machine. It is a bound, and no wait."""
+"""The bound on a step in the browser in milliseconds, which only a busy machine comes near."""
 _QUIET: Final = (
     # A container's /dev/shm is often too small for a page.
     "--disable-dev-shm-usage",

@@ -1,4 +1,4 @@
-"""`rollyard up` with the job of the quickstart at a small size, to be looked at while it runs and afterwards."""
+"""`rollyard up` with the job of the quickstart at a small size, while it runs and afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Texts with which a policy, a worker or a task attacks whoever looks at its rollouts.
 
-If one of them is taken for more than text, then it runs a script that sets `window.attacked`, makes an element
-with the attribute `data-attack` or one that asks `attacker.example`, or hides what it says.
+If one of them is taken for more than text, then it runs a script that sets `window.attacked`, makes an
+element with the attribute `data-attack` or one that asks `attacker.example`, or hides what it says.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ TEXTS: Final[Mapping[str, str]] = {
     "end of a script": f"</script></textarea></title><script data-attack src={_BEACON}></script>",
     "handler": "<img data-attack src=x onerror=\"window.attacked='handler'\">",
     "svg": "<svg data-attack onload=\"window.attacked='svg'\"><use href='data:,x'></use></svg>",
-    "frame": f"<iframe data-attack src={_BEACON} srcdoc=\"<script>parent.attacked='frame'</script>\"></iframe>",
+    "frame": f'<iframe data-attack src={_BEACON} srcdoc="<script>parent.attacked=1</script>"></iframe>',
     "form": f'<form data-attack action={_BEACON}><input autofocus onfocus="window.attacked=1"></form>',
     "style": f"<style data-attack>@import '{_BEACON}';*{{display:none!important}}</style>",
     "refresh": f'<meta data-attack http-equiv=refresh content="0;url={_BEACON}"><base href={_BEACON}>',
-    "link": f"<a data-attack href=\"javascript:window.attacked='link'\">x</a> [x](javascript:alert(1))",
+    "link": "<a data-attack href=\"javascript:window.attacked='link'\">x</a> [x](javascript:alert(1))",
     "picture": f"![chart]({_BEACON}.png) <link rel=stylesheet href={_BEACON}> {_BEACON}",
     "template": "${window.attacked='template'} {{constructor.constructor(\"window.attacked='mustache'\")()}}",
     "quotes": "\"'`><b data-attack onmouseover=alert(1)>&lt;b&gt;&amp;&#60;",
     "direction": "invoice\u202egnp.exe\u202c and \u2066isolated\u2069 \u200fmarks\u200e",
     "zero width": "pay\u200bload\u200c\u200d\u2060\ufeff\u00ad end",
     "tags": "seen" + "".join(chr(0xE0000 + ord(c)) for c in "hidden instruction") + " end",
-    "terminal": "\x1b[31mred\x1b[0m\x1b[2J\x1b]0;title\x07\x1b]8;;https://attacker.example\x07link\x1b]8;;\x07",
-    "controls": "null \x00 bell \x07 back\x08\x08\x08 C1 \x9b31m \x85 del \x7f lines\u2028and\u2029paragraphs\r\n",
+    "terminal": "\x1b[31mred\x1b[0m\x1b[2J\x1b]0;title\x07\x1b]8;;https://attacker.example\x07x\x1b]8;;\x07",
+    "controls": "null \x00 bell \x07 back\x08 C1 \x9b31m \x85 del \x7f lines\u2028and\u2029paragraphs\r\n",
     "combining": "Z" + "\u0301\u0320\u0489" * 400,
     "no space": "W" * 50_000,
     "prototype": "__proto__",
@@ -50,7 +50,7 @@ LEGAL_TASK_IDS: Final = ("a/../../b", "c//d/./e:f", "v1/overview", "constructor"
 """Ids of tasks that requests may bring."""
 ILLEGAL_TASK_IDS: Final = (
     "%2e%2e/%2f",
-    'q"u\'o`t<e data-attack>',
+    "q\"u'o`t<e data-attack>",
     "a?b#c&d",
     "../up",
     " sp ace ",
@@ -78,7 +78,10 @@ def _everywhere(text: str, conversations: Conversations) -> dict[str, Any]:
                 {
                     "id": "call_0",
                     "type": "function",
-                    "function": {"name": text[:128], "arguments": {text[:64]: text, "__proto__": {"x": text}}},
+                    "function": {
+                        "name": text[:128],
+                        "arguments": {text[:64]: text, "__proto__": {"x": text}},
+                    },
                 }
             ],
         },
@@ -86,7 +89,12 @@ def _everywhere(text: str, conversations: Conversations) -> dict[str, Any]:
         {"role": "assistant", "content": text},
     ]
     made["turns"][0]["tool_calls"] = [
-        {"name": text[:128], "arguments": {"__proto__": {"x": text}, "y": text}, "error": text, "seconds": 0.1}
+        {
+            "name": text[:128],
+            "arguments": {"__proto__": {"x": text}, "y": text},
+            "error": text,
+            "seconds": 0.1,
+        }
     ]
     made["metadata"] = {"__proto__": {"attacked": text}, "eval": text, text[:64]: [text]}
     made["truncated"], made["truncated_reason"] = True, text[:64]
@@ -132,7 +140,12 @@ def _results(now: float) -> list[Result]:
     for name in NAMES:
         made.append(
             Result(
-                state=RolloutState.FAILED, reward=None, ended_at=now - 50, reason=name, worker=name, message=name
+                state=RolloutState.FAILED,
+                reward=None,
+                ended_at=now - 50,
+                reason=name,
+                worker=name,
+                message=name,
             )
         )
     output = f"first line\n{'x' * 80}\n" + "".join(f"line {n} <b data-attack>\n" for n in range(LARGE // 26))

@@ -113,7 +113,7 @@ class Conversations:
 
     def of_length(self, tokens: int, prompt_tokens: int = 2000) -> dict[str, Any]:
         """Return a trajectory of about so many tokens in all: one turn in three is a tool's output."""
-        words = "sort the rows of data by the third column and count those that hold willow".split()
+        words = ("sort", "the", "rows", "of", "data", "by", "third", "column", "and", "count", "willow")
 
         def some(count: int) -> str:
             return " ".join(self._rng.choice(words) for _ in range(count))

@@ -17,7 +17,7 @@ SAMPLES: Final = 8
 SPAN: Final = 3600.0
 """The time in which the rollouts of a job end, in seconds."""
 REASONS: Final = ("RunTimeout", "SandboxLost", "EvalTimeout", "BackendUnavailable")
-WORDS: Final = "maple willow lantern cherry bagel wagon dolphin basil galaxy kettle mitten lily".split()
+WORDS: Final = ("maple", "willow", "lantern", "cherry", "bagel", "wagon", "dolphin", "basil", "galaxy")
 """A word of these is in the conversations of each group with the same number, modulo their count."""
 LONG_TOKENS: Final = 100_000
 LONG_GROUP: Final = 3
@@ -47,7 +47,9 @@ def _reward(rng: random.Random, group: int) -> float:
 
 def _recorded(conversations: Conversations, word: str, version: str) -> tuple[bytes, int]:
     steps = [
-        Step(f"I look for {word} in the files.", f"grep -rc {word} data", f"data/a.txt:12\ndata/{word}.txt:3\n"),
+        Step(
+            f"I look for {word} in the files.", f"grep -rc {word} data", f"data/a.txt:12\ndata/{word}.txt:3\n"
+        ),
         Step(f"There are 15 lines with {word}."),
     ]
     made = conversations.trajectory(f"Count the lines with {word} below data.", steps, [version])
@@ -129,7 +131,11 @@ async def ordinary_job(
             reward=reward,
             ended_at=at,
             seconds=(round(rng.uniform(0.05, 0.3), 3), round(run, 3), round(rng.uniform(0.05, 0.4), 3)),
-            queued=(round(rng.uniform(0, 2), 3), round(rng.uniform(0, 0.5), 3), round(rng.uniform(0, 0.2), 3)),
+            queued=(
+                round(rng.uniform(0, 2), 3),
+                round(rng.uniform(0, 0.5), 3),
+                round(rng.uniform(0, 0.2), 3),
+            ),
             model=round(run * 0.7, 3),
             tools=round(run * 0.2, 3),
             trajectory=blob,
@@ -144,7 +150,5 @@ async def ordinary_job(
             attempts=_retried(rng, at) if fails or rng.random() < 0.02 else None,
         )
 
-    await store.job(
-        name, plain_tasks(groups), SAMPLES, result, order, began=now - span - 10.0, pool=pool
-    )
+    await store.job(name, plain_tasks(groups), SAMPLES, result, order, began=now - span - 10.0, pool=pool)
     return Ordinary(groups, failed, rewards)

@@ -1,8 +1,8 @@
 """A control plane's store that is filled with ended rollouts in the way in which its own code ends them.
 
-Rollouts are queued by `jobs.create`, ended by `ending.end` and moved into the trajectory store by the archive.
-Whatever these keep for the page, such as counters, is therefore kept of the rollouts here as well. Only the
-work of the stages is left out: their results are written into the rows.
+Rollouts are queued by `jobs.create`, ended by `ending.end` and moved into the trajectory store by the
+archive. Whatever these keep for the page, such as counters, is therefore kept of the rollouts here as well.
+Only the work of the stages is left out: their results are written into the rows.
 """
 
 from __future__ import annotations

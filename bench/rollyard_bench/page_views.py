@@ -22,7 +22,7 @@ SCROLL_PIXELS: Final = 600
 """How far each frame of a scroll moves: some twenty rows."""
 _CELLS: Final = "document.querySelectorAll('[role=grid] [data-row] [data-key=sample]').length >= 40"
 _JOB_SHOWN: Final = f"{_CELLS} && document.querySelectorAll('.panel').length >= 2"
-_TOKENS_SHOWN: Final = "document.querySelectorAll('[data-token]').length >= 50"
+_TOKENS_SHOWN: Final = "document.querySelectorAll('.token-line [data-start]').length >= 20"
 
 # An init script runs before the page's own, so it sees the first frame in which the condition holds.
 _WHEN_SHOWN: Final = """
@@ -66,7 +66,8 @@ _SCROLL: Final = """
     frames.push(now - before);
     before = now;
     waited = moved ? now : waited;
-    if (!moved && seen >= rows) return resolve({frames: frames.slice(1), seen, heap: Math.max(0, ...heaps)});
+    const whole = rows ? seen >= rows : !list.querySelector(".token-awaited");
+    if (!moved && whole) return resolve({frames: frames.slice(1), seen, heap: Math.max(0, ...heaps)});
     if (now - begin > 110000) return reject(new Error(`only ${seen} of ${rows} rows were reached`));
     requestAnimationFrame(step);
   };
@@ -240,7 +241,7 @@ def trajectory(stage: Stage, tokens: int) -> list[Measurement]:
         idle = _heap(page)
         page.goto(url)
         page.wait_for_function(_TOKENS_SHOWN, timeout=LIMIT_MS)
-        found = page.evaluate(_SCROLL, [".tokens", 1, SCROLL_PIXELS, "data-row"])
+        found = page.evaluate(_SCROLL, [".token-lines", 0, SCROLL_PIXELS, "data-row"])
         nodes = page.evaluate("document.querySelectorAll('*').length")
         after = _heap(page)
     how = (

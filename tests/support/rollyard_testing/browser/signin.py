@@ -59,7 +59,7 @@ class Served:
 @contextmanager
 def a_context(browser: Browser, served: Served, **options: Any) -> Iterator[tuple[BrowserContext, Witness]]:
     """Yield a fresh context of a browser with a witness of its pages, and close it with the block."""
-    context = browser.new_context(**options)
+    context = browser.new_context(**{"locale": "en-US", **options})
     context.set_default_timeout(PATIENCE)
     context.set_default_navigation_timeout(PATIENCE)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -78,6 +79,7 @@ async def lease(request: Request) -> Response:
     refuse_other_job(request, asked.namespace or "default", asked.job)
     job = bound_of(request)
     job_id = None if job is None else job.id
+    plane.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
     ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace, job_id)
     stages = sorted(stage for stage, places in ask.capacity.items() if places > 0)
     with plane.worker_polls.held(ask.namespace or "") if asked.wait > 0 else nullcontext():
@@ -135,6 +137,7 @@ async def heartbeat(request: Request) -> Response:
         unused = node_loss.give_up(tx, beat.ending) if beat.ending else []
         return lost, cancelled, unnamed, oldest, unused, tx.now
 
+    plane.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
     lost, cancelled, unnamed, oldest, unused, now = await plane.database.write(op, durable=False)
     return _reply(
         request,

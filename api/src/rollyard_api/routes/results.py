@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from rollyard_crds.rolloutjob import StageName
+from fastapi import APIRouter, Depends, Query, Request
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
@@ -16,14 +15,16 @@ from starlette.responses import Response
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, TooLarge
-from rollyard_api.core.states import ENDED, RolloutState
+from rollyard_api.core.states import ENDED
 from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import Namespace, Wait, answer, is_older_client, plane_of
+from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.routes.result_pages import ResultPage, result_page
 from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import attempts, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
+from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
 
@@ -177,25 +178,30 @@ async def _large_group(
 async def list_rollouts(
     request: Request,
     name: str,
+    asked: Annotated[RolloutFilter, Depends(rollout_filter)],
     namespace: Namespace = "default",
-    stage: StageName | None = None,
-    status: Literal["queued", "leased", "succeeded", "failed", "cancelled"] | None = None,
-    retried: bool = False,
+    slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
 ) -> Response:
     """List rollouts in brief: stage, status, attempts so far, reward, timings and worker.
 
-    `retried=true` leaves out those without an attempt that did not end well.
+    `retried=true` leaves out those without an attempt that did not end well. With `slim=true` rows are
+    shorter, at most 200 come at once, and they are sorted and filtered: an order by what only ended
+    rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
     plane = plane_of(request)
-    wanted = RolloutState.matching(stage, status)
+    if slim:
+        return await slim_page(plane, namespace, name, asked, min(limit, MAX_ROWS), after)
+    check_plain_list(asked)
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
         job = jobs.find(conn, namespace, name)
         begin = _rollout_after(after, job)
-        found, more = records.summaries(conn, job.id, wanted, limit, begin, most, retried=retried)
+        found, more = records.summaries(
+            conn, job.id, asked.states, limit, begin, most, retried=asked.retried
+        )
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
     async with plane.looks.held(namespace):

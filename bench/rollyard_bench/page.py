@@ -14,7 +14,7 @@ from rollyard_testing.browser.chromium import a_browser, problem
 from rollyard_testing.browser.plane import a_plane
 from rollyard_testing.browser.signin import Served, cookies_of
 from rollyard_testing.page.conversations import TINY_POLICY
-from rollyard_testing.page.ordinary import LONG_GROUP, LONG_TOKENS, Ordinary, ordinary_job
+from rollyard_testing.page.ordinary import LONG_GROUP, LONG_TOKENS, VERSIONS, Ordinary, ordinary_job
 from rollyard_testing.page.store import opened
 
 from rollyard_bench import page_cost, page_views
@@ -31,7 +31,7 @@ BUNDLE: Final = Path(rollyard_api.__file__).parent / "page"
 
 async def _fill(state: Path) -> Ordinary:
     async with opened(state) as store:
-        await store.pool("default", TINY_POLICY)
+        await store.pool("default", TINY_POLICY, VERSIONS)
         return await ordinary_job(store, NAME, GROUPS, time.time(), pool="default", long=True)
 
 

@@ -274,5 +274,6 @@ def long_rollout(served: Served, job: str, task: str) -> str:
         answer: httpx.Response = http.get(
             f"/v1/rolloutjobs/{job}/grid", params={"task": task}
         ).raise_for_status()
-        name: str = answer.json()["items"][0]["samples"][0][0]
+        grid = answer.json()
+        name: str = grid["prefix"] + grid["items"][0]["samples"][0][0]
         return name

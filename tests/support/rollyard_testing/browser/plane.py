@@ -21,7 +21,7 @@ import httpx
 from rollyard_testing.browser.signin import Served
 from rollyard_testing.page.attacks import hostile_job
 from rollyard_testing.page.conversations import TINY_POLICY
-from rollyard_testing.page.ordinary import Ordinary, ordinary_job
+from rollyard_testing.page.ordinary import VERSIONS, Ordinary, ordinary_job
 from rollyard_testing.page.store import opened
 
 READY_SECONDS: Final = 120.0
@@ -136,7 +136,7 @@ class Filled:
 async def _fill(state: Path) -> Filled:
     now = time.time()
     async with opened(state) as store:
-        await store.pool("default", TINY_POLICY)
+        await store.pool("default", TINY_POLICY, VERSIONS)
         ended = await ordinary_job(store, ENDED, GROUPS, now, pool="default", long=True)
         half = await ordinary_job(store, HALF, GROUPS, now, pool="default", ended=0.5, seed=1)
         await hostile_job(store, HOSTILE, now, pool="default")

@@ -19,6 +19,8 @@ SPAN: Final = 3600.0
 REASONS: Final = ("RunTimeout", "SandboxLost", "EvalTimeout", "BackendUnavailable")
 WORDS: Final = ("maple", "willow", "lantern", "cherry", "bagel", "wagon", "dolphin", "basil", "galaxy")
 """A word of these is in the conversations of each group with the same number, modulo their count."""
+VERSIONS: Final = tuple(f"step-{number}" for number in range(1, 9))
+"""The labels of the weights that sampled the rollouts, one after the other."""
 LONG_TOKENS: Final = 100_000
 LONG_GROUP: Final = 3
 """The group whose first sample has a long trajectory, if the job has one."""
@@ -99,9 +101,8 @@ async def ordinary_job(
     """
     rng = random.Random(seed)
     conversations = Conversations(seed=seed)
-    versions = [f"step-{number}" for number in range(1, 9)]
     recorded = {
-        (word, version): _recorded(conversations, word, version) for word in WORDS for version in versions
+        (word, version): _recorded(conversations, word, version) for word in WORDS for version in VERSIONS
     }
     order: list[Rollout] = [(no, sample) for no in range(round(groups * ended)) for sample in range(SAMPLES)]
     # Neighbours end about together, but a group does not end as a whole.
@@ -113,8 +114,8 @@ async def ordinary_job(
     def result(no: int, sample: int) -> Result:
         nonlocal failed
         share = place[no, sample] / max(1, len(order))
-        index = min(len(versions) - 1, int(share * len(versions)))
-        blob, tokens = recorded[WORDS[no % len(WORDS)], versions[index]]
+        index = min(len(VERSIONS) - 1, int(share * len(VERSIONS)))
+        blob, tokens = recorded[WORDS[no % len(WORDS)], VERSIONS[index]]
         # Ends come in batches of a second or so, as those of workers do.
         at = round(now - span + span * share, 0 if groups > 1000 else 1)
         run = rng.lognormvariate(0.7, 0.5) * (12.0 if rng.random() < 0.01 else 1.0)

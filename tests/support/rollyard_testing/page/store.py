@@ -27,12 +27,13 @@ from rollyard_api.rollouts.ending import Ending
 from rollyard_api.settings import Settings
 from rollyard_api.storage import migrate
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.schema import jobs as job_table
-from rollyard_api.storage.schema import payloads, rollouts
+from rollyard_api.storage.schema import payloads, rollouts, weight_updates
+from rollyard_api.storage.schema import pools as pool_table
+from rollyard_api.trajectories import traces
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_crds.backendpool import BackendPool
-from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.rolloutjob import STAGES, RolloutJob
 from sqlalchemy import bindparam
 
 BATCH: Final = 1024
@@ -75,14 +76,22 @@ class Result:
 
     @property
     def timings(self) -> str:
-        """The timings as the rollout's row keeps them."""
-        stages = {
-            stage: {"queued_seconds": queued, "active_seconds": active, "attempts": 1}
-            for stage, queued, active in zip(("init", "run", "eval"), self.queued, self.seconds, strict=True)
-        }
+        """The timings as the rollout's row keeps them, with the times at which it entered its states."""
+        document: dict[str, Any] = {}
+        now = self.ended_at - sum(self.queued) - sum(self.seconds)
+        before, since = RolloutState.QUEUED_INIT, now
+        for stage, queued, active in zip(STAGES, self.queued, self.seconds, strict=True):
+            document[stage] = {"queued_seconds": queued, "active_seconds": active, "attempts": 1}
+            for state, at in ((RolloutState.queued(stage), now), (RolloutState.leased(stage), now + queued)):
+                if state is not before:
+                    traces.note(document, before, since, state, at)
+                    before, since = state, at
+            now += queued + active
+            if stage == self.stage:
+                break
         own = max(0.0, round(self.seconds[1] - self.model - self.tools, 6))
         worked = {"model_seconds": self.model, "tool_seconds": self.tools, "own_seconds": own}
-        return dumps(stages | worked).decode()
+        return dumps(document | worked).decode()
 
 
 Rollout = tuple[int, int]
@@ -108,8 +117,14 @@ class Store:
         self._database = database
         self._archive = archive
 
-    async def pool(self, name: str, model: Path) -> None:
-        """Register a pool whose tokenizer is in the folder of its model. It has no server that answers."""
+    async def pool(self, name: str, model: Path, versions: Sequence[str] = ()) -> None:
+        """Register a pool whose tokenizer is in the folder of its model. It has no server that answers.
+
+        Args:
+            name: The name of the pool.
+            model: The folder of its model.
+            versions: The labels of the weights that it has had, whose policy_index counts from 1.
+        """
         document = {
             "apiVersion": "rollyard.dev/v1alpha1",
             "kind": "BackendPool",
@@ -121,7 +136,14 @@ class Store:
             },
         }
         pool = BackendPool.model_validate(document)
-        await self._database.write(lambda tx: pools.create(tx, pool))
+
+        def create(tx: Transaction) -> None:
+            pools.create(tx, pool)
+            row = pools.find(tx.conn, pool.metadata.namespace, name)
+            for index, version in enumerate(versions, 1):
+                _updated(tx, row.id, version, index)
+
+        await self._database.write(create)
 
     async def job(
         self,
@@ -173,19 +195,37 @@ class Store:
             await self._database.write(partial(_end, job_id=job_id, ended=some))
             while await self._archive.flush():
                 pass
-
-    async def delete(self, name: str, namespace: str = "default") -> None:
-        """Mark a job as deleted, as a request would."""
-        chosen = (job_table.c.namespace == namespace, job_table.c.name == name)
-        await self._database.write(
-            lambda tx: tx.conn.execute(sa.update(job_table).where(*chosen).values(deleted_at=tx.now))
-        )
+        finished = len(order) == len(tasks) * samples
+        # This is what a driver writes.
+        status: dict[str, Any] = {"phase": "Succeeded" if finished else "Run", "observedGeneration": 1, "conditions": []}
+        await self._database.write(lambda tx: jobs.put_status(tx, namespace, name, status))
 
 
 def _batches(order: Sequence[Rollout]) -> Iterator[list[Rollout]]:
     left = iter(order)
     while batch := list(islice(left, BATCH)):
         yield batch
+
+
+def _updated(tx: Transaction, pool_id: int, version: str, index: int) -> None:
+    """Record an update of a pool's weights that has succeeded."""
+    tx.conn.execute(
+        sa.insert(weight_updates).values(
+            pool_id=pool_id,
+            policy_version=version,
+            policy_index=index,
+            request=b"{}",
+            state="Succeeded",
+            verified=True,
+            verified_by="",
+            message="",
+            progress=b"{}",
+            created_at=tx.now,
+            finished_at=tx.now,
+        )
+    )
+    values = {"policy_version": version, "policy_index": index}
+    tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == pool_id).values(**values))
 
 
 _WORK = (

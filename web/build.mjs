@@ -63,7 +63,7 @@ async function tests() {
       platform: "node",
     });
     const paths = names.map((name) => join(folder, name.replace(/\.ts$/, ".mjs")));
-    process.exitCode = spawnSync(process.execPath, ["--test", ...paths], { stdio: "inherit" }).status ?? 1;
+    process.exitCode = spawnSync(process.execPath, ["--test", "--test-reporter=dot", ...paths], { stdio: "inherit" }).status ?? 1;
   } finally {
     rmSync(folder, { recursive: true, force: true });
   }

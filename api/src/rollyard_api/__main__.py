@@ -21,6 +21,8 @@ import uvicorn
 from rollyard_crds.security.log_text import log_to
 
 from rollyard_api.app import build
+from rollyard_api.browsers import config as browsers
+from rollyard_api.browsers.config import BrowserOptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.sandbox_hosts import HostPatternError
@@ -225,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
         "(default: ROLLYARD_VERIFY_PYTHON, else this one if it has them)",
     )
     made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    browsers.add_options(made)
     prorl_listener.add_options(made)
     return made
 
@@ -258,9 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return EXIT_USAGE
     try:
+        shown = browsers.parsed(given)
         sock = listening_socket(given.host, given.port, "--port")
         prorl = prorl_listener.opened(given)
-    except (NoSocket, ProrlConfigError) as error:
+    except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     settings = Settings(
@@ -275,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         older_job_tokens=not given.refuse_older_job_tokens,
         open_metrics=given.open_metrics,
         open_docs=given.open_docs,
+        browsers=shown,
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),

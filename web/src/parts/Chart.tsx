@@ -3,6 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
+import { hourAndMinute } from "../text/format";
 import "uplot/dist/uPlot.min.css";
 
 export interface ChartProps {
@@ -78,8 +79,13 @@ function optionsOf(latest: { current: ChartProps }, width: number, height: numbe
   const stroke = style.getPropertyValue(latest.current.colour ?? "--accent").trim();
   const axis = { stroke: text, grid, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const { time } = latest.current;
-  const x: uPlot.Axis = { ...axis, size: 26 };
-  if (!time) x.values = (_, splits) => splits.map((value) => latest.current.labels?.[value] ?? String(value));
+  const x: uPlot.Axis = { ...axis, size: 26, space: 70 };
+  if (time) {
+    x.values = (_, splits) => splits.map(hourAndMinute);
+  } else {
+    x.incrs = [1, 2, 5, 10, 20, 50, 100];
+    x.values = (_, splits) => splits.map((value) => latest.current.labels?.[value] ?? String(value));
+  }
   return {
     width,
     height,

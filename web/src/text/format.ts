@@ -6,6 +6,7 @@ const percentage = new Intl.NumberFormat(undefined, { style: "percent", maximumF
 const rewards = new Intl.NumberFormat(undefined, { maximumFractionDigits: 3 });
 const moments = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 const clocks = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const minutes = new Intl.DateTimeFormat(undefined, { hour: "numeric", minute: "2-digit" });
 
 /** Stands where there is no value. */
 export const NOTHING = "–";
@@ -68,6 +69,15 @@ export function ago(time: number | null | undefined, now: number): string {
 
 export function moment(time: number | null | undefined): string {
   return time == null ? NOTHING : moments.format(time * 1000);
+}
+
+export function hourAndMinute(time: number): string {
+  return minutes.format(time * 1000);
+}
+
+/** A count with the name of what is counted, which has an s unless there is one. */
+export function counted(value: number, name: string): string {
+  return `${whole.format(value)} ${name}${value === 1 ? "" : "s"}`;
 }
 
 export function clock(time: number): string {

@@ -6,14 +6,15 @@
  * by something that can be seen.
  */
 
-/** Unicode has pictures of the C0 controls from here on, in their order. */
-const CONTROL_PICTURES = 0x2400;
-const DELETE_PICTURE = "\u2421";
+/** The names of the C0 controls. Unicode has pictures of them, which many monospaced fonts lack. */
+const CONTROLS = (
+  "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US"
+).split(" ");
 
 /**
- * C0 but tab and line feed, DEL and C1, soft hyphen, combining grapheme joiner, Arabic letter mark, fillers, zero-width characters, marks
- * and overrides of direction, invisible operators, annotation anchors, variation selectors but the usual emoji one,
- * the byte order mark, tags, and lone surrogates.
+ * C0 but tab and line feed, DEL and C1, soft hyphen, combining grapheme joiner, Arabic letter mark, fillers,
+ * zero-width characters, marks and overrides of direction, invisible operators, annotation anchors, variation
+ * selectors but the usual one of emoji, the byte order mark, tags, and lone surrogates.
  */
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff0-\ufffb\u{1bca0}-\u{1bca3}\u{1d173}-\u{1d17a}\u{e0000}-\u{e0fff}\ud800-\udfff]/gu;
@@ -23,9 +24,19 @@ export function visible(text: string): string {
   return text.replace(HIDDEN, mark);
 }
 
-/** As `visible`, on one line: line feeds and tabs become pictures as well. */
+/** As `visible`, on one line: line feeds and tabs become signs as well. */
 export function visibleLine(text: string): string {
-  return visible(text).replace(/\n/g, "\u240a").replace(/\t/g, "\u2409");
+  return visible(text).replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5");
+}
+
+/** Cuts a text to at most so many lines and UTF-16 units. Returns the text itself where it is short enough. */
+export function folded(text: string, lines: number, most: number): string {
+  let end = -1;
+  for (let line = 0; line < lines; line += 1) {
+    end = text.indexOf("\n", end + 1);
+    if (end < 0 || end >= most) return shortened(text, most);
+  }
+  return end + 1 < text.length ? `${text.slice(0, end)}\n…` : text;
 }
 
 /** Cuts a text to at most `most` UTF-16 units without splitting a pair, and says so with an ellipsis. */
@@ -37,7 +48,7 @@ export function shortened(text: string, most: number): string {
 
 function mark(character: string): string {
   const code = character.codePointAt(0) ?? 0;
-  if (code < 0x20) return String.fromCodePoint(CONTROL_PICTURES + code);
-  if (code === 0x7f) return DELETE_PICTURE;
+  const name = code === 0x7f ? "DEL" : CONTROLS[code];
+  if (name !== undefined) return `\u27e6${name}\u27e7`;
   return `\u27e6U+${code.toString(16).toUpperCase().padStart(4, "0")}\u27e7`;
 }

@@ -2,7 +2,7 @@
  * Tokens broken into lines of equal height, and lines into runs of equal looks.
  *
  * A line ends after a token that ends with a line feed, and before a token that has no room. The text of one token
- * may span lines, as in a run of line feeds: it is drawn with pictures in the place of line feeds, so that a token
+ * may span lines, as in a run of line feeds: it is drawn with signs in the place of line feeds, so that a token
  * stays on one line and the height of a line is known.
  */
 

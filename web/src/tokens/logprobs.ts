@@ -24,7 +24,7 @@ export function logprobsOf(sent: string | readonly (number | null)[]): Float32Ar
   if (typeof sent !== "string") return Float32Array.from(sent, (value) => value ?? NaN);
   const bytes = bytesOf(sent);
   const values = new Float32Array(bytes.length);
-  for (let i = 0; i < bytes.length; i += 1) values[i] = bytes[i] === 0 ? NaN : -((bytes[i] ?? 1) - 1) * STEP;
+  for (let i = 0; i < bytes.length; i += 1) values[i] = bytes[i] === 0 ? NaN : (1 - (bytes[i] ?? 1)) * STEP;
   return values;
 }
 

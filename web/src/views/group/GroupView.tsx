@@ -11,7 +11,7 @@ import { wordOf } from "../../state/place";
 import { useJobRefresh, useResource } from "../../state/resource";
 import { useLocation, useServices } from "../../state/services";
 import { Choice } from "../../parts/fields";
-import { count, reward } from "../../text/format";
+import { count, counted, reward } from "../../text/format";
 import { visibleLine } from "../../text/visible";
 import { Gone } from "../job/JobView";
 import { shadeOfReward } from "../job/GroupRow";
@@ -77,7 +77,7 @@ export function GroupView({ namespace, name, task }: { namespace: string; name: 
           />
         </div>
         <p class="figures">
-          <b>{count(samples.length)}</b> samples, <b>{count(rewards.length)}</b> with a reward, mean{" "}
+          <b>{counted(samples.length, "sample")}</b>, <b>{count(rewards.length)}</b> with a reward, mean{" "}
           <b>{rewards.length ? reward(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "–"}</b>
         </p>
         <ul class="sample-strip" aria-label="Samples">

@@ -10,12 +10,13 @@ import { Badge } from "../../parts/status";
 import { useResource } from "../../state/resource";
 import { useServices } from "../../state/services";
 import { brief, count, duration, reward } from "../../text/format";
-import { shortened, visible, visibleLine } from "../../text/visible";
+import { folded, shortened, visible, visibleLine } from "../../text/visible";
 import { shadeOfReward } from "../job/GroupRow";
 
-/** Messages and characters of each that a column shows; the rollout's own view shows all of them. */
+/** Messages, and characters and lines of each, that a column shows; the rollout's own view shows all of them. */
 const MESSAGES = 30;
-const CHARACTERS = 1_200;
+const CHARACTERS = 800;
+const LINES = 12;
 
 export interface SampleColumnProps {
   sample: RolloutRow;
@@ -67,7 +68,7 @@ export function SampleColumn({ sample, namespace, name, least, most }: SampleCol
       {messages.data?.items.map((message, index) => (
         <div key={index} class={`mini role-${roleClass(message.role)}`}>
           <span class="mini-role">{visibleLine(shortened(message.role, 20))}</span>
-          <div class="text">{visible(shortened(message.content ?? "", CHARACTERS))}</div>
+          <div class="text">{visible(folded(message.content ?? "", LINES, CHARACTERS))}</div>
           {(message.tool_calls ?? []).map((call, place) => (
             <div key={place} class="mini-call mono">
               {visibleLine(shortened(call.name, 80))}({visibleLine(shortened(call.arguments, 200))})

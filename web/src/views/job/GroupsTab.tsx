@@ -143,11 +143,15 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
           onKeyDown={(event) => moveInGrid(event, holder.current, groups.items.length, GROUP_ROW_HEIGHT)}
           header={
             <div class="grid-row grid-head" role="row">
-              <span role="columnheader">No</span>
+              <span role="columnheader" class="number">
+                No
+              </span>
               <span role="columnheader">Task</span>
               <span role="columnheader">Signal</span>
               <span role="columnheader">State</span>
-              <span role="columnheader">Mean</span>
+              <span role="columnheader" class="number">
+                Mean
+              </span>
               <span role="columnheader">Samples</span>
             </div>
           }

@@ -7,7 +7,7 @@ import { Link } from "../../parts/Link";
 import { Badge } from "../../parts/status";
 import { useResource } from "../../state/resource";
 import { useLocation, useServices } from "../../state/services";
-import { ago, count, duration } from "../../text/format";
+import { ago, count, counted, duration } from "../../text/format";
 import { shortened, visible, visibleLine } from "../../text/visible";
 
 /** Seconds of silence after which a worker or node is shown as silent. */
@@ -53,12 +53,12 @@ export function Fleet({ nodes, workers, more, now }: FleetProps): JSX.Element {
                 >
                   <b>{visibleLine(shortened(item.name, 60))}</b>
                   <span>
-                    {count(item.workers)} workers, {count(item.active)} rollouts
+                    {counted(item.workers, "worker")}, {counted(item.active, "rollout")}
                   </span>
                   <span class={silent ? "warn-text" : "muted"}>
                     {silent ? "! silent, " : ""}heard {ago(item.heard_at, now)}
                   </span>
-                  {errors ? <span class="bad-text">✕ {count(errors)} with errors</span> : null}
+                  {errors ? <span class="bad-text">✕ last errors of {counted(errors, "worker")}</span> : null}
                 </button>
               </li>
             );

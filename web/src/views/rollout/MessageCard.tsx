@@ -7,11 +7,12 @@ import type { Message, MessageText, Turn } from "../../api/types";
 import { Failure } from "../../parts/feedback";
 import { asCallError } from "../../state/resource";
 import { count, duration } from "../../text/format";
-import { shortened, visible, visibleLine } from "../../text/visible";
+import { folded, shortened, visible, visibleLine } from "../../text/visible";
 import { roleClass } from "../group/SampleColumn";
 
-/** Characters that are shown before the reader asks for more, of those that have come. */
+/** Characters and lines that are shown before the reader asks for more, of those that have come. */
 const FOLDED = 4_000;
+const FOLDED_LINES = 40;
 /** Characters of each further call. */
 const MORE = 200_000;
 /** Characters that one message may put into the page; the download has all of them. */
@@ -70,7 +71,8 @@ interface LongTextProps {
 /** A text that unfolds: first what has come with the message, then further parts of it by calls. */
 function LongText({ first, characters, more, mono }: LongTextProps): JSX.Element {
   const [parts, setParts] = useState([first]);
-  const [open, setOpen] = useState(first.length <= FOLDED);
+  const short = folded(first, FOLDED_LINES, FOLDED);
+  const [open, setOpen] = useState(short === first);
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState<CallError | null>(null);
   // The server counts characters, and JavaScript UTF-16 units.
@@ -96,13 +98,13 @@ function LongText({ first, characters, more, mono }: LongTextProps): JSX.Element
   return (
     <>
       <div class={mono ? "text mono" : "text"}>
-        {open ? parts.map((part, index) => <span key={index}>{visible(part)}</span>) : visible(shortened(first, FOLDED))}
+        {open ? parts.map((part, index) => <span key={index}>{visible(part)}</span>) : visible(short)}
       </div>
       {problem ? <Failure problem={problem} /> : null}
       {open && full ? <p class="muted">The rest is in the download of the raw record.</p> : null}
       {(!open || rest > 0) && !full ? (
         <button type="button" class="quiet" disabled={busy} onClick={() => void unfold()}>
-          Show more ({count(open ? rest : characters - FOLDED)} characters)
+          Show more ({count(open ? rest : characters - short.length)} characters)
         </button>
       ) : null}
     </>

@@ -53,10 +53,18 @@ async def test_slim_rows_are_sorted_and_filtered_page_by_page(
     rewards = [row["reward"] for row in rising]
     assert rewards == [*sorted(r for r in rewards if r is not None), None]
     falling = await rows(served, limit=5, sort="-reward")
-    assert [row["reward"] for row in falling] == [*sorted((r for r in rewards if r is not None), reverse=True), None]
+    assert [row["reward"] for row in falling] == [
+        *sorted((r for r in rewards if r is not None), reverse=True),
+        None,
+    ]
     assert {row["id"] for row in rising} == {row["id"] for row in falling} == {row["id"] for row in by_id}
     (failed,) = await rows(served, reason="TestBroken")
-    assert (failed["status"], failed["task_id"], failed["sample"], failed["attempts"]) == ("failed", "t5", 0, 1)
+    assert (failed["status"], failed["task_id"], failed["sample"], failed["attempts"]) == (
+        "failed",
+        "t5",
+        0,
+        1,
+    )
     assert failed["ended_at"] == failed["since"]
     assert [row["id"] for row in await rows(served, status="failed")] == [failed["id"]]
     some = await rows(served, sort="reward", min_reward=0.2, max_reward=0.31, limit=1)
@@ -86,7 +94,15 @@ async def test_a_continue_belongs_to_its_order_and_filters(
         assert answer.status_code == 400, (change, answer.text)
         assert answer.json()["reason"] == "CursorInvalid"
     head, _, _ = given.rpartition(".")
-    for forged in (f'{head}."x"', f"{head}.nan", f"{head}.[]", f"{head}.", "v1.v.x", "x" * 300, f"{head}.true"):
+    for forged in (
+        f'{head}."x"',
+        f"{head}.nan",
+        f"{head}.[]",
+        f"{head}.",
+        "v1.v.x",
+        "x" * 300,
+        f"{head}.true",
+    ):
         answer = await served.viewer.get(path, params={**asked, "continue": forged})
         assert answer.status_code == 400, (forged, answer.text)
     plain = await served.viewer.get(path, params={"sort": "reward"})
@@ -170,7 +186,9 @@ async def test_statistics_are_kept_and_count_each_rollout_once(
     assert (sum(rewards["bins"]), len(rewards["bins"])) == (11, 20)
     assert rewards["max"] == pytest.approx(0.55)
     assert sum(one["n"] for one in found["by_time"]) == 12
-    assert found["by_version"] == [{"version": "", "index": 0, "n": 11, "mean": pytest.approx(rewards["mean"])}]
+    assert found["by_version"] == [
+        {"version": "", "index": 0, "n": 11, "mean": pytest.approx(rewards["mean"])}
+    ]
     (failure,) = found["failures"]
     assert (failure["reason"], failure["n"], failure["stage"]) == ("TestBroken", 1, "run")
     assert failure["example"] == (await rows(served, status="failed"))[0]["id"]
@@ -206,7 +224,9 @@ async def test_the_overview_shows_jobs_queues_rates_and_workers(
     jobs = (await served.viewer.get("/v1/jobs")).json()["items"]
     assert [job["name"] for job in jobs] == ["open", "done"]
     assert jobs[0]["stages"]["init"] == {"queued": 5, "active": 1}
-    assert jobs[1]["reward_mean"] == pytest.approx(sum(i / 10 + j / 20 for i in range(6) for j in range(2) if (i, j) != (5, 0)) / 11)
+    assert jobs[1]["reward_mean"] == pytest.approx(
+        sum(i / 10 + j / 20 for i in range(6) for j in range(2) if (i, j) != (5, 0)) / 11
+    )
     await worker.fail(second, counts=False)
     waits = (await served.viewer.get("/v1/jobs", params={"state": "active"})).json()["items"][0]["waits_for"]
     assert waits["reason"] == "NoDriver"
@@ -242,9 +262,7 @@ async def test_jobs_come_late_ones_first_and_page_by_page(served: Any, make_mani
     assert (await served.viewer.get("/v1/jobs", params={"namespace": "other"})).json()["items"] == []
 
 
-async def test_what_is_kept_of_a_job_goes_with_it(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_what_is_kept_of_a_job_goes_with_it(served: Any, worker_of: Any, make_manifest: Any) -> None:
     await a_job(served, worker_of, make_manifest)
     await served.plane.folding.round()
     await served.plane.flush()

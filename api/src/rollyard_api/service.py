@@ -40,10 +40,13 @@ from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
+from rollyard_api.trajectories.object_store import open_store
+from rollyard_api.views.fleet.feed import FleetFeed
 from rollyard_api.views.fleet.reader import FleetReader
 from rollyard_api.views.fleet.workers import SeenWorkers
 from rollyard_api.views.job.folding import Folding
-from rollyard_api.trajectories.object_store import open_store
+from rollyard_api.views.rollout.records import KeptRecords
+from rollyard_api.views.rollout.texts import TokenTexts
 from rollyard_api.weights import verification
 from rollyard_api.weights.coordinator import Coordinator
 
@@ -107,7 +110,12 @@ class ControlPlane:
         self.grants = Turns("requests for leases", each=GRANTS, total=64 * GRANTS)
         self.idle = Idle()
         self.fleet = FleetReader(database, settings.fleet_seconds)
+        self.feed = FleetFeed(self.fleet, database)
         self.folding = Folding(database)
+        self.record_threads = Bulkhead("reading of records", threads=2, waiting=256, seconds=DISK_SECONDS)
+        """The threads in which records are parsed for those who look at a piece of one."""
+        self.kept_records = KeptRecords()
+        self.token_texts = TokenTexts(self.disk)
         self.seen_workers = SeenWorkers(database, HEARD_SECONDS)
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
@@ -151,6 +159,7 @@ class ControlPlane:
         self.disk.close()
         self.parsing.close()
         self.token_reads.close()
+        self.record_threads.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
         """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
@@ -387,6 +396,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
         (given.speeds_seconds, given.stats_seconds, "measured speeds", plane.write_speeds),
         (given.folding_seconds, given.stats_seconds, "statistics", plane.folding.round),
+        (given.folding_seconds, given.stats_seconds, "events of the fleet", plane.feed.tick),
         (given.folding_seconds, given.stats_seconds, "workers", plane.seen_workers.write),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]

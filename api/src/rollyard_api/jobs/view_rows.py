@@ -27,9 +27,7 @@ def forget(tx: Transaction, job_id: int, most: int) -> bool:
         )
         found = list(tx.conn.scalars(places))
         if found:
-            tx.conn.execute(
-                sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= found[-1])
-            )
+            tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= found[-1]))
         left = left or len(found) == most
     if left:
         return False

@@ -11,7 +11,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 
 class PlaceIn(FunctionElement[int]):
-    """The place, from 1, of a second text or binary in a first one, or 0. Neither has signs with a meaning."""
+    """The place, from 1, of a second text or binary in a first one, or 0. No sign in them has a meaning."""
 
     type = sa.Integer()
     inherit_cache = True

@@ -1,8 +1,8 @@
 """When a rollout entered each of its states, as its row keeps it for pages that draw time.
 
-The key `_` of the row's timings holds it, and records leave it out. The times are whole milliseconds after the
-first of them, in one flat list: the first time in seconds since the epoch, then a state's number and a time
-for each state that the rollout entered.
+The key `_` of the row's timings holds it, and records leave it out. The times are whole milliseconds after
+the first of them, in one flat list: the first time in seconds since the epoch, then a state's number and a
+time for each state that the rollout entered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def note(
 
 
 def counts_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a Run's trajectory, whose fields were checked: turns, calls and why it was cut."""
+    """Return what is kept of a Run's trajectory, which was checked: turns, calls and why it was cut."""
     turns = trajectory.get("turns") or ()
     found: dict[str, Any] = {"turns": len(turns)}
     calls = sum(len(turn.get("tool_calls") or ()) for turn in turns)
@@ -67,7 +67,7 @@ class Span:
 
 
 def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
-    """Return the spans of decoded timings in their order. The last one ends at `end`, seconds since the epoch.
+    """Return the spans of decoded timings in their order; the last ends at `end`, in seconds of the epoch.
 
     The rows of earlier releases have no times of states. Their spans are made from the sums, one after the
     other up to `end`, which is right for a rollout whose attempts all succeeded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,8 +14,10 @@ from rollyard_api.jobs import jobs
 from rollyard_api.rollouts.admission import prefix_of
 from rollyard_api.routes.common import Namespace, Plane, answer
 from rollyard_api.storage.rows import JobRow
+from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
 from rollyard_api.views.job import kept
+from rollyard_api.views.job.gantt import GanttSort
 from rollyard_api.views.job.grid import GridSort, GroupFilter
 from rollyard_api.views.job.rollout_list import Status
 
@@ -80,3 +83,24 @@ async def statistics(plane: Plane, name: str, namespace: Namespace = "default") 
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
         return answer(await plane.database.read(partial(kept.statistics, job=job)))
+
+
+@router.get("/{name}/gantt")
+async def gantt(
+    plane: Plane,
+    name: str,
+    namespace: Namespace = "default",
+    sort: GanttSort = "-duration",
+    limit: Annotated[int, Query(ge=1, le=gantt_rows.MAX_ROWS)] = 100,
+) -> Response:
+    """List rollouts with their time in each state: [state, begin, end] in seconds since the epoch.
+
+    Those that worked longest come first, or with `sort=started` the newest in the order of their begins. A
+    rollout that has not ended has `open` and ends at `time`.
+    """
+    now = time.time()
+    async with plane.looks.held(namespace):
+        job = await folded(plane, namespace, name)
+        look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
+        items = await plane.database.read(look)
+    return answer({"time": now, "items": items, "metadata": {}})

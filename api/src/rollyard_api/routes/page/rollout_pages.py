@@ -67,7 +67,9 @@ def check_plain_list(asked: RolloutFilter) -> None:
         QueryRefused: It does.
     """
     if asked != RolloutFilter(stage=asked.stage, status=asked.status, retried=asked.retried):
-        detail = "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
+        detail = (
+            "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
+        )
         raise QueryRefused(detail, errors=[detail])
 
 

@@ -75,9 +75,7 @@ class FleetReader:
             return fleet
 
 
-def _look(
-    conn: Connection, known: Mapping[int, dict[str, Any]]
-) -> tuple[Fleet, dict[int, dict[str, Any]]]:
+def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> tuple[Fleet, dict[int, dict[str, Any]]]:
     """Return the fleet, and the slim rows of the jobs that do not change any more."""
     now = time.time()
     alive = jobs.c.deleted_at.is_(None)

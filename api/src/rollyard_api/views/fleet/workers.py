@@ -113,7 +113,9 @@ class SeenWorkers:
     async def write(self) -> None:
         """Write what was noted."""
         due = {
-            key: noted for key, noted in self._noted.items() if noted.heard_at - noted.written >= self._seconds
+            key: noted
+            for key, noted in self._noted.items()
+            if noted.heard_at - noted.written >= self._seconds
         }
         troubles, self._troubles = self._troubles, {}
         if due or troubles:
@@ -153,7 +155,9 @@ class SeenWorkers:
                 noted.written = noted.heard_at
             elif noted.heard_at < noted.written + self._seconds:
                 continue
-        silent = [key for key, noted in self._noted.items() if key not in due and _is_silent(noted, self._noted)]
+        silent = [
+            key for key, noted in self._noted.items() if key not in due and _is_silent(noted, self._noted)
+        ]
         for key in silent:
             del self._noted[key]
 
@@ -216,7 +220,8 @@ def view(conn: Connection, now: float) -> WorkersView:
             for stage in _STAGES:
                 slots[stage] += max(places.get(stage, 0), held.get(stage, 0))
             node = nodes.setdefault(
-                row.node, {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node.get(row.node, 0)}
+                row.node,
+                {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node.get(row.node, 0)},
             )
             node["heard_at"] = max(node["heard_at"], row.heard_at)
             node["workers"] += 1

@@ -18,9 +18,16 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
-from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.schema import ended_groups, ended_rollouts, groups, job_statistics, jobs, rates, rollouts
+from rollyard_api.storage.schema import (
+    ended_groups,
+    ended_rollouts,
+    groups,
+    job_statistics,
+    jobs,
+    rates,
+    rollouts,
+)
 from rollyard_api.views.job.statistics import EndedView, Statistics
 
 BATCH: Final = 500
@@ -135,7 +142,9 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any], dialect: str) -> bytes:
+def _fold_rollouts(
+    tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any], dialect: str
+) -> bytes:
     statistics = Statistics(loads(document))
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
@@ -143,9 +152,7 @@ def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequenc
         timings = loads(row.timings)
         tokens = row.sampled_tokens or 0
         statistics.add(
-            EndedView(
-                row.id, row.state, row.reward, row.reason, tokens, row.since, row.policy_index, timings
-            )
+            EndedView(row.id, row.state, row.reward, row.reason, tokens, row.since, row.policy_index, timings)
         )
         rows.append(
             {

@@ -161,7 +161,12 @@ def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int
     )
     prefix = len(prefix_of(job.name, job.uid)) + 1
     for row in conn.execute(query):
-        cell = (row.id[prefix:], _LETTERS[row.state.status], row.reward, row.state != RolloutState.QUEUED_INIT)
+        cell = (
+            row.id[prefix:],
+            _LETTERS[row.state.status],
+            row.reward,
+            row.state != RolloutState.QUEUED_INIT,
+        )
         found[row.group_no].append(cell)
     return found
 

@@ -157,9 +157,7 @@ def ended_after(
         if place is not None and place.key is None:
             missing.append(t.end_seq > place.number)
         left = limit + 1 - len(rows)
-        rows += conn.execute(
-            sa.select(ended_rollouts).where(*missing).order_by(t.end_seq).limit(left)
-        ).all()
+        rows += conn.execute(sa.select(ended_rollouts).where(*missing).order_by(t.end_seq).limit(left)).all()
     return _cut(rows, limit, column.name)
 
 

@@ -33,7 +33,8 @@ async function page() {
   mkdirSync(join(out, "assets"), { recursive: true });
   const result = await build({
     ...shared,
-    entryPoints: { app: "src/main.tsx" },
+    entryPoints: { app: "src/main.tsx", icon: "src/icon.svg" },
+    loader: { ".svg": "copy" },
     outdir: join(out, "assets"),
     entryNames: "[name]-[hash]",
     format: "esm",
@@ -44,9 +45,11 @@ async function page() {
   const names = Object.keys(result.metafile.outputs).map((path) => basename(path));
   const script = names.find((name) => name.endsWith(".js"));
   const sheet = names.find((name) => name.endsWith(".css"));
+  const icon = names.find((name) => name.endsWith(".svg"));
   const html = readFileSync(join(here, "src/index.html"), "utf8")
     .replace("{{script}}", `assets/${script}`)
-    .replace("{{sheet}}", `assets/${sheet}`);
+    .replace("{{sheet}}", `assets/${sheet}`)
+    .replace("{{icon}}", `assets/${icon}`);
   writeFileSync(join(out, "index.html"), html);
 }
 

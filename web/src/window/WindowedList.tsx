@@ -82,6 +82,7 @@ export function WindowedList(props: WindowedListProps): JSX.Element {
       aria-label={props.label}
       aria-rowcount={table ? rows + (props.header ? 1 : 0) : undefined}
       tabIndex={0}
+      style={{ "--content": `${shown.height + (props.header ? rowHeight : 0) + 4}px` }}
       onKeyDown={props.onKeyDown}
       onMouseMove={props.onMouseMove}
       onClick={props.onClick}

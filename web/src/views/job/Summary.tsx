@@ -153,7 +153,7 @@ function Times({ statistics }: SummaryProps): JSX.Element {
         <thead>
           <tr>
             <th scope="col">Stage</th>
-            <th scope="col">Waiting, then at work (mean)</th>
+            <th scope="col">Means, by stage</th>
             <th scope="col" class="number">
               Waits
             </th>

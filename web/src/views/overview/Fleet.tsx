@@ -25,7 +25,8 @@ export interface FleetProps {
 export function Fleet({ nodes, workers, more, now }: FleetProps): JSX.Element {
   const { router } = useServices();
   const { query } = useLocation();
-  const node = query.get("node");
+  // A single node is always open.
+  const node = nodes.length === 1 ? (nodes[0]?.name ?? null) : query.get("node");
   const known = nodes.length > 0;
   const shown = node === null ? (known ? [] : workers) : workers.filter((worker) => worker.node === node);
   return (

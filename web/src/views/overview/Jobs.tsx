@@ -100,8 +100,8 @@ function NoJobs({ filtered }: { filtered: boolean }): JSX.Element {
   }
   return (
     <Empty title="There are no jobs yet.">
-      <p>Submit one, and it appears here at once. The quickstart brings its own tasks:</p>
-      <Command>rollyard submit job.yaml</Command>
+      <p>Submit one, and it appears here at once:</p>
+      <Command>rollyard submit -f job.yaml</Command>
     </Empty>
   );
 }

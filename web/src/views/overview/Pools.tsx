@@ -15,7 +15,7 @@ export function Pools({ pools }: { pools: Pool[] }): JSX.Element {
       {pools.length === 0 ? (
         <Empty title="There are no pools.">
           <p>
-            A pool lists the servers that sample tokens. <code>rollyard apply -f pool.yaml</code> makes one.
+            A pool lists the servers that sample tokens. <code>rollyard submit -f pool.yaml</code> makes one.
           </p>
         </Empty>
       ) : (
@@ -43,7 +43,7 @@ export function Pools({ pools }: { pools: Pool[] }): JSX.Element {
                     {pool.namespace === "default" ? "" : `${visibleLine(pool.namespace)}/`}
                     {visibleLine(pool.name)} <span class="muted">{visibleLine(shortened(pool.model, 80))}</span> <Badge status={pool.phase} />
                     {pool.paused ? <Badge status="Paused" tone="warn" /> : null}
-                    <span class="muted"> weights {visibleLine(pool.policy_version ?? "–")}</span>
+                    <span class="muted"> weights {visibleLine(pool.policy_version || "–")}</span>
                   </th>
                 </tr>
                 {pool.backends.map((backend) => (
@@ -59,7 +59,8 @@ export function Pools({ pools }: { pools: Pool[] }): JSX.Element {
 }
 
 function BackendLine({ backend, current }: { backend: Backend; current: string | null }): JSX.Element {
-  const behind = backend.policy_version !== null && current !== null && backend.policy_version !== current;
+  // A pool whose weights were never updated has no version of its own.
+  const behind = Boolean(backend.policy_version && current) && backend.policy_version !== current;
   const share = backend.max_active ? backend.active / backend.max_active : null;
   return (
     <tr>
@@ -68,7 +69,7 @@ function BackendLine({ backend, current }: { backend: Backend; current: string |
       </th>
       <td>
         <Badge status={backend.ready ? "Ready" : "Not ready"} tone={backend.ready ? "good" : "bad"} />
-        {backend.circuit && backend.circuit.toLowerCase() !== "closed" ? <Badge status={`circuit ${backend.circuit}`} tone="warn" /> : null}
+        {backend.circuit && backend.circuit.toLowerCase() !== "closed" ? <Badge status={`circuit ${backend.circuit.toLowerCase()}`} tone="warn" /> : null}
       </td>
       <td>
         {share === null ? `${count(backend.active)} at work` : <Meter share={share} label="Load" />}
@@ -81,7 +82,7 @@ function BackendLine({ backend, current }: { backend: Backend; current: string |
       <td class="number">{brief(backend.speed)}</td>
       <td class="number">{percent(backend.kv_hits)}</td>
       <td>
-        {visibleLine(backend.policy_version ?? "–")} {behind ? <Badge status="behind" tone="warn" /> : null}
+        {visibleLine(backend.policy_version || "–")} {behind ? <Badge status="behind" tone="warn" /> : null}
         {backend.weights ? <span class="muted"> {visibleLine(backend.weights)}</span> : null}
       </td>
       <td class="clip" title={visible(backend.message)}>

@@ -1,8 +1,8 @@
 """Search for rollouts by the words of their conversations, in bounded time per request.
 
 The rows of the list are taken in its order, some thousand at a time. Those whose hashes have all words are
-read to find out whether they really do. When the time of a request is over, it answers with what it has found,
-and its `continue` begins there, so that a page may be empty and not the last.
+read to find out whether they really do. When the time of a request is over, it answers with what it has
+found, and its `continue` begins there, so that a page may be empty and not the last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rollouts that somebody watches while they run.
 
 A look marks its rollout as watched for some seconds. The worker learns it from the answer to its heartbeat,
-and sends with the next ones what is new in the conversation. What it sent is kept in one small row, which ends
-with the watch. Everything is bounded, because workers and those who look are not trusted with memory.
+and sends with the next ones what is new in the conversation. What it sent is kept in one small row, which
+ends with the watch. Everything is bounded, because workers and those who look are not trusted with memory.
 """
 
 from __future__ import annotations

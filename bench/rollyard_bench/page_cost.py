@@ -17,7 +17,7 @@ import psutil
 from playwright.sync_api import Browser, Page, Request
 from rollyard_testing.browser.plane import Plane
 from rollyard_testing.browser.signin import Served, a_context
-from rollyard_testing.page.conversations import Conversations, Step
+from rollyard_testing.page.worker import Puppet, untended_job
 
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.registry import Measurement
@@ -30,89 +30,41 @@ PACE: Final = 5.0
 """The number of rollouts that end in a second."""
 SETTLE_SECONDS: Final = 3.0
 NAME: Final = "pace"
+SAMPLES: Final = 8
 
 
 class _Job(threading.Thread):
-    """A worker that ends PACE rollouts a second, until `stop` is called."""
+    """A job that ends PACE rollouts a second, until `stop` is called."""
 
     def __init__(self, served: Served, rollouts: int) -> None:
         super().__init__(name="pace", daemon=True)
         self._served = served
-        self._made = Conversations().trajectory(
-            "Count the lines.", [Step("I look.", "wc -l x", "12 x\n"), Step("There are 12.")], ["step-1"]
-        )
-        self._stop = threading.Event()
-        self._samples = 8
-        self._tasks = [
-            {"id": f"task-{number:04d}", "prompt": "p"} for number in range(rollouts // self._samples)
-        ]
+        self._halt = threading.Event()
+        self._groups = rollouts // SAMPLES
         self.ended = 0
-        self.late = 0.0
         self.problem: Exception | None = None
 
     def run(self) -> None:
+        """Submit the job, and end one rollout after the other at its time."""
         try:
             with self._served.http() as http:
-                self._submit(http)
+                http.post(
+                    "/v1/rolloutjobs", json=untended_job(NAME, self._groups, SAMPLES)
+                ).raise_for_status()
+                worker = Puppet(http, NAME)
                 begin = time.monotonic()
-                number = 0
-                while not self._stop.is_set():
-                    self._end_one(http)
-                    number += 1
-                    self.ended = number
-                    self.late = max(self.late, time.monotonic() - begin - number / PACE)
-                    self._stop.wait(max(0.0, begin + number / PACE - time.monotonic()))
+                while not self._halt.is_set():
+                    for stage in ("init", "run", "eval"):
+                        worker.complete(worker.lease(stage), float(self.ended % 2))
+                    self.ended += 1
+                    self._halt.wait(max(0.0, begin + self.ended / PACE - time.monotonic()))
         except Exception as error:
             self.problem = error
 
     def stop(self) -> None:
         """Let the thread end, and wait for it."""
-        self._stop.set()
+        self._halt.set()
         self.join(30.0)
-
-    def _submit(self, http: httpx.Client) -> None:
-        spec = {
-            "tasks": {"inline": self._tasks},
-            "handler": "shell",
-            "agent": {"type": "oracle"},
-            "samplesPerTask": self._samples,
-        }
-        job = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": NAME},
-            "spec": spec,
-        }
-        http.post("/v1/rolloutjobs", json=job).raise_for_status()
-
-    def _end_one(self, http: httpx.Client) -> None:
-        for stage in ("init", "run", "eval"):
-            capacity = {"init": 0, "run": 0, "eval": 0} | {stage: 1}
-            ask = {"worker": "pace", "node": "pace", "capacity": capacity, "wait": 0}
-            leases = http.post("/v1/leases", json=ask).raise_for_status().json()["leases"]
-            if len(leases) != 1:
-                raise ProgramFailed(f"{len(leases)} rollouts were leased for {stage}, and not one")
-            result = self._result(leases[0])
-            done = http.post("/v1/leases/complete", json={"worker": "pace", "results": [result]})
-            if done.raise_for_status().json()["outcomes"][0]["outcome"] != "accepted":
-                raise ProgramFailed(f"a result was refused: {done.text[:300]}")
-
-    def _result(self, lease: dict[str, Any]) -> dict[str, Any]:
-        item = {key: lease[key] for key in ("rollout", "token", "stage")}
-        if lease["stage"] == "init":
-            place = {"provider": "none", "id": f"{lease['rollout']}-{lease['token']}", "node": "pace"}
-            item["sandbox"] = place | {"address": "unix:/none"}
-        elif lease["stage"] == "run":
-            item["trajectory"] = self._made | {
-                "id": lease["rollout"],
-                "job": lease["job"],
-                "task_id": lease["task"]["id"],
-                "group_id": lease["group_id"],
-                "sample_index": lease["sample_index"],
-            }
-        else:
-            item["reward"] = float(lease["sample_index"] % 2)
-        return item
 
 
 class _Readers:

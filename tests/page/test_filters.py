@@ -30,7 +30,7 @@ def test_orders_and_filters_of_groups_come_from_the_server(
             ("Signal", "true", {"sort": "variance", "informative": "true"}),
             ("State", "failed", {"sort": "variance", "informative": "true", "status": "failed"}),
         ):
-            page.get_by_role("tabpanel").get_by_label(label, exact=True).select_option(value)
+            page.get_by_role("tabpanel").get_by_role("combobox", name=label).select_option(value)
             path = f"/v1/rolloutjobs/{ENDED}/grid"
             items = http.get(path, params={**params, "limit": 500}).raise_for_status().json()["items"]
             expect(page.locator(FIRST_TASK)).to_have_text(items[0]["task_id"])
@@ -44,9 +44,9 @@ def test_orders_and_filters_of_groups_come_from_the_server(
     expect(other.locator(FIRST_TASK)).to_have_text(items[0]["task_id"])
     # The back button takes back one choice after the other.
     page.go_back()
-    expect(page.get_by_role("tabpanel").get_by_label("State", exact=True)).to_have_value("")
+    expect(page.get_by_role("tabpanel").get_by_role("combobox", name="State")).to_have_value("")
     page.go_back()
-    expect(page.get_by_role("tabpanel").get_by_label("Signal", exact=True)).to_have_value("")
+    expect(page.get_by_role("tabpanel").get_by_role("combobox", name="Signal")).to_have_value("")
 
 
 def test_a_search_finds_a_task(plane: Plane, look: Callable[..., Any]) -> None:
@@ -118,6 +118,6 @@ def test_what_waits_is_shown_as_waiting(plane: Plane, look: Callable[..., Any], 
     waiting = store.half.rollouts // 2
     expect(page.locator("[data-row] .cell").first).to_be_visible()
     expect(page.get_by_role("main")).to_contain_text(re.compile(rf"waiting\s*{waiting}"))
-    page.get_by_role("tabpanel").get_by_label("State", exact=True).select_option("waiting")
+    page.get_by_role("tabpanel").get_by_role("combobox", name="State").select_option("waiting")
     expect(page.locator("[data-row] .cell-q").first).to_be_visible()
     expect(page.locator("[data-row] [class*=shade]")).to_have_count(0)

@@ -142,7 +142,7 @@ def test_a_group_shows_its_samples_by_reward_and_where_two_part_ways(
     assert shown == sorted(shown, reverse=True)
     assert sorted(shown) == pytest.approx(sorted(r for r in groups[task] if r is not None), abs=6e-4)
     panel = page.get_by_role("region", name="Where two samples part ways")
-    chosen = [int(panel.get_by_label(side).input_value()) for side in ("Left", "Right")]
+    chosen = [int(panel.get_by_role("combobox", name=side).input_value()) for side in ("Left", "Right")]
     samples = {r["sample_index"]: r["segments"][0] for r in records if r["task_id"] == task}
     one, other = (samples[number]["prompt_ids"] + samples[number]["response_ids"] for number in chosen)
     place = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
@@ -193,7 +193,7 @@ def test_a_trajectory_shows_its_tokens_exactly(
     page.keyboard.press("ArrowRight")
     expect(detail).to_contain_text(str(segment["response_ids"][sampled + 1]))
     for colouring, look_of_sampled in (("mask", ".mask"), ("version", "[class*=ver]")):
-        page.get_by_label("Colour").select_option(colouring)
+        page.get_by_role("combobox", name="Colour").select_option(colouring)
         expect(page.locator(f".token-line .s{look_of_sampled}").first).to_be_visible()
 
 

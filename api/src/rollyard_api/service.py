@@ -45,6 +45,7 @@ from rollyard_api.views.fleet.feed import FleetFeed
 from rollyard_api.views.fleet.reader import FleetReader
 from rollyard_api.views.fleet.workers import SeenWorkers
 from rollyard_api.views.job.folding import Folding
+from rollyard_api.views.rollout.live import Watching
 from rollyard_api.views.rollout.records import KeptRecords
 from rollyard_api.views.rollout.texts import TokenTexts
 from rollyard_api.weights import verification
@@ -116,6 +117,8 @@ class ControlPlane:
         """The threads in which records are parsed for those who look at a piece of one."""
         self.kept_records = KeptRecords()
         self.token_texts = TokenTexts(self.disk)
+        self.searches = Turns("searches", each=2, total=4, seconds=settings.store_seconds)
+        self.watching = Watching(alone=database.sqlite)
         self.seen_workers = SeenWorkers(database, HEARD_SECONDS)
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)

@@ -127,7 +127,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{JOBS}/{{name}}/statistics"): VIEW,
     **{
         ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}/{piece}"): VIEW
-        for piece in ("brief", "messages", "messages/{number}", "tokens", "difference")
+        for piece in ("brief", "messages", "messages/{number}", "tokens", "difference", "live")
     },
     ("GET", POOLS): READ,
     ("POST", POOLS): DRIVER,

@@ -54,6 +54,11 @@ def timings(text: str) -> dict[str, Any]:
 
 def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     """Return the Trajectory of an ended rollout, as one line of JSON without its newline."""
+    return dumps(document(row, job, namespace))
+
+
+def document(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
+    """Return the Trajectory of an ended rollout as a JSON object."""
     document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
@@ -82,7 +87,7 @@ def record(row: EndedRollout, job: str, namespace: str) -> bytes:
         document |= {"attempts": listed, "attempts_dropped": dropped}
     if row.backend and not document.get("backend"):
         document["backend"] = row.backend
-    return dumps(document)
+    return document
 
 
 def summaries(

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,9 @@ def filled() -> Iterator[Filled]:
     """Fill a state folder with the jobs ENDED, HALF and HOSTILE, and remove it with the block."""
     folder = Path(tempfile.mkdtemp(prefix="ry-page-"))
     try:
-        yield asyncio.run(_fill(folder / "state"))
+        # A thread of its own may have a loop, even where Playwright's runs in this one.
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(lambda: asyncio.run(_fill(folder / "state"))).result()
+        yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -197,7 +197,11 @@ class Store:
                 pass
         finished = len(order) == len(tasks) * samples
         # This is what a driver writes.
-        status: dict[str, Any] = {"phase": "Succeeded" if finished else "Run", "observedGeneration": 1, "conditions": []}
+        status: dict[str, Any] = {
+            "phase": "Succeeded" if finished else "Run",
+            "observedGeneration": 1,
+            "conditions": [],
+        }
         await self._database.write(lambda tx: jobs.put_status(tx, namespace, name, status))
 
 

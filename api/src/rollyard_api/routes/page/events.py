@@ -23,7 +23,7 @@ _JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
 
 @router.get("/events")
 async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] = "") -> Response:
-    """Stream server-sent events of the fleet: `overview`, `job`, `gone` and `ended`, each at most once a second.
+    """Stream events of the fleet: `overview`, `job`, `gone` and `ended`, each at most once a second.
 
     `job=NAMESPACE/NAME` limits `job`, `gone` and `ended` to one job. The database is read once a second at
     most, however many streams are open. A consumer that falls behind is dropped with an event `dropped`.

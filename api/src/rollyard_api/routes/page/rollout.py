@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import pools
 from rollyard_api.views.rollout import brief as briefs
 from rollyard_api.views.rollout import differences, messages, tokens
+from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout.texts import Pieces, TextsMissing
 
 router = APIRouter(prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"])
@@ -99,6 +101,20 @@ async def get_tokens(
         pieces, document["texts_reason"] = await _pieces(plane, job)
         if pieces is not None:
             document["texts"] = pieces.texts(document["ids"])
+    return answer(document)
+
+
+@router.get("/live")
+async def live(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
+    """Return a rollout that has not ended as far as it has come, and mark it as watched for ten seconds.
+
+    Its worker then sends new turns with its heartbeats. The status is 409 (`RolloutEnded`) once it has
+    ended, and 429 while as many rollouts as may be are watched.
+    """
+    look = partial(live_rollouts.look, namespace=namespace, name=name, rollout=rollout)
+    async with plane.looks.held(namespace):
+        document = await plane.database.write(look, durable=False)
+    plane.watching.note(time.time())
     return answer(document)
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query
 from rollyard_crds.rolloutjob import StageName
 from starlette.responses import Response
 
+from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import QueryRefused
 from rollyard_api.routes.common import answer
 from rollyard_api.routes.page.job import folded
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.trajectories import words
+from rollyard_api.views import keyset
 from rollyard_api.views.job import rollout_list
-from rollyard_api.views.job.rollout_list import RolloutFilter, Sort, Status
+from rollyard_api.views.job import search as searches
+from rollyard_api.views.job.rollout_list import RolloutFilter, RolloutPage, Sort, Status
+from rollyard_api.views.keyset import Place
 
 MAX_SEARCH = 256
 
@@ -84,6 +92,53 @@ async def slim_page(
     """
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
-        look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
-        found = await plane.database.read(look)
+        if not asked.search:
+            look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
+            return _answer(await plane.database.read(look))
+    return _answer(await _searched(plane, job, asked, limit, after))
+
+
+def _answer(found: RolloutPage) -> Response:
     return answer({"items": found.rows, "metadata": {} if found.more is None else {"continue": found.more}})
+
+
+async def _searched(
+    plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str
+) -> RolloutPage:
+    wanted = searches.wanted(asked.search)
+    place = keyset.place(after, job.uid, job.name, asdict(asked), float)
+    if not asked.states:
+        return RolloutPage([], None)
+    read, namespace = plane.database.read, job.namespace
+    group = await read(partial(rollout_list.group_of, job_id=job.id, task=asked.task))
+    if group == ():
+        return RolloutPage([], None)
+
+    async def look(place: Place | None) -> tuple[list[Any], set[int], Place | None]:
+        query = partial(searches.candidates, job_id=job.id, asked=asked, group=group, of=wanted, place=place)
+        async with plane.looks.held(namespace):
+            return await read(query)
+
+    async def confirmed(rows: Sequence[Any]) -> set[int]:
+        # The store is read for one batch of a few records at a time, with the bound of a page.
+        found = await read(partial(searches.rows_at, job_id=job.id, places=[row.end_seq for row in rows]))
+        true: set[int] = set()
+        while found:
+            lines = await plane.archive.lines(found, namespace, job.name, job.uid, plane.settings.page_bytes)
+            has = await plane.record_threads.run(partial(_having, lines, wanted), namespace)
+            true |= {row.end_seq for row, one in zip(found, has, strict=False) if one}
+            found = found[len(lines) :]
+        return true
+
+    async with plane.searches.held(namespace):
+        found = await searches.search(
+            limit, place, look, confirmed, partial(rollout_list.place_of, sort=asked.sort)
+        )
+    rows = await read(partial(rollout_list.slim_ended, job=job, rows=found.rows))
+    more = None if found.more is None else keyset.text(job.uid, asdict(asked), found.more)
+    return RolloutPage(rows, more)
+
+
+def _having(lines: Sequence[bytes], wanted: Sequence[str]) -> list[bool]:
+    """Return which of some records have all of these words."""
+    return [words.has_all(words.texts_of(loads(line)), wanted) for line in lines]

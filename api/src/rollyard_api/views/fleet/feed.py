@@ -80,7 +80,7 @@ class FleetFeed:
         if _content(before) != _content(now):
             self._tell(event("overview", glance(now)), None)
         for number, job in now.jobs.items():
-            if before.jobs.get(number) != job:
+            if not _same(before.jobs.get(number), job):
                 self._tell(event("job", job), (job["namespace"], job["name"]))
         for number in before.jobs.keys() - now.jobs.keys():
             job = before.jobs[number]
@@ -144,6 +144,15 @@ class FleetFeed:
                 yield data
         finally:
             self._followers.discard(follower)
+
+
+def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+    """Return whether nothing of a slim row has changed but by how much the job is late."""
+    if before is now:
+        return True
+    if before is None or (before["late"] is None) != (now["late"] is None):
+        return False
+    return before | {"late": None} == now | {"late": None}
 
 
 def _content(fleet: Fleet) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fleet at a glance: jobs by phase, queues by stage, rates, pools with their backends, nodes and workers."""
+"""The fleet at a glance: jobs by phase, queues by stage, rates, and pools with their backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fold ended rollouts into what is kept for people: narrow rows, statistics of the job, and rates of the fleet.
+"""Fold ended rollouts into what is kept for people: narrow rows, statistics of jobs, and rates of the fleet.
 
 The place up to which a job's rollouts were folded is kept with its statistics, and both change in one
 transaction. A rollout is therefore counted once, however often a process is killed. Places are given in the
@@ -230,7 +230,7 @@ class Folding:
         self._jobs.update(dict.fromkeys(job_ids))
 
     async def round(self) -> None:
-        """Fold everything that is known to be left. The first round also takes what earlier processes left."""
+        """Fold everything that is known to be left. The first round adds what earlier processes left."""
         if not self._looked:
             self.note(await self._database.read(behind))
             self._looked = True

@@ -99,7 +99,7 @@ def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given:
     if asked.sort == "since":
         return _unfinished(conn, job, asked, limit, given)
     place = keyset.place(given, job.uid, job.name, asdict(asked), float)
-    group = _group(conn, job.id, asked.task)
+    group = group_of(conn, job.id, asked.task)
     if group == ():
         return RolloutPage([], None)
     rows, last = ended_after(conn, job.id, asked, group, limit, place)
@@ -107,7 +107,7 @@ def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given:
     return RolloutPage(slim_ended(conn, job, rows), more)
 
 
-def _group(conn: Connection, job_id: int, task: str | None) -> tuple[int, ...] | None:
+def group_of(conn: Connection, job_id: int, task: str | None) -> tuple[int, ...] | None:
     """Return the number of a task's group in a tuple, () if there is no such task, or None for all groups."""
     if task is None:
         return None
@@ -122,12 +122,10 @@ def ended_after(
     group: tuple[int, ...] | None,
     limit: int,
     place: Place | None,
-    *,
-    extra: Sequence[sa.ColumnElement[bool]] = (),
 ) -> tuple[list[Any], Place | None]:
     """Return rows of `ended_rollouts` after a place, and the place of the last one if there are more."""
     t = ended_rollouts.c
-    where: list[sa.ColumnElement[bool]] = [t.job_id == job_id, *extra, *_restrictions(asked, group)]
+    where: list[sa.ColumnElement[bool]] = [t.job_id == job_id, *_restrictions(asked, group)]
     name = asked.sort.lstrip("-")
     falls = asked.sort.startswith("-")
     # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
@@ -164,9 +162,17 @@ def ended_after(
 def _cut(rows: Sequence[Any], limit: int, name: str) -> tuple[list[Any], Place | None]:
     if len(rows) <= limit:
         return list(rows), None
-    last = rows[limit - 1]
-    key = getattr(last, name)
-    return list(rows[:limit]), Place(None if key is None else float(key), last.end_seq)
+    return list(rows[:limit]), _place(rows[limit - 1], name)
+
+
+def _place(row: Any, name: str) -> Place:
+    key = getattr(row, name)
+    return Place(None if key is None else float(key), row.end_seq)
+
+
+def place_of(row: Any, sort: Sort) -> Place:
+    """Return the place of a row of `ended_rollouts` in a list with this order."""
+    return _place(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
 
 
 def _restrictions(asked: RolloutFilter, group: tuple[int, ...] | None) -> list[sa.ColumnElement[bool]]:
@@ -288,7 +294,7 @@ def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, give
         where.append(rollouts.c.state.in_(asked.states))
     if asked.retried:
         where.append(rollouts.c.attempts.is_not(None))
-    if (group := _group(conn, job.id, asked.task)) is not None:
+    if (group := group_of(conn, job.id, asked.task)) is not None:
         where.append(rollouts.c.group_no.in_(group))
     rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
     more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
@@ -299,7 +305,7 @@ def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int,
     place = keyset.place(given, job.uid, job.name, asdict(asked), float)
     number = rollouts.c.place
     where = [rollouts.c.job_id == job.id, rollouts.c.state.in_(asked.states or UNFINISHED)]
-    if (group := _group(conn, job.id, asked.task)) is not None:
+    if (group := group_of(conn, job.id, asked.task)) is not None:
         where.append(rollouts.c.group_no.in_(group))
     if asked.retried:
         where.append(rollouts.c.attempts.is_not(None))

@@ -16,7 +16,7 @@ BINS: Final = 20
 
 
 class Sketch:
-    """The counts of numbers, with their exact smallest and largest one, their sum, and those equal to 0 and 1.
+    """The counts of numbers, with their exact minimum and maximum, their sum, and those equal to 0 and 1.
 
     Args:
         kept: What `document` of an earlier sketch returned, or None for an empty one.

@@ -13,8 +13,8 @@ AROUND: Final = 20
 def difference(left: CompactRecord, right: CompactRecord) -> dict[str, Any]:
     """Return {segment, position, left, right}, where each side has `ids` from `start` on.
 
-    `position` counts from the segment's first prompt token. It is None if the tokens are equal, or those of one
-    rollout are the beginning of the other's in their last common segment.
+    `position` counts from the segment's first prompt token. It is None if the tokens are equal, or those of
+    one rollout are the beginning of the other's in their last common segment.
     """
     number = position = None
     for place, (one, other) in enumerate(zip(left.segments, right.segments, strict=False)):

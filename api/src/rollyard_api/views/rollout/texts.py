@@ -1,8 +1,9 @@
 """The texts of tokens, byte for byte, from the tokenizer of a pool where this machine has it.
 
-A token may be a part of a character. Such bytes are shown as escapes, so that the texts of all tokens together
-lose nothing and invent nothing. The vocabulary is read from the file itself, with the rules that byte-level and
-SentencePiece tokenizers have for their pieces, because decoders of whole texts repair what is broken.
+A token may be a part of a character. Such bytes are shown as escapes, so that the texts of all tokens
+together lose nothing and invent nothing. The vocabulary is read from the file itself, with the rules that
+byte-level and SentencePiece tokenizers have for their pieces, because decoders of whole texts repair what is
+broken.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Pieces:
 
 
 def shown(piece: bytes | None) -> str:
-    r"""Return a token's bytes as text: those that are no UTF-8 as \xNN, and a token without bytes as `<?>`."""
+    r"""Return a token's bytes as text: those that are no UTF-8 as \xNN, and an unknown token as `<?>`."""
     if piece is None:
         return "<?>"
     return piece[:MAX_PIECE_BYTES].decode("utf-8", "backslashreplace")
@@ -61,8 +62,8 @@ def shown(piece: bytes | None) -> str:
 def _byte_letters() -> dict[str, int]:
     """Return the byte for each letter of byte-level vocabularies.
 
-    They write each byte as a printable character: GPT-2's table keeps the printable ones of Latin-1 and shifts
-    the others to 256 and beyond.
+    They write each byte as a printable character: GPT-2's table keeps the printable ones of Latin-1 and
+    shifts the others to 256 and beyond.
     """
     kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in kept}
@@ -179,8 +180,8 @@ class TokenTexts:
         except (TextsMissing, ApiError) as error:
             return str(error)
         return (
-            "the control plane sees no tokenizer.json of it: set spec.tokenizer of the pool to a folder that it "
-            "can read"
+            "the control plane sees no tokenizer.json of it: set spec.tokenizer of the pool to a folder that "
+            "it can read"
             if found is None
             else found
         )

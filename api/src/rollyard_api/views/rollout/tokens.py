@@ -11,8 +11,8 @@ from rollyard_api.views.rollout.records import CompactRecord, CompactSegment, cu
 MAX_TOKENS: Final = 20_000
 """The number of tokens in one answer."""
 STEP: Final = 20
-"""A byte v from 1 to 255 stands for a log-probability of about -(v - 1) / STEP nats, so the lowest is -12.7. The
-byte 0 stands for a token without one."""
+"""A byte v from 1 to 255 stands for a log-probability of about -(v - 1) / STEP nats, so the lowest is -12.7.
+The byte 0 stands for a token without one."""
 
 
 def quantized(logprobs: list[float], mask: list[tuple[Any, int]]) -> str:
@@ -44,7 +44,7 @@ def segment_of(record: CompactRecord, number: int) -> CompactSegment:
 
 
 def page(record: CompactRecord, number: int, start: int, limit: int, *, exact: bool) -> dict[str, Any]:
-    """Return a range of a segment's tokens, without their texts. Positions count from the prompt's first token.
+    """Return a range of a segment's tokens without their texts. Positions count from the first of the prompt.
 
     Raises:
         NotFound: The record has no such segment.

@@ -264,6 +264,8 @@ export interface Brief {
   attempts: Attempt[];
   attempts_dropped: number;
   turns: Turn[];
+  /** The number of turns; `turns` holds the first of them. */
+  turns_total?: number;
   backend: string;
   truncated: boolean;
   truncated_reason: string;
@@ -277,10 +279,10 @@ export interface Brief {
 }
 
 export interface Neighbours {
-  sample_before: string | null;
-  sample_after: string | null;
-  failed_before: string | null;
-  failed_after: string | null;
+  sample_before?: string | null;
+  sample_after?: string | null;
+  failed_before?: string | null;
+  failed_after?: string | null;
 }
 
 export interface MessageCall {
@@ -334,7 +336,7 @@ export interface DifferenceSide {
 }
 
 export interface Difference {
-  segment: number;
+  segment: number | null;
   position: number | null;
   left: DifferenceSide;
   right: DifferenceSide;

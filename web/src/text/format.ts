@@ -3,6 +3,7 @@
 const whole = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
 const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
 const percentage = new Intl.NumberFormat(undefined, { style: "percent", maximumFractionDigits: 0 });
+const probabilities = new Intl.NumberFormat(undefined, { style: "percent", maximumSignificantDigits: 3 });
 const rewards = new Intl.NumberFormat(undefined, { maximumFractionDigits: 3 });
 const moments = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 const clocks = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
@@ -21,6 +22,11 @@ export function brief(value: number | null | undefined): string {
 
 export function percent(value: number | null | undefined): string {
   return value == null ? NOTHING : percentage.format(value);
+}
+
+/** A log-probability in nats as a probability with three digits. */
+export function probability(logprob: number): string {
+  return probabilities.format(Math.exp(logprob));
 }
 
 export function reward(value: number | null | undefined): string {

@@ -54,7 +54,7 @@ interface PartingProps {
 function Parting({ difference, left, right, namespace, name }: PartingProps): JSX.Element {
   const { router } = useServices();
   const { position, segment } = difference;
-  if (position === null) {
+  if (position === null || segment === null) {
     return <p>All their tokens are the same, as far as the shorter one reaches.</p>;
   }
   const link = (row: RolloutRow) => router.href({ view: "rollout", namespace, name, id: row.id }, { tab: "tokens", segment, token: position });

@@ -14,7 +14,7 @@ import { folded, shortened, visible, visibleLine } from "../../text/visible";
 import { shadeOfReward } from "../job/GroupRow";
 
 /** Messages, and characters and lines of each, that a column shows; the rollout's own view shows all of them. */
-const MESSAGES = 30;
+const MESSAGES = 16;
 const CHARACTERS = 800;
 const LINES = 12;
 

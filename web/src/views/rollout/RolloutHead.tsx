@@ -47,7 +47,7 @@ export function RolloutHead({ brief, namespace, name, onOpen }: RolloutHeadProps
         </p>
       ) : null}
       <dl class="facts">
-        <Fact name="Turns" value={count(brief.turns.length)} />
+        <Fact name="Turns" value={count(brief.turns_total ?? brief.turns.length)} />
         <Fact name="Sampled tokens" value={count(sampled)} />
         <Fact name="Segments" value={count(brief.segments.length)} />
         <Fact name="Time at work" value={duration(seconds)} />
@@ -63,9 +63,9 @@ export function RolloutHead({ brief, namespace, name, onOpen }: RolloutHeadProps
   );
 }
 
-function Step({ name, title, id, onOpen }: { name: string; title: string; id: string | null; onOpen: (id: string | null) => void }): JSX.Element {
+function Step({ name, title, id, onOpen }: { name: string; title: string; id: string | null | undefined; onOpen: (id: string | null) => void }): JSX.Element {
   return (
-    <button type="button" class="quiet" title={title} aria-label={title} disabled={id === null} onClick={() => onOpen(id)}>
+    <button type="button" class="quiet" title={title} aria-label={title} disabled={!id} onClick={() => onOpen(id ?? null)}>
       {name}
     </button>
   );

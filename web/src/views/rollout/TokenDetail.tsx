@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import type { Brief, Tokens } from "../../api/types";
 import { useResource } from "../../state/resource";
 import { useServices } from "../../state/services";
-import { count, percent } from "../../text/format";
+import { count, probability } from "../../text/format";
 import { shortened, visibleLine } from "../../text/visible";
 import type { TokenStore } from "./tokenStore";
 import type { TokenPlace } from "./TokensTab";
@@ -45,7 +45,7 @@ export function TokenDetail({ place, pinned, store, brief, path, namespace }: To
         <>
           <Value
             name="Log-probability"
-            value={`${exactValue === undefined ? "≈ " : ""}${logprob.toPrecision(exactValue === undefined ? 3 : 8)} (${percent(Math.exp(logprob))})`}
+            value={`${exactValue === undefined ? "≈ " : ""}${logprob.toPrecision(exactValue === undefined ? 3 : 8)} (${probability(logprob)})`}
           />
           <Value name="Policy version" value={data.versions[data.versionOf[at] ?? 0] || "–"} />
         </>

@@ -6,10 +6,12 @@ import { CallError, Calls } from "./api/calls";
 import { ServerClock } from "./api/clock";
 import { Live } from "./api/live";
 import type { Session } from "./api/types";
+import { Boundary } from "./parts/Boundary";
 import { Empty, Failure, Waiting } from "./parts/feedback";
 import { Link } from "./parts/Link";
 import { Shell } from "./parts/Shell";
 import { asCallError } from "./state/resource";
+import { pathOf } from "./state/place";
 import { Router } from "./state/router";
 import { type Services, ServicesContext, useLocation, useServices } from "./state/services";
 import { GroupView } from "./views/group/GroupView";
@@ -48,7 +50,7 @@ export function App({ prefix }: { prefix: string }): JSX.Element {
   return (
     <ServicesContext.Provider value={services}>
       <Shell>
-        <View />
+        <Placed />
       </Shell>
     </ServicesContext.Provider>
   );
@@ -78,6 +80,16 @@ async function enter(calls: Calls): Promise<Entry> {
     // A control plane that asks for no sign-in has no sessions either.
     return problem.status === 404 ? { kind: "in", session: null } : { kind: "failed", problem };
   }
+}
+
+/** The view with a boundary of its own: going elsewhere leaves a fault behind. */
+function Placed(): JSX.Element {
+  const { place } = useLocation();
+  return (
+    <Boundary key={pathOf(place)}>
+      <View />
+    </Boundary>
+  );
 }
 
 function View(): JSX.Element {

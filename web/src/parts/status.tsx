@@ -43,6 +43,11 @@ export function toneOf(status: string): Tone {
   }
 }
 
+/** The name of a rollout's status as people say it. */
+export function stateName(status: string): string {
+  return status === "leased" ? "at work" : status === "queued" ? "waiting" : status;
+}
+
 export function Badge({ status, tone = toneOf(status) }: { status: string; tone?: Tone }): JSX.Element {
   return (
     <span class={`badge tone-${tone}`}>

@@ -23,33 +23,49 @@ export interface Resource<T> {
 export function useResource<T>(key: string | null, load: (signal: AbortSignal) => Promise<T>): Resource<T> {
   const [state, set] = useState<{ key: string | null; data: T | null; problem: CallError | null }>({ key, data: null, problem: null });
   const [slow, setSlow] = useState(false);
-  const [turn, setTurn] = useState(0);
   const current = useRef(load);
   current.current = load;
+  const ask = useRef<() => void>(() => undefined);
 
   useEffect(() => {
     if (key === null) return;
     const controller = new AbortController();
-    const timer = setTimeout(() => setSlow(true), SLOW);
-    current
-      .current(controller.signal)
-      .then((data) => set({ key, data, problem: null }))
-      .catch((error: unknown) => {
+    let busy = false;
+    let again = false;
+    const run = async () => {
+      // A call that is under way is left to end: where answers take longer than events come, none would ever arrive.
+      if (busy) {
+        again = true;
+        return;
+      }
+      busy = true;
+      const timer = setTimeout(() => setSlow(true), SLOW);
+      try {
+        const data = await current.current(controller.signal);
+        if (!controller.signal.aborted) set({ key, data, problem: null });
+      } catch (error) {
         if (controller.signal.aborted) return;
         set((before) => ({ key, data: before.key === key ? before.data : null, problem: asCallError(error) }));
-      })
-      .finally(() => {
+      } finally {
         clearTimeout(timer);
         if (!controller.signal.aborted) setSlow(false);
-      });
+        busy = false;
+      }
+      if (again && !controller.signal.aborted) {
+        again = false;
+        void run();
+      }
+    };
+    ask.current = () => void run();
+    void run();
     return () => {
-      clearTimeout(timer);
+      ask.current = () => undefined;
       setSlow(false);
       controller.abort();
     };
-  }, [key, turn]);
+  }, [key]);
 
-  const reload = useCallback(() => setTurn((before) => before + 1), []);
+  const reload = useCallback(() => ask.current(), []);
   const patch = useCallback(
     (change: (data: T) => T) => set((before) => (before.data === null ? before : { ...before, data: change(before.data) })),
     [],

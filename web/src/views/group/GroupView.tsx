@@ -5,7 +5,7 @@ import { Calls } from "../../api/calls";
 import type { Page, RolloutRow } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
 import { Link } from "../../parts/Link";
-import { Badge } from "../../parts/status";
+import { Badge, stateName, toneOf } from "../../parts/status";
 import { useKeys } from "../../state/keys";
 import { wordOf } from "../../state/place";
 import { useJobRefresh, useResource } from "../../state/resource";
@@ -86,9 +86,9 @@ export function GroupView({ namespace, name, task }: { namespace: string; name: 
               <Link
                 href={router.href({ view: "rollout", namespace, name, id: sample.id })}
                 class={`reward-chip ${sample.reward === null ? "" : `shade-${shadeOfReward(sample.reward, least, most)}`}`}
-                label={`sample ${sample.sample}, ${sample.status}, reward ${reward(sample.reward)}`}
+                label={`sample ${sample.sample}, ${stateName(sample.status)}, reward ${reward(sample.reward)}`}
               >
-                #{sample.sample} {sample.reward === null ? <Badge status={sample.status} /> : reward(sample.reward)}
+                #{sample.sample} {sample.reward === null ? <Badge status={stateName(sample.status)} tone={toneOf(sample.status)} /> : reward(sample.reward)}
               </Link>
             </li>
           ))}

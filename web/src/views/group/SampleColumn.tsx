@@ -6,10 +6,10 @@ import { Calls } from "../../api/calls";
 import type { Messages, RolloutRow } from "../../api/types";
 import { Failure, Waiting } from "../../parts/feedback";
 import { Link } from "../../parts/Link";
-import { Badge } from "../../parts/status";
+import { Badge, stateName, toneOf } from "../../parts/status";
 import { useResource } from "../../state/resource";
 import { useServices } from "../../state/services";
-import { brief, count, duration, reward } from "../../text/format";
+import { brief, count, counted, duration, reward } from "../../text/format";
 import { folded, shortened, visible, visibleLine } from "../../text/visible";
 import { shadeOfReward } from "../job/GroupRow";
 
@@ -51,12 +51,12 @@ export function SampleColumn({ sample, namespace, name, least, most }: SampleCol
           <Link href={href}>Sample #{sample.sample}</Link>
         </h3>
         <span class={sample.reward === null ? "" : `reward-chip shade-${shadeOfReward(sample.reward, least, most)}`}>{reward(sample.reward)}</span>
-        <Badge status={sample.status} />
+        <Badge status={stateName(sample.status)} tone={toneOf(sample.status)} />
       </header>
       <p class="muted">
         {sample.reason ? `${visibleLine(sample.reason)}, ` : ""}
         {brief(sample.tokens)} tokens, {duration(sample.seconds)}
-        {sample.attempts ? `, ${count(sample.attempts)} failed attempts` : ""}
+        {sample.attempts ? `, ${counted(sample.attempts, "failed attempt")}` : ""}
       </p>
       {!ended ? (
         <p>

@@ -65,7 +65,7 @@ export function JobHead({ job, row, now }: { job: RolloutJob; row: JobRow | null
           </div>
           {row.waits_for ? (
             <p class="notice">
-              <span aria-hidden="true">⧗ </span>Waits for <WaitsFor job={row} />
+              Waits for <WaitsFor job={row} />
             </p>
           ) : null}
         </>

@@ -7,7 +7,7 @@ import type { Page, RolloutRow, Statistics } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
 import { Choice, NumberField, Search } from "../../parts/fields";
 import { Link } from "../../parts/Link";
-import { Badge, toneOf } from "../../parts/status";
+import { Badge, stateName, toneOf } from "../../parts/status";
 import { usePages } from "../../state/pages";
 import { wordOf } from "../../state/place";
 import { useCoalesced, useReopened } from "../../state/resource";
@@ -85,7 +85,7 @@ export function RolloutsTab({ namespace, name, now, rewards }: RolloutsTabProps)
       <div class="filters" role="search" aria-label="Filter rollouts">
         <Search value={filters.search} label="Words of the conversation" onChange={(text) => router.change({ search: text }, true)} />
         <Choice label="Order" value={sort} choices={ORDERS} onChange={(value) => set({ sort: value === "-ended" ? null : value })} />
-        <Choice label="Status" value={filters.status} choices={STATUSES.map((value) => [value, value || "any"])} onChange={(value) => set({ status: value })} />
+        <Choice label="Status" value={filters.status} choices={STATUSES.map((value) => [value, stateName(value) || "any"])} onChange={(value) => set({ status: value })} />
         <Choice label="Stage" value={filters.stage} choices={STAGE_NAMES.map((value) => [value, value || "any"])} onChange={(value) => set({ stage: value })} />
         <Choice
           label="Ended"
@@ -201,7 +201,7 @@ interface LineProps {
 
 function RolloutLine({ rollout, index, namespace, name, now, shade }: LineProps): JSX.Element {
   const { router } = useServices();
-  const state = rollout.status === "leased" || rollout.status === "queued" ? `${rollout.stage ?? ""} ${rollout.status === "leased" ? "at work" : "waiting"}` : rollout.status;
+  const state = `${rollout.stage === null ? "" : `${rollout.stage} `}${stateName(rollout.status)}`;
   return (
     <div class="list-row" role="row" aria-rowindex={index + 2}>
       <span role="cell" class="clip">

@@ -79,7 +79,7 @@ function Workers({ workers, now }: { workers: Worker[]; now: number }): JSX.Elem
   const { query } = useLocation();
   const open = query.get("worker");
   return (
-    <div class="scroll-x" tabIndex={0} role="region" aria-label="Workers">
+    <div class="scroll-x" tabIndex={0} role="group" aria-label="Table of workers">
       <table class="rows">
         <thead>
           <tr>

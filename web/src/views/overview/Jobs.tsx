@@ -108,7 +108,7 @@ function NoJobs({ filtered }: { filtered: boolean }): JSX.Element {
 
 function JobTable({ jobs, now }: { jobs: JobRow[]; now: number }): JSX.Element {
   return (
-    <div class="scroll-x" tabIndex={0} role="region" aria-labelledby="jobs-title">
+    <div class="scroll-x" tabIndex={0} role="group" aria-label="Table of jobs">
       <table class="rows">
         <thead>
           <tr>

@@ -19,7 +19,7 @@ export function Pools({ pools }: { pools: Pool[] }): JSX.Element {
           </p>
         </Empty>
       ) : (
-        <div class="scroll-x" tabIndex={0} role="region" aria-labelledby="pools-title">
+        <div class="scroll-x" tabIndex={0} role="group" aria-label="Table of backends">
           <table class="rows">
             <thead>
               <tr>

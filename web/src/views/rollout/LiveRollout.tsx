@@ -6,7 +6,7 @@ import { Calls } from "../../api/calls";
 import type { Live } from "../../api/types";
 import { Failure, Waiting } from "../../parts/feedback";
 import { Link } from "../../parts/Link";
-import { Badge } from "../../parts/status";
+import { Badge, stateName, toneOf } from "../../parts/status";
 import { useResource } from "../../state/resource";
 import { useNow, useServices } from "../../state/services";
 import { count, duration } from "../../text/format";
@@ -46,7 +46,7 @@ export function LiveRollout({ namespace, name, id, onEnded }: LiveRolloutProps):
       <section class="panel head" aria-labelledby="live-title">
         <div class="panel-head">
           <h1 id="live-title">Rollout {visibleLine(id)}</h1>
-          <Badge status={data.status === "leased" ? `${data.stage ?? ""} at work` : data.status} tone="active" />
+          <Badge status={`${data.stage ?? ""} ${stateName(data.status)}`} tone={toneOf(data.status)} />
           <span class="grow" />
           <Link href={router.href({ view: "job", namespace, name })}>Back to the job</Link>
         </div>

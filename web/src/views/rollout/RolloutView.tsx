@@ -2,6 +2,7 @@
 
 import type { JSX } from "preact";
 import { Calls } from "../../api/calls";
+import { filledBrief } from "../../api/records";
 import type { Brief } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
 import { Link } from "../../parts/Link";
@@ -27,7 +28,9 @@ export function RolloutView({ namespace, name, id }: { namespace: string; name: 
   const { query } = useLocation();
   const tab = wordOf(query, "tab", TABS);
   const path = Calls.job(name, "rollouts", id);
-  const brief = useResource<Brief>(`brief ${namespace}/${name}/${id}`, (signal) => calls.get(`${path}/brief`, { namespace }, signal));
+  const brief = useResource<Brief>(`brief ${namespace}/${name}/${id}`, async (signal) =>
+    filledBrief(await calls.get(`${path}/brief`, { namespace }, signal)),
+  );
   useLive("ended", (ended) => {
     if (ended.name === name && ended.namespace === namespace && ended.rollouts.some((row) => row.id === id)) brief.reload();
   }, [id]);

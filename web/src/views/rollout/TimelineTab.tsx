@@ -81,7 +81,7 @@ function Spans({ spans }: { spans: Span[] }): JSX.Element {
 
 function Attempts({ brief }: { brief: Brief }): JSX.Element {
   return (
-    <div class="scroll-x" tabIndex={0} role="region" aria-labelledby="attempts-title">
+    <div class="scroll-x" tabIndex={0} role="group" aria-label="Table of attempts">
       <table class="rows">
         <thead>
           <tr>

@@ -121,8 +121,14 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", "/v1/overview"): VIEW,
     ("GET", "/v1/jobs"): VIEW,
     ("GET", "/v1/workers/{name}/rollouts"): VIEW,
+    ("GET", "/v1/events"): VIEW,
     ("GET", f"{JOBS}/{{name}}/grid"): VIEW,
+    ("GET", f"{JOBS}/{{name}}/gantt"): VIEW,
     ("GET", f"{JOBS}/{{name}}/statistics"): VIEW,
+    **{
+        ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}/{piece}"): VIEW
+        for piece in ("brief", "messages", "messages/{number}", "tokens", "difference", "live")
+    },
     ("GET", POOLS): READ,
     ("POST", POOLS): DRIVER,
     ("GET", f"{POOLS}/{{name}}"): READ,

@@ -12,7 +12,7 @@ from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
-from rollyard_api.jobs import blobs
+from rollyard_api.jobs import blobs, view_rows
 from rollyard_api.jobs.job_views import DELETED
 from rollyard_api.jobs.jobs import find_locked
 from rollyard_api.rollouts import outages
@@ -200,7 +200,7 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
         some = ids[at : at + 500]
         tx.conn.execute(sa.delete(payloads).where(payloads.c.rollout_id.in_(some)))
         tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
-    if len(ids) == BATCH:
+    if not view_rows.forget(tx, job_id, BATCH) or len(ids) == BATCH:
         return False
     for table in (groups, dynamic_sampling, sampling_targets, cursors):
         tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))

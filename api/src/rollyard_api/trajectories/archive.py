@@ -12,17 +12,20 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.codec import dumps
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
-from rollyard_api.storage.schema import jobs, payloads, rollouts
-from rollyard_api.trajectories import records
+from rollyard_api.storage.schema import jobs, payloads, rollout_words, rollouts
+from rollyard_api.trajectories import records, words
 from rollyard_api.trajectories.object_store import TrajectoryStore
 
 PART_RECORDS = 256
@@ -138,7 +141,37 @@ def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: in
     return lines
 
 
-def _place(tx: Transaction, part: Part, lines: Sequence[tuple[str, int]]) -> None:
+def _lines_and_words(
+    rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int
+) -> list[tuple[bytes, bytes]]:
+    """Return what `_lines` returns, and with each record the hashes of its words."""
+    found: list[tuple[bytes, bytes]] = []
+    total = 0
+    for row in rows:
+        document = records.document(row, job, namespace)
+        line = dumps(document) + b"\n"
+        total += len(line)
+        if found and total > max_bytes:
+            break
+        found.append((line, words.hashes(words.texts_of(document))))
+    return found
+
+
+def _words(module: Any) -> Any:
+    return module.insert(rollout_words).on_conflict_do_nothing()
+
+
+_WORDS = {"sqlite": _words(sqlite), "postgresql": _words(postgresql)}
+
+
+def _place(
+    tx: Transaction, part: Part, lines: Sequence[tuple[str, int]], of_words: Sequence[tuple[int, bytes]]
+) -> None:
+    kept = [
+        {"job_id": part.job_id, "end_seq": place, "words": hashes} for place, hashes in of_words if hashes
+    ]
+    if kept:
+        tx.conn.execute(_WORDS["sqlite" if tx.sqlite else "postgresql"], kept)
     offset, places = 0, []
     for rollout, length in lines:
         places.append({"b_id": rollout, "b_offset": offset, "b_length": length})
@@ -230,9 +263,10 @@ class Archive:
         content = await self._database.read(partial(_content, part=part))
         if content is None or not content.rows:
             return 0
-        lines = await self.builds.run(
-            partial(_lines, content.rows, content.namespace, content.job, PART_BYTES)
+        made = await self.builds.run(
+            partial(_lines_and_words, content.rows, content.namespace, content.job, PART_BYTES)
         )
+        lines = [line for line, _ in made]
         path = part_path(content.namespace, content.job, content.uid, part.number)
         try:
             await self.writes.run(partial(self._store.write, path, b"".join(lines)))
@@ -240,7 +274,8 @@ class Archive:
             self.refused = error
             raise
         placed = [(row.id, len(line)) for row, line in zip(content.rows, lines, strict=False)]
-        await self._database.write(partial(_place, part=part, lines=placed))
+        of_words = [(row.end_seq, hashes) for row, (_, hashes) in zip(content.rows, made, strict=False)]
+        await self._database.write(partial(_place, part=part, lines=placed, of_words=of_words))
         return len(lines)
 
     async def unstored(self) -> int:

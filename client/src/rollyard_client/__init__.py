@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
+    from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
@@ -71,6 +72,7 @@ __all__ = [
     "RolloutSummary",
     "RollyardError",
     "ServerUnavailable",
+    "SignInCode",
     "StorageFull",
     "TokenizerDiffers",
     "TooMany",
@@ -94,6 +96,7 @@ __getattr__ = lazily(
         "WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
+        "requests.sign_in": "SignInCode",
         "sse": "JobEvent",
         "sync_client": "Client",
         "training.arrays": "Arrays",

@@ -40,6 +40,7 @@ class Choice:
 @click.option("--failed", is_flag=True, help="Only rollouts that failed or have reward 0, and why.")
 @click.option("--list", "listing", is_flag=True, help="List the rollouts instead of showing one.")
 @click.option("--step", is_flag=True, help="Show them one after another.")
+@click.option("--web", is_flag=True, help="Print the link of the page instead; `rollyard open` signs in.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder, to show the exact tokens.")
 @server_options
 def command(
@@ -48,6 +49,7 @@ def command(
     failed: bool,
     listing: bool,
     step: bool,
+    web: bool,
     tokenizer: Path | None,
     url: str | None,
     home: Path | None,
@@ -59,6 +61,11 @@ def command(
     `--failed` lists what failed or has reward 0, and why.
     """
     choice = Choice(failed, listing, step)
+    if web:
+        if path is not None or failed or listing or step or not 1 <= len(arguments) <= 2:
+            raise click.UsageError("--web goes with the job's NAME (and a ROLLOUT) alone")
+        _print_link(arguments[0], arguments[1:], url, home, namespace)
+        return
     if path is not None:
         from rollyard.extras import require
         from rollyard.trajectories.reading import read_file, tokenizer_of
@@ -77,6 +84,17 @@ def command(
         found = _of_job(client, name, rest, namespace)
         beside = partial(_tokenizer, client, name, namespace)
         _view(found, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
+
+
+def _print_link(name: str, rest: tuple[str, ...], url: str | None, home: Path | None, namespace: str) -> None:
+    from rollyard.connection import connection
+    from rollyard.page.links import job_link, rollout_id
+
+    with connection(url, home, namespace) as made:
+        client = made.client
+        client.job(name, namespace)
+        rollout = rollout_id(client, name, rest[0], namespace) if rest else ""
+        terminal.echo_line(job_link(made, namespace, name, rollout))
 
 
 def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) -> Iterable[Trajectory]:

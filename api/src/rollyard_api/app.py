@@ -228,8 +228,9 @@ class Application(FastAPI):
 
 
 _ROUTES = (
-    *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, sessions),
-    *(page_fleet, page_events, page_job, page_rollout, probes, api_docs),
+    *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes),
+    *(sessions, api_docs),
+    *(page_fleet, page_events, page_job, page_rollout),
 )
 _ROUTERS = tuple(module.router for module in _ROUTES)
 

@@ -15,7 +15,7 @@ from typing import Final
 from starlette.responses import Response
 
 from rollyard_api.browsers import headers
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import ApiError
 
 MAX_FILES: Final = 256
 MAX_BYTES: Final = 16 << 20
@@ -41,10 +41,10 @@ _PREFIX_META: Final = re.compile(r'(<meta name="rollyard-prefix" content=")[^"]*
 _ASSET: Final = re.compile(r'\b(src|href)="/?(assets/|favicon\.)')
 
 
-class PageTooLarge(ControlPlaneError):
-    """The folder of the page holds more than is kept in memory."""
+class PageUnusable(ApiError):
+    """The folder of the page cannot be read, or holds more than is kept in memory."""
 
-    reason = "PageTooLarge"
+    reason = "PageUnusable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,19 @@ class PageFiles:
         """Return a file by its path in the folder, such as `assets/app.js`, or None if there is none.
 
         Raises:
-            PageTooLarge: The folder holds more than is kept in memory.
+            PageUnusable: The folder cannot be read, or holds more than is kept in memory.
         """
         if self._files is None:
             async with self._lock:
                 if self._files is None:
-                    self._files = await asyncio.to_thread(_read, self._folder, self._prefix)
+                    self._files = await asyncio.to_thread(self._read)
         return self._files.get(path)
+
+    def _read(self) -> Mapping[str, WebFile]:
+        try:
+            return _read(self._folder, self._prefix)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PageUnusable(f"the files of the page cannot be read: {error}") from error
 
 
 def _read(folder: Path, prefix: str) -> Mapping[str, WebFile]:
@@ -125,7 +131,7 @@ def _read(folder: Path, prefix: str) -> Mapping[str, WebFile]:
         body = path.read_bytes()
         total += len(body)
         if total > MAX_BYTES:
-            raise PageTooLarge(f"{folder}: the page's files have more than {MAX_BYTES} bytes")
+            raise PageUnusable(f"{folder}: the page's files have more than {MAX_BYTES} bytes")
         name = path.relative_to(folder).as_posix()
         if name == "index.html":
             found[name] = web_file(name, _filled(body, prefix), headers.PAGE_POLICY)
@@ -139,7 +145,7 @@ def _paths(folder: Path) -> Sequence[Path]:
     paths = sorted([*folder.glob("*"), *folder.glob("assets/*")])
     files = [path for path in paths if path.suffix in TYPES and path.is_file() and not path.is_symlink()]
     if len(files) > MAX_FILES:
-        raise PageTooLarge(f"{folder}: the page has more than {MAX_FILES} files")
+        raise PageUnusable(f"{folder}: the page has more than {MAX_FILES} files")
     return files
 
 

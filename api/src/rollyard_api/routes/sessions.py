@@ -69,11 +69,16 @@ async def sign_in(request: Request, plane: Plane) -> Response:
 
 @router.get("/session")
 async def session(request: Request) -> Response:
-    """Return what the caller may do: its role, when its session ends, and whether it may cancel."""
+    """Return what the caller may do: its role, when its session ends, and whether it may cancel.
+
+    The answer has the path prefix of the page, too, for programs that print links to it.
+    """
     found: BrowserSession | None = request.state.session
     role = caller_of(request).role if found is None else found.role
     expires = None if found is None else found.expires_at
-    return answer({"role": role, "expires_at": expires, "cancel": role == "admin"}, headers=NO_STORE)
+    prefix = plane_of(request).settings.browsers.path_prefix
+    document = {"role": role, "expires_at": expires, "cancel": role == "admin", "prefix": prefix}
+    return answer(document, headers=NO_STORE)
 
 
 @router.delete("/session", status_code=204)

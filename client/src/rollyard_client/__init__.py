@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
     from rollyard_client.requests.sign_in import SignInCode
+    from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
@@ -69,6 +70,8 @@ __all__ = [
     "NotFound",
     "ResultIterator",
     "Retry",
+    "RolloutQuery",
+    "RolloutRow",
     "RolloutSummary",
     "RollyardError",
     "ServerUnavailable",
@@ -97,6 +100,7 @@ __getattr__ = lazily(
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
         "requests.sign_in": "SignInCode",
+        "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",
         "sync_client": "Client",
         "training.arrays": "Arrays",

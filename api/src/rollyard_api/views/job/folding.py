@@ -54,6 +54,7 @@ _ENDED = (
         (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
         rollouts.c.policy_index,
         rollouts.c.reason,
+        rollouts.c.message,
         rollouts.c.worker,
         rollouts.c.timings,
     )
@@ -152,7 +153,17 @@ def _fold_rollouts(
         timings = loads(row.timings)
         tokens = row.sampled_tokens or 0
         statistics.add(
-            EndedView(row.id, row.state, row.reward, row.reason, tokens, row.since, row.policy_index, timings)
+            EndedView(
+                id=row.id,
+                state=row.state,
+                reward=row.reward,
+                reason=row.reason,
+                message=row.message,
+                tokens=tokens,
+                ended_at=row.since,
+                policy_index=row.policy_index,
+                timings=timings,
+            )
         )
         rows.append(
             {

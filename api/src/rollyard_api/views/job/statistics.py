@@ -19,6 +19,8 @@ MAX_BUCKETS: Final = 200
 FIRST_BUCKET: Final = 10
 """The width in seconds of the first buckets of time."""
 MAX_REASONS: Final = 64
+MAX_MESSAGE: Final = 256
+"""The number of characters of the newest failure's message that are kept for each reason."""
 OTHER: Final = "Other"
 """The reason under which those beyond MAX_REASONS are counted."""
 _STAGES: Final = ("init", "run", "eval")
@@ -32,6 +34,7 @@ class EndedView:
     state: RolloutState
     reward: float | None
     reason: str | None
+    message: str | None
     tokens: int
     ended_at: float
     policy_index: int | None
@@ -116,10 +119,9 @@ class Statistics:
         reason = one.reason or ""
         if reason not in self.failures and len(self.failures) >= MAX_REASONS:
             reason = OTHER
-        entry = self.failures.setdefault(reason, [0, stage, one.id])
-        entry[0] += 1
+        before = self.failures.get(reason, [0])
         # The newest example is the one whose pod, log and node are most likely still there.
-        entry[1], entry[2] = stage, one.id
+        self.failures[reason] = [before[0] + 1, stage, one.id, (one.message or "")[:MAX_MESSAGE]]
 
     def document(self) -> dict[str, Any]:
         """Return the statistics as a JSON object for the database."""
@@ -162,8 +164,8 @@ class Statistics:
                 for key, (n, rewarded, total, tokens) in sorted(self.times.items())
             ],
             "failures": [
-                {"reason": reason, "n": n, "stage": stage, "example": example}
-                for reason, (n, stage, example) in by_count
+                {"reason": reason, "n": n, "stage": stage, "example": example, "message": message}
+                for reason, (n, stage, example, message) in by_count
             ],
             "truncated": [
                 {"reason": reason, "n": n}

@@ -22,8 +22,7 @@ def quantized(logprobs: list[float], mask: list[tuple[Any, int]]) -> str:
     for value, n in mask:
         if value:
             for place in range(at, at + n):
-                # The comparison comes first, because an infinite number has no whole one.
-                logprob = max(logprobs[place], -12.7)
+                logprob = min(max(logprobs[place], -12.7), 0.0)
                 values[place] = min(255, max(1, round(-logprob * STEP) + 1))
         at += n
     return base64.b64encode(bytes(values)).decode()

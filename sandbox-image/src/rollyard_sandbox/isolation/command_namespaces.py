@@ -17,12 +17,14 @@ import signal
 import socket
 from contextlib import contextmanager
 
-from rollyard_sandbox.isolation.syscalls import Mount, call, drop_rights, limit_rights
+from rollyard_sandbox.isolation.syscalls import Mount, add_dropped_rights, call, limit_rights
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import NoReturn
+
+    from rollyard_sandbox.isolation.system_calls import Calls
 
 _VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
 _STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
@@ -77,8 +79,8 @@ class CommandNamespaces:
         self._open()
 
     @contextmanager
-    def forking(self) -> Iterator[None]:
-        """Return a context in which a forked process begins in the commands' pid namespace (see `enter`).
+    def starting(self) -> Iterator[None]:
+        """Return a context in which a new process begins in the commands' pid namespace (see `add_to`).
 
         Raises:
             OSError: The namespaces cannot be made.
@@ -92,23 +94,16 @@ class CommandNamespaces:
         finally:
             self._join(self._own_pids, _NEWPID)
 
-    def enter(self, cwd: str) -> None:
-        """Let a child that is about to become a command enter the other namespaces and drop its rights.
+    def add_to(self, calls: Calls, cwd: str) -> None:
+        """Add the calls by which a new process enters the other namespaces and drops its rights.
 
         A command that is root of an image keeps `ROOT_KEEPS`.
-
-        Raises:
-            OSError: The kernel refuses a part of it, or `cwd` cannot be entered.
         """
-        self._join(self._mounts, _NEWNS)
-        os.chdir(cwd)
+        calls.add("setns", self._mounts, _NEWNS)
+        calls.add("chdir", calls.text(cwd))
         if self._users is not None:
-            self._join(self._users, _NEWUSER)
-        drop_rights(self._libc, ROOT_KEEPS if self._users is None else frozenset())
-
-    def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that `enter` needs."""
-        return (self._mounts,) if self._users is None else (self._mounts, self._users)
+            calls.add("setns", self._users, _NEWUSER)
+        add_dropped_rights(calls, ROOT_KEEPS if self._users is None else frozenset())
 
     def alive(self) -> bool:
         """Return whether the first process of the namespaces is alive."""

@@ -9,11 +9,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from rollyard_sandbox.isolation.system_calls import Calls
+
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
 _DETACH = 2
 _CAPBSET_DROP = 24
+_CAPABILITIES = 64  # A kernel's sets have room for so many.
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -35,19 +38,37 @@ def drop_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     Args:
         kept: The numbers of the capabilities, which are below 32.
     """
-    for capability in range(64):
+    for capability in range(_CAPABILITIES):
         if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # The kernel knows no further ones.
     limit_rights(libc, kept)
 
 
+def add_dropped_rights(calls: Calls, kept: frozenset[int]) -> None:
+    """Add the calls with which a new process restricts itself as `drop_rights` does.
+
+    Args:
+        calls: The list of calls.
+        kept: The numbers of the capabilities, which are below 32.
+    """
+    for capability in range(_CAPABILITIES):
+        if capability not in kept:
+            # The kernel knows fewer than these, and refuses those that it does not know.
+            calls.add("prctl", _CAPBSET_DROP, capability, 0, 0, 0, may_fail=True)
+    calls.add("capset", *_sets(kept))
+
+
 def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     """Restrict the calling process to the capabilities `kept` (numbers below 32), with none inheritable."""
+    header, data = _sets(kept)
+    call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
+
+
+def _sets(kept: frozenset[int]) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     # The effective, permitted and inheritable sets are given for the first 32, then for the others.
-    data = (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
-    call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
+    return header, (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
 
 
 MAX_TERMINALS = 64

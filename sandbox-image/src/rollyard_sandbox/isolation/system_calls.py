@@ -35,7 +35,7 @@ _LAST = 127  # The exit status of a child that executed nothing.
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
 _NUMBERS = {
-    "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "exit_group": 231, "fcntl": 72,
+    "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "execveat": 322, "exit_group": 231, "fcntl": 72,
     "ioctl": 16, "prctl": 157, "rt_sigaction": 13, "rt_sigprocmask": 14, "setns": 308, "setpriority": 141,
     "setsid": 112,
 }  # fmt: skip
@@ -129,6 +129,10 @@ class Calls:
         for number in numbers:
             self.add("rt_sigaction", int(number), default, 0, 8)
 
+    def ignore_signal(self, number: int) -> None:
+        """Let the program ignore a signal until it says otherwise."""
+        self.add("rt_sigaction", int(number), (ctypes.c_uint64 * 4)(1), 0, 8)  # With SIG_IGN.
+
     def unblock_signals(self) -> None:
         """Unblock all signals."""
         self.add("rt_sigprocmask", _SET_MASK, ctypes.c_uint64(0), 0, 8)
@@ -139,8 +143,11 @@ class Calls:
         for descriptor in inherited:
             self.add("fcntl", descriptor, _SET_FLAGS, 0)
 
-    def start(self) -> int:
+    def start(self, *, watched: bool = True) -> int:
         """Start a process that makes the calls, and return its number once it has executed a program.
+
+        Args:
+            watched: Whether hostile commands may see the process, and stop it before it has done that.
 
         Raises:
             CallFailed: One of the calls failed.
@@ -150,7 +157,7 @@ class Calls:
         table = _Table([(name, *arguments) for name, arguments, _, _ in self._calls])
         for place, (_, _, may_fail, _) in enumerate(self._calls):
             table.words[place * _WORDS + _MAY_FAIL] = may_fail
-        child = starter().start(table)
+        child = starter().start(table, watched=watched)
         self._check(child, table)
         return child
 
@@ -159,7 +166,7 @@ class Calls:
         failed: tuple[int, str, str] | None = None
         for place, (name, _, may_fail, purpose) in enumerate(self._calls):
             result = table.result(place)
-            if name == "execve":
+            if name in ("execve", "execveat"):
                 if result >= 0:
                     return  # The kernel never returned to the list.
                 # Of the places where a program may be, the first that has one decides.
@@ -194,6 +201,10 @@ class _Table:
         """Return what a call returned: a negative error number if it failed, and 0 if it was not made."""
         return ctypes.c_int64(self.words[place * _WORDS + _RESULT]).value
 
+    def disposition(self, place: int) -> signal.Handlers:
+        """Return what a call of rt_sigaction sets."""
+        return signal.Handlers(ctypes.c_uint64.from_address(self.arguments(place)[1]).value)
+
     def arguments(self, place: int) -> list[int]:
         """Return the six arguments of a call."""
         return list(self.words[place * _WORDS + 1 : place * _WORDS + _RESULT])
@@ -210,6 +221,11 @@ class Starter:
         self._code = code
         self._watch: tuple[int, _Watch] | None = None
 
+    @property
+    def borrows(self) -> bool:
+        """Whether the processes borrow the memory of this one, so that they are cheap."""
+        return self._code is not None
+
     def prepare(self) -> None:
         """Start the thread that watches starts, if this process has none.
 
@@ -218,22 +234,26 @@ class Starter:
         if self._watch is None or self._watch[0] != os.getpid():
             self._watch = (os.getpid(), _Watch())  # A fork has no threads.
 
-    def start(self, table: _Table) -> int:
+    def start(self, table: _Table, *, watched: bool) -> int:
         """Start a process, and return its number once it has executed a program or ended.
 
         Raises:
             OSError: There is no room for a process.
         """
+        if not watched:
+            return self._make(table)
         self.prepare()
         assert self._watch is not None
         with self._watch[1]:
-            return _fork(table) if self._code is None else self._borrow(self._code, table)
+            return self._make(table)
 
-    def _borrow(self, code: Callable[[int, int], int], table: _Table) -> int:
+    def _make(self, table: _Table) -> int:
+        if self._code is None:
+            return _fork(table)
         # A handler of this process must not run in the child, in the same memory. The list unblocks them again.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            child = code(_VM | _VFORK | signal.SIGCHLD, ctypes.addressof(table.words))
+            child = self._code(_VM | _VFORK | signal.SIGCHLD, ctypes.addressof(table.words))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if child < 0:
@@ -335,7 +355,7 @@ def _make(table: _Table) -> None:
         arguments = table.arguments(place)
         number = 0
         if name == "rt_sigaction":
-            signal.signal(arguments[0], signal.SIG_DFL)
+            signal.signal(arguments[0], table.disposition(place))
         elif name == "rt_sigprocmask":
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
         elif name == "close_range":

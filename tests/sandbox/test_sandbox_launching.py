@@ -21,7 +21,7 @@ status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({
     "cwd": os.getcwd(),
     "session": os.getsid(0) == os.getpid(),
-    "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
+    "descriptors": sorted(int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")),
     "blocked": status["SigBlk"].strip(),
     "pipe": signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN,
     "terminal": os.isatty(0),
@@ -42,7 +42,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(
-    argv: list[str], environment: dict[str, str], cwd: Path, inherited: tuple[int, ...] = (), *, filtered: bool = False
+    argv: list[str],
+    environment: dict[str, str],
+    cwd: Path,
+    inherited: tuple[int, ...] = (),
+    *,
+    filtered: bool = False,
 ) -> tuple[int, str]:
     """Start a program, and return its exit status and its output."""
     read, write = os.pipe()
@@ -64,7 +69,9 @@ def test_a_program_starts_with_nothing_of_the_servers(way: str, tmp_path: Path) 
     wanted = os.open(os.devnull, os.O_RDONLY)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        status, text = run([sys.executable, "-I", "-S", "-c", LOOK], {"A": "ä b"}, tmp_path, (wanted,), filtered=True)
+        status, text = run(
+            [sys.executable, "-I", "-S", "-c", LOOK], {"A": "ä b"}, tmp_path, (wanted,), filtered=True
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         os.close(inheritable)
@@ -125,7 +132,7 @@ def test_what_keeps_a_program_from_starting_is_said(
 def test_what_no_program_can_be_given_is_refused(
     way: str, tmp_path: Path, argv: list[str], environment: dict[str, str]
 ) -> None:
-    with pytest.raises(ValueError, match="null byte|variable name"):
+    with pytest.raises(ValueError, match=r"null byte|variable name"):
         run(argv, {"PATH": os.environ["PATH"], **environment}, tmp_path)
 
 

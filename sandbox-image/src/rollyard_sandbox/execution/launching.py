@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.isolation.protections import Protections
 
-# Python handles or ignores some of these. A program that is executed goes on ignoring what its parent ignored.
+# Python handles or ignores some of these. A program still ignores what the process that executed it ignored.
 _DEFAULTED = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ,
 )  # fmt: skip
@@ -43,8 +43,8 @@ def launch(
         inherited: Further descriptors, which it has under the same numbers.
 
     Raises:
-        OSError: It cannot be started. The `filename` is the program, the folder, or NOT_CONFINED if the kernel
-            refused a protection.
+        OSError: It cannot be started. The `filename` is the program, the folder, or NOT_CONFINED if the
+            kernel refused a protection.
         ValueError: An argument or a variable cannot be passed to a program.
     """
     calls = Calls()

@@ -38,7 +38,10 @@ _VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
 _STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _EMPTY_PATH = 0x1000  # AT_EMPTY_PATH
-_STANDARD, _CHANNEL = 64, 3  # A number above those that programs use, and the first process's end of a socket.
+_STANDARD, _CHANNEL = (
+    64,
+    3,
+)  # A number above those that programs use, and the first process's end of a socket.
 _READY = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
@@ -239,7 +242,16 @@ class CommandNamespaces:
             ("chdir", (b"/",)),
             ("unshare", (_NEWNS,)),
             *(
-                ("mount", (source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None))
+                (
+                    "mount",
+                    (
+                        source.encode(),
+                        target.encode(),
+                        kind.encode() or None,
+                        flags,
+                        options.encode() or None,
+                    ),
+                )
                 for source, target, kind, flags, options in proc_mounts(self._options.hidden)
             ),
             ("capset", (bytes(header), bytes(data))),

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 FAILED = 78  # The exit status when the kernel refuses a protection (EX_CONFIG).
 NOT_CONFINED = "NotConfined"
-"""The first word of the message on standard error in this case, and the `filename` of the error of a command that
-could not enter the protections."""
+"""The first word of the message on standard error in this case, and the `filename` of the error of a command
+that could not enter the protections."""
 _SET_DUMPABLE = 4  # linux/prctl.h
 _LOWEST = 19  # setpriority(2)
 

@@ -1,8 +1,8 @@
 """A program of two pages that makes a list of system calls and then waits for ever.
 
-The first process of a pid namespace has little to do and lives as long as the namespace. As a fork of the server it
-would keep a copy of all of the server's pages. The program is an ELF file in memory for x86_64: its first page
-is a loop over the calls, and its second page holds them with what they point to.
+The first process of a pid namespace has little to do and lives as long as the namespace. As a fork of the
+server it would keep a copy of all of the server's pages. The program is an ELF file in memory for x86_64: its
+first page is a loop over the calls, and its second page holds them with what they point to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CODE_AT, _CALLS_AT = 0x400000, 0x401000  # The addresses of the two pages.
 _WORDS = 8  # Each call has its number, six arguments, and the exit status if it fails.
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
 _NUMBERS = {
-    "capset": 126, "chdir": 80, "close_range": 436, "mount": 165, "pause": 34, "prctl": 157, "recvfrom": 45, "setsid": 112,
-    "unshare": 272, "write": 1,
+    "capset": 126, "chdir": 80, "close_range": 436, "mount": 165, "pause": 34, "prctl": 157, "recvfrom":
+    45, "setsid": 112, "unshare": 272, "write": 1,
 }  # fmt: skip
 _HEADER = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<IIQQQQQQ")

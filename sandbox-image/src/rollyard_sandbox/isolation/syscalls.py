@@ -64,7 +64,9 @@ def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
 
 
-def capability_sets(kept: frozenset[int]) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
+def capability_sets(
+    kept: frozenset[int],
+) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
     """Return the two arguments of capset(2) for the capabilities `kept`, with none inheritable."""
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)

@@ -1,10 +1,11 @@
 """A list of system calls that a new process makes, the last of which executes a program.
 
-A fork of a Python process costs milliseconds: the kernel copies its tables of pages, and each page that either
-process writes later. A child of vfork(2) borrows the memory instead, while its parent waits, but it may then run
-no Python. Between its beginning and execve(2) a command only makes system calls whose arguments are known
-before, so a few instructions of machine code that go through a list are all that it needs. Where these
-cannot be used (another processor, or a kernel or policy that refuses them) a forked process makes the same calls.
+A fork of a Python process costs milliseconds: the kernel copies its tables of pages, and each page that
+either process writes later. A child of vfork(2) borrows the memory instead, while its parent waits, but it may
+then run no Python. Between its beginning and execve(2) a command only makes system calls whose arguments are
+known before, so a few instructions of machine code that go through a list are all that it needs. Where these
+cannot be used (another processor, or a kernel or policy that refuses them), a forked process makes the same
+calls.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _LAST = 127  # The exit status of a child that executed nothing.
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
 _NUMBERS = {
-    "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "execveat": 322, "exit_group": 231, "fcntl": 72,
-    "ioctl": 16, "prctl": 157, "rt_sigaction": 13, "rt_sigprocmask": 14, "setns": 308, "setpriority": 141,
-    "setsid": 112,
+    "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "execveat": 322,
+    "exit_group": 231, "fcntl": 72, "ioctl": 16, "prctl": 157, "rt_sigaction": 13, "rt_sigprocmask": 14,
+    "setns": 308, "setpriority": 141, "setsid": 112,
 }  # fmt: skip
 
 # long start(unsigned long clone_flags, uint64_t *calls) for x86_64. The child uses no stack and no libc.
@@ -261,7 +262,7 @@ class Starter:
     def _make(self, table: _Table) -> int:
         if self._code is None:
             return _fork(table)
-        # A handler of this process must not run in the child, in the same memory. The list unblocks them again.
+        # A handler of this process must not run in the child, in the same memory. The list unblocks signals.
         before = (ctypes.c_uint64 * _SIGSET_WORDS)()
         self._set_mask(_SET_MASK, ctypes.byref(self._every_signal), ctypes.byref(before))
         try:

@@ -38,8 +38,8 @@ class Program:
     """The options of the program's `stand_ready`, which prepares what every job of this machine needs. With
     none, a ready process only imports."""
     first_after: float = 0.0
-    """The time in seconds before the first one is started, unless the program is started a second time before.
-    A process that only replaces one that dies can wait until what has just begun needs the processor less."""
+    """The seconds before the first one is started, unless the program is started a second time before. A
+    process that only replaces one that dies can wait until what has just begun needs the processor less."""
 
 
 @dataclass(slots=True)

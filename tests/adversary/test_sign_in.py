@@ -425,3 +425,9 @@ def test_a_real_listener_refuses_a_foreign_host(tmp_path: Path) -> None:
                 sock.sendall(request.encode())
                 first = sock.recv(4096).partition(b"\r\n")[0]
             assert first.split()[1] == status
+        # A guesser does not become another client by a header.
+        with httpx.Client(base_url=started.url, trust_env=False) as http:
+            for number in range(guesses.GUESSES + 1):
+                headers = {"Origin": started.url, "Rollyard-Page": "1", "X-Forwarded-For": f"10.0.0.{number}"}
+                answer = http.post("/v1/session", json={"code": SECRET}, headers=headers)
+                assert answer.status_code == (429 if number == guesses.GUESSES else 401)

@@ -13,7 +13,7 @@ import { useLocation, useServices } from "../../state/services";
 import { Choice } from "../../parts/fields";
 import { count, counted, reward } from "../../text/format";
 import { visibleLine } from "../../text/visible";
-import { Gone } from "../job/JobView";
+import { Gone } from "../Gone";
 import { shadeOfReward } from "../job/GroupRow";
 import { Compare } from "./Compare";
 import { SampleColumn } from "./SampleColumn";

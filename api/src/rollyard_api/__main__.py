@@ -359,6 +359,8 @@ def serve(
         log_level=log_level,
         access_log=False,
         server_header=False,
+        # Whoever connects could claim to be another client by such headers.
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=75,
         ssl_certfile=None if tls is None else tls[0],

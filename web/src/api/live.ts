@@ -2,7 +2,8 @@
  * The page's one stream of events.
  *
  * It reconnects by itself, with growing waits, and rests while nobody can see the page. After each new connection
- * it says `open`, upon which views read again what they may have missed.
+ * it says `open`, upon which views read again what they may have missed: at once after an interruption, and a
+ * moment later at the beginning, when views have just been read and a second reading would only delay them.
  */
 
 import type { JobRow, Overview, RolloutRow } from "./types";
@@ -22,6 +23,8 @@ type Listener<K extends keyof LiveEvents> = (data: LiveEvents[K]) => void;
 /** Milliseconds of the first wait before a new connection; each further wait is twice as long. */
 const FIRST_WAIT = 1_000;
 const LONGEST_WAIT = 15_000;
+/** Milliseconds after the first connection until `open` is said. */
+const SETTLE = 4_000;
 /** Milliseconds after which the stream of a hidden page is closed. */
 const HIDDEN_REST = 20_000;
 
@@ -32,6 +35,7 @@ export class Live {
   #timer: ReturnType<typeof setTimeout> | undefined;
   #restTimer: ReturnType<typeof setTimeout> | undefined;
   #failures = 0;
+  #interrupted = false;
   #stopped = false;
   #job: string | null = null;
   state: LiveState = "connecting";
@@ -81,9 +85,11 @@ export class Live {
     const source = new EventSource(this.address(this.#job));
     this.#source = source;
     source.onopen = () => {
+      const wait = this.#interrupted ? 0 : SETTLE;
       this.#failures = 0;
+      this.#interrupted = false;
       this.#change("open");
-      this.#tell("open", null);
+      this.#timer = setTimeout(() => this.#tell("open", null), wait);
     };
     source.onerror = () => this.#failed();
     for (const name of ["overview", "job", "gone", "ended"] as const) {
@@ -98,6 +104,7 @@ export class Live {
     this.#close();
     if (this.#stopped) return;
     this.#failures += 1;
+    this.#interrupted = true;
     this.#change("reconnecting");
     const wait = Math.min(LONGEST_WAIT, FIRST_WAIT * 2 ** (this.#failures - 1));
     this.#timer = setTimeout(() => this.#connect(), wait * (0.75 + Math.random() / 2));
@@ -110,6 +117,7 @@ export class Live {
     if (document.hidden) {
       this.#restTimer = setTimeout(() => {
         this.#close();
+        this.#interrupted = true;
         this.#change("resting");
       }, HIDDEN_REST);
     } else if (!this.#source) {

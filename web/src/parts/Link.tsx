@@ -1,7 +1,7 @@
-/** Links within the page: they change the history in the place of loading a document. */
+/** Links within the page. `followLink` of the frame turns clicks on them into changes of the history. */
 
 import type { ComponentChildren, JSX } from "preact";
-import { useServices } from "../state/services";
+import type { Router } from "../state/router";
 
 export interface LinkProps {
   href: string;
@@ -13,25 +13,22 @@ export interface LinkProps {
   data?: string;
 }
 
-export function Link(props: LinkProps): JSX.Element {
-  const { router } = useServices();
-  const follow = (event: MouseEvent) => {
-    // A click with a modifier opens another tab or window, as everywhere.
-    if (event.button !== 0 || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
-    event.preventDefault();
-    router.go(props.href);
-  };
+export function Link({ href, children, label, data, ...rest }: LinkProps): JSX.Element {
   return (
-    <a
-      href={props.href}
-      onClick={follow}
-      class={props.class}
-      title={props.title}
-      aria-label={props.label}
-      tabIndex={props.tabIndex}
-      data-key={props.data}
-    >
-      {props.children}
+    <a href={href} aria-label={label} data-key={data ?? "link"} {...rest}>
+      {children}
     </a>
   );
+}
+
+/**
+ * Follows a click on a link of the page without loading a document. One listener does so for all of them, since a
+ * grid has thousands.
+ */
+export function followLink(event: MouseEvent, router: Router): void {
+  const link = (event.target as HTMLElement | null)?.closest<HTMLAnchorElement>("a[data-key]");
+  // A click with a modifier opens another tab or window, as everywhere.
+  if (!link || event.button !== 0 || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+  event.preventDefault();
+  router.go(link.getAttribute("href") ?? "/");
 }

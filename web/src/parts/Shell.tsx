@@ -8,7 +8,7 @@ import { useLocation, useServices } from "../state/services";
 import { type Theme, applyTheme, nextTheme, savedTheme } from "../state/theme";
 import { shortened, visibleLine } from "../text/visible";
 import { KeysHelp } from "./dialogs";
-import { Link } from "./Link";
+import { Link, followLink } from "./Link";
 
 const STATES: Record<LiveState, string> = {
   connecting: "Connecting…",
@@ -25,6 +25,11 @@ export function Shell({ children }: { children: ComponentChildren }): JSX.Elemen
   const [state, setState] = useState(live.state);
   useEffect(() => live.onState(setState), [live]);
   useEffect(() => applyTheme(theme), [theme]);
+  useEffect(() => {
+    const clicked = (event: MouseEvent) => followLink(event, router);
+    document.addEventListener("click", clicked);
+    return () => document.removeEventListener("click", clicked);
+  }, [router]);
   useKeys({
     "?": () => setHelp(true),
     d: () => setTheme(nextTheme(theme)),

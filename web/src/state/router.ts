@@ -17,7 +17,9 @@ export class Router {
   }
 
   /** Returns the address of a place. */
-  href(place: Place, query: Record<string, string | number | boolean | null> = {}): string {
+  href(place: Place, query?: Record<string, string | number | boolean | null>): string {
+    // Most links have no query, and a grid makes thousands of links.
+    if (query === undefined) return this.prefix + pathOf(place);
     const text = changedQuery(new URLSearchParams(), query).toString();
     return `${this.prefix}${pathOf(place)}${text ? `?${text}` : ""}`;
   }

@@ -45,7 +45,8 @@ export function duration(seconds: number | null | undefined): string {
   if (seconds == null || !Number.isFinite(seconds)) return NOTHING;
   const size = Math.abs(seconds);
   const sign = seconds < 0 ? "−" : "";
-  if (size < 0.0005) return "0 s";
+  if (size === 0) return "0 s";
+  if (size < 0.0005) return "<1 ms";
   if (size < 1) return `${sign}${whole.format(size * 1000)} ms`;
   if (size < 10) return `${sign}${(Math.round(size * 10) / 10).toLocaleString()} s`;
   if (size < 60) return `${sign}${Math.round(size)} s`;

@@ -5,9 +5,11 @@ import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preac
 import { windowOf } from "./maths";
 
 /** Rows drawn above and below what is seen, unless a list says otherwise. */
-const SPARE = 12;
+const SPARE = 8;
 /** The window moves in steps of so many rows, so that most frames of a scroll draw nothing. */
 const STEP = 6;
+/** So many rows before the end, further ones are asked for: a fast scroll should not have to wait for them. */
+const AHEAD = 250;
 
 export interface WindowedListProps {
   rows: number;
@@ -15,7 +17,7 @@ export interface WindowedListProps {
   row: (index: number) => ComponentChildren;
   label: string;
   spare?: number;
-  /** Called when the last row is near. */
+  /** Called when the last row is fewer than `AHEAD` rows away. */
   onEnd?: () => void;
   /** Called with the rows that can be seen, after they have changed. */
   onWindow?: (first: number, end: number) => void;
@@ -68,7 +70,7 @@ export function WindowedList(props: WindowedListProps): JSX.Element {
   const shown = windowOf(rows, rowHeight, view.top, view.height, props.spare ?? SPARE);
   useEffect(() => {
     latest.current.onWindow?.(shown.first, shown.end);
-    if (shown.end >= rows - 4 * SPARE) latest.current.onEnd?.();
+    if (shown.end >= rows - AHEAD) latest.current.onEnd?.();
   }, [shown.first, shown.end, rows]);
 
   const drawn: ComponentChildren[] = [];

@@ -119,15 +119,18 @@ class _SessionSend:
         self._digest = digest
         self._is_over = is_over
         self._looked = time.monotonic()
+        self._is_endless = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             present = {name.lower() for name, _ in message.get("headers", ())}
+            # An answer whose length was announced must be sent as a whole, and it ends soon.
+            self._is_endless = b"content-length" not in present
             more = {**headers.data_headers(), "Cache-Control": "no-store", "Vary": "Cookie"}
             added = [(name.lower().encode(), value.encode()) for name, value in more.items()]
             kept = [pair for pair in added if pair[0] not in present]
             message = {**message, "headers": [*message.get("headers", ()), *kept]}
-        elif time.monotonic() - self._looked >= LOOK_SECONDS:
+        elif self._is_endless and time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             if message.get("more_body", False) and await self._is_over(self._digest):
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})

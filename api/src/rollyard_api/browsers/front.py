@@ -63,9 +63,9 @@ class Front:
         """Return the request without the prefix. One without it, as from a proxy that removes it, stays."""
         path: str = scope["path"]
         raw: bytes = scope.get("raw_path") or path.encode()
-        for part, whole, slash in ((self._prefix, path, "/"), (self._raw_prefix, raw, b"/")):
-            if whole != part and not whole.startswith(part + slash):  # type: ignore[arg-type,operator]
-                return scope
+        is_below = path == self._prefix or path.startswith(f"{self._prefix}/")
+        if not is_below or not (raw == self._raw_prefix or raw.startswith(self._raw_prefix + b"/")):
+            return scope
         shorter = {"path": path[len(self._prefix) :] or "/", "raw_path": raw[len(self._raw_prefix) :] or b"/"}
         return {**scope, **shorter}
 

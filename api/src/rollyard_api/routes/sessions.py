@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,8 @@ from rollyard_api.core.problems import Forbidden, Invalid, QueryRefused, Unautho
 from rollyard_api.routes.common import Plane, answer, body_of, body_schema, caller_of, plane_of
 
 router = APIRouter(prefix="/v1", tags=["sign-in"])
+
+log = logging.getLogger("rollyard.api")
 
 NO_STORE = {"Cache-Control": "no-store"}
 
@@ -58,10 +61,11 @@ async def sign_in(request: Request, plane: Plane) -> Response:
     given = origins.headers_of(request.scope)
     wanted = _read(SignIn, await body_of(request))
     try:
-        secret, _ = await plane.sessions.redeem(wanted.code, await plane.door.secrets(given))
+        secret, made = await plane.sessions.redeem(wanted.code, await plane.door.secrets(given))
     except Unauthorized:
         plane.guesses.count(address)
         raise
+    log.info("a browser at %s has signed in as %s", address, made.role)
     seconds = plane.settings.browsers.session_seconds
     cookie = await plane.door.cookie(given, secret, seconds)
     return Response(status_code=204, headers={"Set-Cookie": cookie, **NO_STORE})

@@ -73,12 +73,12 @@ def command(
     and searches, however many rollouts there are.
     """
     choice = Choice(failed, listing, step)
+    filters = {key: value for key, value in filters.items() if value is not None}
     if web:
-        if path is not None or failed or listing or step or not 1 <= len(arguments) <= 2:
+        if path is not None or failed or listing or step or filters or not 1 <= len(arguments) <= 2:
             raise click.UsageError("--web goes with the job's NAME (and a ROLLOUT) alone")
         _print_link(arguments[0], arguments[1:], url, home, namespace)
         return
-    filters = {key: value for key, value in filters.items() if value is not None}
     if filters and (path is not None or not listing or failed or len(arguments) != 1):
         given = ", ".join(f"--{key.replace('_', '-')}" for key in filters)
         raise click.UsageError(f"{given}: give it with NAME and --list, without ROLLOUT, --from and --failed")

@@ -89,10 +89,17 @@ def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:
     Raises:
         LookupFailed: There is no such rollout, or there are several.
     """
+    from rollyard_client.errors import Conflict, NotFound
+
+    # A whole id is found by one call, and a part of one by reading the list of all rollouts.
+    try:
+        return client.trajectory(job, given, namespace).id
+    except Conflict:
+        return given  # The rollout has not ended, so it has no trajectory yet.
+    except NotFound:
+        pass
     near = []
     for rollout in client.rollouts(job, namespace=namespace):
-        if rollout.id == given:
-            return given
         if rollout.id.endswith(given) or rollout.task_id == given:
             near.append(rollout.id)
     if len(near) == 1:

@@ -69,27 +69,23 @@ export class GroupRow extends Component<GroupRowProps> {
         <span role="gridcell" class="number">
           {reward(group.mean)}
         </span>
-        <span class={small ? "cells small" : "cells"} role="presentation">
+        <span class={small ? "cells small" : "cells"} role="gridcell">
           {group.samples.slice(0, MOST_CELLS).map((sample, place) => (
-            <span role="gridcell" key={sample[0]}>
-              <Link
-                href={router.href({ view: "rollout", namespace, name, id: sample[0] })}
-                class={`cell ${lookOf(sample, least, most)}`}
-                label={`sample ${place}: ${wordsOf(sample)}`}
-                title={`sample ${place}: ${wordsOf(sample)}`}
-                tabIndex={-1}
-                data="sample"
-              >
-                {small ? "" : markOf(sample)}
-              </Link>
-            </span>
+            <a
+              key={sample[0]}
+              href={router.href({ view: "rollout", namespace, name, id: sample[0] })}
+              class={`cell ${lookOf(sample, least, most)}`}
+              title={`sample ${place}: ${wordsOf(sample)}`}
+              tabIndex={-1}
+              data-key="sample"
+            >
+              {small ? "" : markOf(sample)}
+            </a>
           ))}
           {group.samples.length > MOST_CELLS ? (
-            <span role="gridcell">
-              <Link href={href} tabIndex={-1}>
-                {`+${group.samples.length - MOST_CELLS}`}
-              </Link>
-            </span>
+            <Link href={href} tabIndex={-1}>
+              {`+${group.samples.length - MOST_CELLS}`}
+            </Link>
           ) : null}
         </span>
       </div>

@@ -9,7 +9,7 @@ import { Link } from "../../parts/Link";
 import { Tabs } from "../../parts/Tabs";
 import { useKeys } from "../../state/keys";
 import { wordOf } from "../../state/place";
-import { useJobRefresh, useResource } from "../../state/resource";
+import { useJobRefresh, useReopened, useResource } from "../../state/resource";
 import { useLive, useLocation, useNow, useServices } from "../../state/services";
 import { visibleLine } from "../../text/visible";
 import { GanttTab } from "./GanttTab";
@@ -43,6 +43,7 @@ export function JobView({ namespace, name }: { namespace: string; name: string }
 
   useJobRefresh(namespace, name, statistics.reload);
   useJobRefresh(namespace, name, job.reload, RESOURCE_REFRESH);
+  useReopened(row.reload);
   useLive("job", (fresh) => {
     if (fresh.name === name && fresh.namespace === namespace) row.patch(() => fresh);
   }, [namespace, name]);

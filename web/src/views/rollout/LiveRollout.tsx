@@ -9,6 +9,7 @@ import { Link } from "../../parts/Link";
 import { Badge, stateName, toneOf } from "../../parts/status";
 import { useResource } from "../../state/resource";
 import { useNow, useServices } from "../../state/services";
+import { argumentsText } from "../../text/arguments";
 import { count, duration } from "../../text/format";
 import { shortened, visible, visibleLine } from "../../text/visible";
 import { roleClass } from "../group/SampleColumn";
@@ -72,7 +73,7 @@ export function LiveRollout({ namespace, name, id, onEnded }: LiveRolloutProps):
             {turn.tool_calls.map((call, index) => (
               <div key={index} class="call">
                 <b class="mono">{visibleLine(shortened(call.name, 120))}</b>
-                {call.arguments ? <div class="text mono">{visible(call.arguments)}</div> : null}
+                {call.arguments ? <div class="text mono">{visible(argumentsText(call.arguments))}</div> : null}
               </div>
             ))}
           </article>

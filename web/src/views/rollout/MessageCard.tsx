@@ -6,7 +6,8 @@ import type { CallError } from "../../api/calls";
 import type { Message, MessageText, Turn } from "../../api/types";
 import { Failure } from "../../parts/feedback";
 import { asCallError } from "../../state/resource";
-import { count, duration } from "../../text/format";
+import { argumentsText } from "../../text/arguments";
+import { count, counted, duration } from "../../text/format";
 import { folded, shortened, visible, visibleLine } from "../../text/visible";
 import { roleClass } from "../group/SampleColumn";
 
@@ -34,7 +35,7 @@ export function MessageCard({ no, message, turn, more }: MessageCardProps): JSX.
         {message.turn === null ? null : <span class="muted">turn {message.turn + 1}</span>}
         {turn ? (
           <span class="muted">
-            {count(turn.end - turn.start)} tokens, model {duration(turn.model_seconds)}
+            {counted(turn.end - turn.start, "token")}, model {duration(turn.model_seconds)}
             {turn.tool_seconds ? `, tools ${duration(turn.tool_seconds)}` : ""}
             {turn.finish_reason === "stop" || turn.finish_reason === "tool_calls" ? "" : `, ended by ${visibleLine(turn.finish_reason)}`}
           </span>
@@ -53,7 +54,7 @@ export function MessageCard({ no, message, turn, more }: MessageCardProps): JSX.
               {outcome?.seconds ? <span class="muted"> {duration(outcome.seconds)}</span> : null}
               {outcome?.error ? <span class="bad-text"> ✕ {visibleLine(shortened(outcome.error, 300))}</span> : null}
             </div>
-            <LongText first={call.arguments} characters={call.arguments.length} mono={true} />
+            <LongText first={argumentsText(call.arguments)} characters={0} mono={true} />
           </div>
         );
       })}
@@ -104,7 +105,7 @@ function LongText({ first, characters, more, mono }: LongTextProps): JSX.Element
       {open && full ? <p class="muted">The rest is in the download of the raw record.</p> : null}
       {(!open || rest > 0) && !full ? (
         <button type="button" class="quiet" disabled={busy} onClick={() => void unfold()}>
-          Show more ({count(open ? rest : characters - short.length)} characters)
+          Show more ({count(open ? rest : Math.max(characters, first.length) - short.length)} characters)
         </button>
       ) : null}
     </>

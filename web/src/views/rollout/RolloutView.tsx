@@ -9,7 +9,7 @@ import { Link } from "../../parts/Link";
 import { Tabs } from "../../parts/Tabs";
 import { useKeys } from "../../state/keys";
 import { wordOf } from "../../state/place";
-import { useResource } from "../../state/resource";
+import { useReopened, useResource } from "../../state/resource";
 import { useLive, useLocation, useServices } from "../../state/services";
 import { count } from "../../text/format";
 import { visibleLine } from "../../text/visible";
@@ -34,6 +34,11 @@ export function RolloutView({ namespace, name, id }: { namespace: string; name: 
   useLive("ended", (ended) => {
     if (ended.name === name && ended.namespace === namespace && ended.rollouts.some((row) => row.id === id)) brief.reload();
   }, [id]);
+
+  useReopened(() => {
+    // The record of a rollout that has ended does not change.
+    if (brief.data === null) brief.reload();
+  });
 
   const data = brief.data;
   const neighbours = data?.neighbours;

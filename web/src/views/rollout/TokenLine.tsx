@@ -82,13 +82,23 @@ export function tokenOfEvent(event: MouseEvent, store: TokenStore): TokenPlace |
 
 /** The character of an element's text at the place of a mouse event. */
 function offsetAt(event: MouseEvent, element: HTMLElement): number {
-  const range = document.caretRangeFromPoint?.(event.clientX, event.clientY);
-  if (!range || !element.contains(range.startContainer)) return 0;
+  const caret = caretAt(event.clientX, event.clientY);
+  if (!caret || !element.contains(caret.node)) return 0;
   // A caret stands between characters, and behind the middle of one it stands after it.
-  const offset = range.startOffset;
+  const { node, offset } = caret;
   const before = document.createRange();
-  before.setStart(range.startContainer, Math.max(0, offset - 1));
-  before.setEnd(range.startContainer, offset);
+  before.setStart(node, Math.max(0, offset - 1));
+  before.setEnd(node, offset);
   const box = before.getBoundingClientRect();
   return offset > 0 && event.clientX < box.right ? offset - 1 : offset;
+}
+
+/** Where a caret would stand: browsers have two calls for it, and each has at least one of them. */
+function caretAt(x: number, y: number): { node: Node; offset: number } | null {
+  if (typeof document.caretPositionFromPoint === "function") {
+    const position = document.caretPositionFromPoint(x, y);
+    return position ? { node: position.offsetNode, offset: position.offset } : null;
+  }
+  const range = document.caretRangeFromPoint?.(x, y);
+  return range ? { node: range.startContainer, offset: range.startOffset } : null;
 }

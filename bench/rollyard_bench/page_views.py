@@ -18,16 +18,20 @@ from rollyard_bench.results import Baseline
 
 LIMIT_MS: Final = 120_000
 """The time after which a step in the browser has failed."""
-SCROLL_PIXELS: Final = 600
-"""How far each frame of a scroll moves: some twenty rows."""
+SCROLL_PIXELS: Final = 240
+"""How far each frame of a scroll moves, which is two notches of a usual wheel."""
 _CELLS: Final = "document.querySelectorAll('[role=grid] [data-row] [data-key=sample]').length >= 40"
 _JOB_SHOWN: Final = f"{_CELLS} && document.querySelectorAll('.panel').length >= 2"
 _TOKENS_SHOWN: Final = "document.querySelectorAll('.token-line [data-start]').length >= 20"
 
 # An init script runs before the page's own, so it sees the first frame in which the condition holds.
 _WHEN_SHOWN: Final = """
-window.__shown = new Promise(resolve => {
-  const look = () => { (%s) ? resolve(performance.now()) : requestAnimationFrame(look); };
+window.__shown = new Promise((resolve, reject) => {
+  const look = () => {
+    if (%s) resolve(performance.now());
+    else if (performance.now() > 60000) reject(new Error("nothing was shown within a minute"));
+    else requestAnimationFrame(look);
+  };
   document.addEventListener("DOMContentLoaded", () => requestAnimationFrame(look));
 });
 """

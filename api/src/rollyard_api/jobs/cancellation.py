@@ -12,7 +12,7 @@ from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
-from rollyard_api.jobs import blobs, view_rows
+from rollyard_api.jobs import blobs
 from rollyard_api.jobs.job_views import DELETED
 from rollyard_api.jobs.jobs import find_locked
 from rollyard_api.rollouts import outages
@@ -28,6 +28,7 @@ from rollyard_api.storage.schema import (
     rollouts,
     sampling_targets,
 )
+from rollyard_api.trajectories import view_rows
 
 DEADLINE = "DeadlineExceeded"
 """The reason of a job that was cancelled at its deadline."""

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useCallback, useRef } from "preact/hooks";
 import { Calls } from "../../api/calls";
-import type { GridRow, Page, Statistics } from "../../api/types";
+import type { GridPage, GridRow, GridSample, Page, Statistics } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
 import { Choice, Search } from "../../parts/fields";
 import { usePages } from "../../state/pages";
@@ -36,9 +36,10 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
   const informative = wordOf(query, "informative", ["", "true", "false"]);
   const search = query.get("search") ?? "";
   const key = JSON.stringify([namespace, name, sort, status, informative, search]);
-  const groups = usePages<GridRow>(key, (cursor, signal) =>
-    calls.get<Page<GridRow>>(`${Calls.job(name)}/grid`, { namespace, sort, status, informative, search, limit: LIMIT, continue: cursor }, signal),
-  );
+  const groups = usePages<GridRow>(key, async (cursor, signal) => {
+    const params = { namespace, sort, status, informative, search, limit: LIMIT, continue: cursor };
+    return withWholeIds(await calls.get<GridPage>(`${Calls.job(name)}/grid`, params, signal));
+  });
   const holder = useRef<HTMLDivElement | null>(null);
   const refresh = useCoalesced(() => {
     // A reader who has scrolled away keeps the place; changed cells arrive as events.
@@ -174,6 +175,12 @@ function NoGroups({ filtered }: { filtered: boolean }): JSX.Element {
       <p>They appear when its tasks have been read. A job with a stream of tasks waits for its trainer to send some.</p>
     </Empty>
   );
+}
+
+/** Writes the beginning that all ids of a page share before each of them: the answer has it once. */
+function withWholeIds(page: GridPage): Page<GridRow> {
+  const whole = ([id, letter, value]: GridSample): GridSample => [page.prefix + id, letter, value];
+  return { ...page, items: page.items.map((row) => ({ ...row, samples: row.samples.map(whole) })) };
 }
 
 /** Puts rollouts that have ended into their cells; other rows stay the same objects, so they are not drawn again. */

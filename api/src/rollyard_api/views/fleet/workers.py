@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.security.log_text import one_line
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.database import Database, Transaction, Trouble
 from rollyard_api.storage.schema import jobs, rollouts, seen_workers
 
@@ -80,7 +80,12 @@ class SeenWorkers:
         self._troubles: dict[tuple[int, str], tuple[Trouble, float]] = {}
 
     def heard(
-        self, job_id: int | None, name: str, node: str, now: float, capacity: Mapping[str, int] | None = None
+        self,
+        job_id: int | None,
+        name: str,
+        node: str,
+        now: float,
+        capacity: Mapping[StageName, int] | None = None,
     ) -> None:
         """Note that a worker has sent a request.
 
@@ -198,9 +203,9 @@ def view(conn: Connection, now: float) -> WorkersView:
     active: dict[tuple[int, str], dict[str, int]] = {}
     of_node: dict[str, int] = {}
     for row in conn.execute(_ACTIVE):
-        stage = row.state.stage if isinstance(row.state, RolloutState) else None
+        stage = row.state.stage or ""
         held = active.setdefault((row.job_id, row.worker or ""), {})
-        held[stage or ""] = held.get(stage or "", 0) + row.n
+        held[stage] = held.get(stage, 0) + row.n
         of_node[row.node] = of_node.get(row.node, 0) + row.n
     recent = sa.or_(
         seen_workers.c.heard_at > now - ALIVE_SECONDS, seen_workers.c.error_at > now - TROUBLE_SECONDS

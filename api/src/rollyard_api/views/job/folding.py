@@ -198,7 +198,8 @@ def _fold_rollouts(
 
 def active_seconds(timings: dict[str, Any]) -> float:
     """Return the seconds of work in all stages of decoded timings."""
-    return round(sum((timings.get(stage) or {}).get("active_seconds", 0.0) for stage in _STAGES), 6)
+    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in _STAGES)
+    return round(sum(seconds), 6)
 
 
 def _fold_groups(tx: Transaction, job_id: int, found: Sequence[Any]) -> None:

@@ -88,4 +88,4 @@ def _begin(item: dict[str, Any]) -> float:
 
 def _busy(item: dict[str, Any]) -> float:
     """Return the seconds of work in all stages."""
-    return sum(end - start for name, start, end in item["spans"] if not name.endswith("-queue"))
+    return float(sum(end - start for name, start, end in item["spans"] if not name.endswith("-queue")))

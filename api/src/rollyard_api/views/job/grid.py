@@ -95,8 +95,7 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
         found.append(groups.c.task_id == asked.task)
     if asked.search:
         # `position` and `instr` take the text as it is, so no sign in it has a meaning.
-        part = sa.bindparam("b_part", asked.search.lower())
-        found.append(PlaceIn(sa.func.lower(groups.c.task_id), part) > 0)
+        found.append(PlaceIn(sa.func.lower(groups.c.task_id), sa.literal(asked.search.lower())) > 0)
     if asked.informative is not None:
         found.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(asked.informative))
     if asked.status is not None:

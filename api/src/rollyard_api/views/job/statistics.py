@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.states import RolloutState
+from rollyard_api.core.states import BY_NUMBER, RolloutState
 from rollyard_api.trajectories import traces
 from rollyard_api.views.job.sketch import Sketch
 
@@ -115,7 +115,7 @@ class Statistics:
 
     def _add_failure(self, one: EndedView, kept: Mapping[str, Any]) -> None:
         places = kept.get("at")
-        stage = traces.BY_NUMBER[places[-2]].stage if places else "init"
+        stage = BY_NUMBER[places[-2]].stage if places else "init"
         reason = one.reason or ""
         if reason not in self.failures and len(self.failures) >= MAX_REASONS:
             reason = OTHER

@@ -1,7 +1,7 @@
 /** A job's groups as a grid: one row a group, one cell a sample. */
 
 import type { JSX } from "preact";
-import { useCallback, useRef } from "preact/hooks";
+import { useCallback, useMemo, useRef } from "preact/hooks";
 import { Calls } from "../../api/calls";
 import type { GridPage, GridRow, GridSample, Page, Statistics } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
@@ -41,6 +41,7 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
     return withWholeIds(await calls.get<GridPage>(`${Calls.job(name)}/grid`, params, signal));
   });
   const holder = useRef<HTMLDivElement | null>(null);
+  const memory = useMemo(() => router.positions(), [router, key]);
   const refresh = useCoalesced(() => {
     // A reader who has scrolled away keeps the place; changed cells arrive as events.
     if ((holder.current?.scrollTop ?? 0) < GROUP_ROW_HEIGHT) groups.reload();
@@ -140,6 +141,7 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
           label="Groups and their samples"
           class="grid"
           holder={holder}
+          memory={memory}
           onEnd={groups.next}
           onKeyDown={(event) => moveInGrid(event, holder.current, groups.items.length, GROUP_ROW_HEIGHT)}
           header={

@@ -120,7 +120,7 @@ async def test_a_worker_s_texts_reach_the_overview_escaped_and_short(yard: Yard)
     failure |= {"reason": "Bad\x1bReason" + "R" * 100, "message": HOSTILE * 40}
     sent = await yard.worker.post("/v1/leases/fail", json={"worker": "w-mine", "failures": [failure]})
     assert sent.status_code == 200, sent.text
-    await yard.plane.seen_workers.write()
+    await yard.plane.views.seen_workers.write()
     found = (await viewer(yard).get("/v1/overview")).json()
     (seen,) = [one for one in found["workers"] if one["name"] == "w-mine"]
     error = seen["last_error"]
@@ -134,8 +134,8 @@ async def test_a_flood_of_workers_is_bounded(yard: Yard) -> None:
     """A token that may lease names a new worker with each request."""
     plane = yard.plane
     for number in range(40_000):
-        plane.seen_workers.heard(None, f"w{number}", "n" * 253, time.time(), {"run": 4096})
-    await plane.seen_workers.write()
+        plane.views.seen_workers.heard(None, f"w{number}", "n" * 253, time.time(), {"run": 4096})
+    await plane.views.seen_workers.write()
     answer = await viewer(yard).get("/v1/overview")
     assert len(answer.json()["workers"]) == 500
     assert len(answer.content) < 2 << 20

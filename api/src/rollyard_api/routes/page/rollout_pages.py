@@ -125,7 +125,7 @@ async def _searched(
         true: set[int] = set()
         while found:
             lines = await plane.archive.lines(found, namespace, job.name, job.uid, plane.settings.page_bytes)
-            has = await plane.record_threads.run(partial(_having, lines, wanted), namespace)
+            has = await plane.views.record_threads.run(partial(_having, lines, wanted), namespace)
             true |= {row.end_seq for row, one in zip(found, has, strict=False) if one}
             found = found[len(lines) :]
         return true

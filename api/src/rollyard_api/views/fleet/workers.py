@@ -18,7 +18,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.storage.database import Database, Transaction, Trouble
-from rollyard_api.storage.schema import jobs, rollouts, seen_workers
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import seen_workers
 
 MAX_NOTED: Final = 16_384
 """The number of workers that are noted between two writes. Further ones are noted later."""

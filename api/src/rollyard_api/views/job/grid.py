@@ -14,7 +14,8 @@ from rollyard_api.core.states import RolloutState
 from rollyard_api.rollouts.admission import prefix_of
 from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import ended_groups, groups, rollouts
+from rollyard_api.storage.schema import groups, rollouts
+from rollyard_api.storage.view_tables import ended_groups
 from rollyard_api.views import keyset
 from rollyard_api.views.job.rollout_list import Status
 from rollyard_api.views.keyset import Place

@@ -20,7 +20,8 @@ from rollyard_api.core.codec import loads
 from rollyard_api.core.states import ENDED, UNFINISHED, RolloutState
 from rollyard_api.rollouts.admission import prefix_of
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import ended_rollouts, groups, pools, rollouts, weight_updates
+from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
+from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.views import keyset
 from rollyard_api.views.job.folding import active_seconds
 from rollyard_api.views.keyset import Place

@@ -18,7 +18,8 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.problems import QueryRefused
 from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import EndedRollout, read_all
-from rollyard_api.storage.schema import rollout_words, rollouts
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.views.job.rollout_list import RolloutFilter, ended_after
 from rollyard_api.views.keyset import Place

@@ -392,7 +392,6 @@ class Stages:
     def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
-
         self._egress.forbid(lease.backend.url)
         self._backends.begin()  # This proceeds while the chat template is loaded.
 

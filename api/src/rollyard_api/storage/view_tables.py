@@ -27,7 +27,6 @@ ended_rollouts = sa.Table(
     sa.Column("reason", sa.String(128)),
     sa.Column("worker", sa.String(253)),
     sa.Index("ix_ended_rollouts_group", "job_id", "group_no"),
-    sa.Index("ix_ended_rollouts_reason", "job_id", "reason", "end_seq"),
     sa.Index("ix_ended_rollouts_reward", "job_id", "reward", "end_seq", "state"),
     sa.Index("ix_ended_rollouts_seconds", "job_id", "seconds", "end_seq", "state"),
     sa.Index("ix_ended_rollouts_tokens", "job_id", "tokens", "end_seq", "state"),

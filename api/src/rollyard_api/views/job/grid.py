@@ -100,12 +100,9 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
     if asked.informative is not None:
         found.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(asked.informative))
     if asked.status is not None:
-        some = sa.select(rollouts.c.id).where(
-            rollouts.c.job_id == groups.c.job_id,
-            rollouts.c.group_no == groups.c.no,
-            rollouts.c.state.in_(RolloutState.matching(None, asked.status)),
-        )
-        found.append(sa.exists(some))
+        states = RolloutState.matching(None, asked.status)
+        some = sa.select(rollouts.c.group_no).where(rollouts.c.job_id == job_id, rollouts.c.state.in_(states))
+        found.append(groups.c.no.in_(some))
     return found
 
 

@@ -18,7 +18,7 @@ from rollyard_api.storage.schema import groups, rollouts
 from rollyard_api.storage.view_tables import ended_groups
 from rollyard_api.views import keyset
 from rollyard_api.views.job.rollout_list import Status
-from rollyard_api.views.keyset import Place
+from rollyard_api.views.keyset import ListPlace
 
 GridSort = Literal["no", "ended", "-ended", "reward", "-reward", "variance", "-variance", "reason"]
 MAX_GROUPS: Final = 500
@@ -67,7 +67,7 @@ def page(
     key = None if asked.sort == "no" else getattr(last, _COLUMN[asked.sort.lstrip("-")])
     if isinstance(key, int):
         key = float(key)
-    return items, keyset.text(job.uid, asdict(asked), Place(key, last.no))
+    return items, keyset.text(job.uid, asdict(asked), ListPlace(key, last.no))
 
 
 def _fitting(sizes: Sequence[int]) -> int:
@@ -107,7 +107,7 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
 
 
 def _by_number(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: Place | None
+    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
 ) -> Sequence[Any]:
     if asked.sort != "no":
         return ()
@@ -119,7 +119,7 @@ def _by_number(
 
 
 def _by_key(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: Place | None
+    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
 ) -> Sequence[Any]:
     """Return groups in an order by what only those that have ended have."""
     name, falls = asked.sort.lstrip("-"), asked.sort.startswith("-")

@@ -24,7 +24,7 @@ from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.views import keyset
 from rollyard_api.views.job.folding import active_seconds
-from rollyard_api.views.keyset import Place
+from rollyard_api.views.keyset import ListPlace
 
 Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"]
 Status = Literal["queued", "leased", "succeeded", "failed", "cancelled"]
@@ -122,8 +122,8 @@ def ended_after(
     asked: RolloutFilter,
     group: tuple[int, ...] | None,
     limit: int,
-    place: Place | None,
-) -> tuple[list[Any], Place | None]:
+    place: ListPlace | None,
+) -> tuple[list[Any], ListPlace | None]:
     """Return rows of `ended_rollouts` after a place, and the place of the last one if there are more."""
     t = ended_rollouts.c
     where: list[sa.ColumnElement[bool]] = [t.job_id == job_id, *_restrictions(asked, group)]
@@ -163,18 +163,18 @@ def ended_after(
     return _cut(rows, limit, column.name)
 
 
-def _cut(rows: Sequence[Any], limit: int, name: str) -> tuple[list[Any], Place | None]:
+def _cut(rows: Sequence[Any], limit: int, name: str) -> tuple[list[Any], ListPlace | None]:
     if len(rows) <= limit:
         return list(rows), None
     return list(rows[:limit]), _place(rows[limit - 1], name)
 
 
-def _place(row: Any, name: str) -> Place:
+def _place(row: Any, name: str) -> ListPlace:
     key = getattr(row, name)
-    return Place(None if key is None else float(key), row.end_seq)
+    return ListPlace(None if key is None else float(key), row.end_seq)
 
 
-def place_of(row: Any, sort: Sort) -> Place:
+def place_of(row: Any, sort: Sort) -> ListPlace:
     """Return the place of a row of `ended_rollouts` in a list with this order."""
     return _place(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
 
@@ -328,7 +328,7 @@ def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int,
     more = None
     if len(rows) > limit:
         last = rows[limit - 1]
-        more = keyset.text(job.uid, asdict(asked), Place(last.since, last.place))
+        more = keyset.text(job.uid, asdict(asked), ListPlace(last.since, last.place))
     return RolloutPage(slim(conn, job, rows[:limit]), more)
 
 

@@ -24,7 +24,8 @@ from rollyard_api.core.codec import dumps
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
-from rollyard_api.storage.schema import jobs, payloads, rollout_words, rollouts
+from rollyard_api.storage.schema import jobs, payloads, rollouts
+from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.trajectories.object_store import TrajectoryStore
 

@@ -163,10 +163,10 @@ def filters(stage: Stage) -> Measurement:
     steps: list[tuple[str, str, dict[str, str]]] = [
         ("Order", "-reward", {"sort": "-reward"}),
         ("Order", "reward", {"sort": "reward"}),
-        ("State", "failed", {"sort": "reward", "status": "failed"}),
+        ("With samples", "failed", {"sort": "reward", "status": "failed"}),
         ("Order", "variance", {"sort": "variance", "status": "failed"}),
         ("Signal", "true", {"sort": "variance", "status": "failed", "informative": "true"}),
-        ("State", "", {"sort": "variance", "informative": "true"}),
+        ("With samples", "", {"sort": "variance", "informative": "true"}),
         ("Order", "ended", {"sort": "ended", "informative": "true"}),
         ("Signal", "", {"sort": "ended"}),
         ("Order", "no", {"sort": "no"}),

@@ -16,7 +16,8 @@ import { GROUP_ROW_HEIGHT, GroupRow } from "./GroupRow";
 import { moveInGrid } from "./gridKeys";
 
 const SORTS = ["no", "-reward", "reward", "variance", "reason", "ended"] as const;
-const STATUSES = ["", "waiting", "active", "ended", "failed"] as const;
+/** A group is shown if a sample of it has the status. */
+const STATUSES = ["", "queued", "leased", "succeeded", "failed", "cancelled"] as const;
 /** Rows of a call; the most that the control plane gives. */
 const LIMIT = 500;
 /** Milliseconds between two readings of the first page while rollouts end. */
@@ -94,14 +95,15 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
           onChange={(value) => router.change({ informative: value })}
         />
         <Choice
-          label="State"
+          label="With samples"
           value={status}
           choices={[
-            ["", "any"],
-            ["waiting", "waiting"],
-            ["active", "at work"],
-            ["ended", "ended"],
-            ["failed", "with failures"],
+            ["", "of any state"],
+            ["queued", "waiting"],
+            ["leased", "at work"],
+            ["succeeded", "succeeded"],
+            ["failed", "failed"],
+            ["cancelled", "cancelled"],
           ]}
           onChange={(value) => router.change({ status: value })}
         />

@@ -174,7 +174,7 @@ function statistics() {
   };
 }
 
-/** Returns the answer to a call, or undefined where there is none. */
+/** Return the answer to a call, or undefined where there is none. */
 export function answer(path, query) {
   const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
   if (path === "/session") return { role: "admin", expires_at: now() + 3600, cancel: true };

@@ -57,7 +57,7 @@ export function App({ prefix }: { prefix: string }): JSX.Element {
   );
 }
 
-/** Exchanges the code of a link for a session, if there is one, and asks for the session. */
+/** Exchange the code of a link for a session, if there is one, and ask for the session. */
 async function enter(calls: Calls): Promise<Entry> {
   const code = new URLSearchParams(window.location.hash.slice(1)).get("code");
   if (code !== null) {

@@ -13,9 +13,9 @@ export interface PagedList<T> {
   ready: boolean;
   slow: boolean;
   problem: CallError | null;
-  /** Reads the next page, unless one is being read. */
+  /** Read the next page, unless one is being read. */
   next: () => void;
-  /** Reads from the first page on again; what is shown stays until the answer comes. */
+  /** Read from the first page on again; what is shown stays until the answer comes. */
   reload: () => void;
   patch: (change: (items: T[]) => T[]) => void;
 }
@@ -28,7 +28,7 @@ interface State<T> {
   problem: CallError | null;
 }
 
-/** Returns the list that `load` reads. A change of `key`, which holds sort and filters, begins it again. */
+/** Return the list that `load` reads. A change of `key`, which holds sort and filters, begins it again. */
 export function usePages<T>(key: string, load: (cursor: string | null, signal: AbortSignal) => Promise<Page<T>>): PagedList<T> {
   const empty: State<T> = { key, items: [], cursor: null, ready: false, problem: null };
   const [state, set] = useState(empty);

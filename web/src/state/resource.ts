@@ -13,12 +13,12 @@ export interface Resource<T> {
   /** Whether a call is under way for longer than `SLOW`. */
   slow: boolean;
   reload: () => void;
-  /** Changes the data without a call, as an event of the stream does. */
+  /** Change the data without a call, as an event of the stream does. */
   patch: (change: (data: T) => T) => void;
 }
 
 /**
- * Returns what `load` answers. A change of `key` asks again, and drops the answer before; a null key asks nothing.
+ * Return what `load` answers. A change of `key` asks again, and drops the answer before; a null key asks nothing.
  */
 export function useResource<T>(key: string | null, load: (signal: AbortSignal) => Promise<T>): Resource<T> {
   const [state, set] = useState<{ key: string | null; data: T | null; problem: CallError | null }>({ key, data: null, problem: null });
@@ -79,7 +79,7 @@ export function asCallError(error: unknown): CallError {
   return new CallError(-1, "PageError", error instanceof Error ? error.message : String(error));
 }
 
-/** Returns a function that calls `work` at most once in so many milliseconds, and not while nobody looks. */
+/** Return a function that calls `work` at most once in so many milliseconds, and not while nobody looks. */
 export function useCoalesced(work: () => void, milliseconds: number): () => void {
   const current = useRef(work);
   current.current = work;
@@ -116,7 +116,7 @@ export function useCoalesced(work: () => void, milliseconds: number): () => void
   return ask;
 }
 
-/** Asks again when something of a job has changed, and after each new connection. */
+/** Ask again when something of a job has changed, and after each new connection. */
 export function useJobRefresh(namespace: string, name: string, reload: () => void, milliseconds = 1_000): void {
   const ask = useCoalesced(reload, milliseconds);
   const same = (data: { namespace: string; name: string }) => {
@@ -127,7 +127,7 @@ export function useJobRefresh(namespace: string, name: string, reload: () => voi
   useReopened(ask);
 }
 
-/** Calls `reload` when the stream is open again: what happened in between was missed. */
+/** Call `reload` when the stream is open again: what happened in between was missed. */
 export function useReopened(reload: () => void): void {
   useLive("open", reload, [reload]);
 }

@@ -21,7 +21,7 @@ export class Router {
     window.addEventListener("popstate", () => this.#moved());
   }
 
-  /** Returns the address of a place. */
+  /** Return the address of a place. */
   href(place: Place, query?: Record<string, string | number | boolean | null>): string {
     // Most links have no query, and a grid makes thousands of links.
     if (query === undefined) return this.prefix + pathOf(place);
@@ -29,7 +29,7 @@ export class Router {
     return `${this.prefix}${pathOf(place)}${text ? `?${text}` : ""}`;
   }
 
-  /** Goes to an address of the page, as a new entry of the history. */
+  /** Go to an address of the page, as a new entry of the history. */
   go(href: string): void {
     window.history.pushState(null, "", href);
     this.#moved();
@@ -37,7 +37,7 @@ export class Router {
   }
 
   /**
-   * Changes values of the query. A selection, as of a tab, is a new entry of the history; what changes with each
+   * Change values of the query. A selection, as of a tab, is a new entry of the history; what changes with each
    * letter that is typed replaces the current one.
    */
   change(changes: Record<string, string | number | boolean | null>, replace = false): void {

@@ -22,7 +22,7 @@ export function Gone({ namespace, name, deleted }: { namespace: string; name: st
   );
 }
 
-/** Shows a view of a job until the stream says that the job was deleted. */
+/** Show a view of a job until the stream says that the job was deleted. */
 export function WhileThere({ namespace, name, children }: { namespace: string; name: string; children: ComponentChildren }): JSX.Element {
   const [gone, setGone] = useState(false);
   useLive("gone", (which) => {

@@ -109,7 +109,7 @@ export function GroupView({ namespace, name, task }: { namespace: string; name: 
   );
 }
 
-/** Sorts by reward; samples without one come last. */
+/** Sort by reward; samples without one come last. */
 function ordered(samples: RolloutRow[], sort: string): RolloutRow[] {
   const sign = sort === "reward" ? 1 : -1;
   return [...samples].sort((a, b) => {

@@ -181,13 +181,13 @@ function NoGroups({ filtered }: { filtered: boolean }): JSX.Element {
   );
 }
 
-/** Writes the beginning that all ids of a page share before each of them: the answer has it once. */
+/** Write the beginning that all ids of a page share before each of them: the answer has it once. */
 function withWholeIds(page: GridPage): Page<GridRow> {
   const whole = ([id, letter, value]: GridSample): GridSample => [page.prefix + id, letter, value];
   return { ...page, items: page.items.map((row) => ({ ...row, samples: row.samples.map(whole) })) };
 }
 
-/** Puts rollouts that have ended into their cells; other rows stay the same objects, so they are not drawn again. */
+/** Put rollouts that have ended into their cells; other rows stay the same objects, so they are not drawn again. */
 function withEnded(rows: GridRow[], ended: { id: string; task_id: string; status: string; reward: number | null }[]): GridRow[] {
   const byId = new Map(ended.map((rollout) => [rollout.id, rollout]));
   const tasks = new Set(ended.map((rollout) => rollout.task_id));

@@ -116,14 +116,25 @@ export function useCoalesced(work: () => void, milliseconds: number): () => void
   return ask;
 }
 
-/** Ask again when something of a job has changed, and after each new connection. */
-export function useJobRefresh(namespace: string, name: string, reload: () => void, milliseconds = 1_000): void {
+/**
+ * Ask again when something of a job has changed, and after each new connection, but not oftener than once in so many
+ * milliseconds; and at once when the job has ended, since nothing comes after that.
+ */
+export function useJobRefresh(namespace: string, name: string, reload: () => void, milliseconds: number): void {
   const ask = useCoalesced(reload, milliseconds);
-  const same = (data: { namespace: string; name: string }) => {
-    if (data.namespace === namespace && data.name === name) ask();
-  };
-  useLive("job", same, [namespace, name, ask]);
-  useLive("ended", same, [namespace, name, ask]);
+  const finished = useRef(false);
+  useLive("job", (job) => {
+    if (job.namespace !== namespace || job.name !== name) return;
+    if (job.finished_at !== null && !finished.current) {
+      finished.current = true;
+      reload();
+    } else {
+      ask();
+    }
+  }, [namespace, name, ask, reload]);
+  useLive("ended", (ended) => {
+    if (ended.namespace === namespace && ended.name === name) ask();
+  }, [namespace, name, ask]);
   useReopened(ask);
 }
 

@@ -13,6 +13,7 @@ import { useLive, useLocation, useServices } from "../../state/services";
 import { count } from "../../text/format";
 import { WindowedList } from "../../window/WindowedList";
 import { GROUP_ROW_HEIGHT, GroupRow } from "./GroupRow";
+import { withEnded } from "./gridRows";
 import { moveInGrid } from "./gridKeys";
 
 const SORTS = ["no", "-reward", "reward", "variance", "reason", "ended"] as const;
@@ -20,8 +21,8 @@ const SORTS = ["no", "-reward", "reward", "variance", "reason", "ended"] as cons
 const STATUSES = ["", "queued", "leased", "succeeded", "failed", "cancelled"] as const;
 /** Rows of a call; the most that the control plane gives. */
 const LIMIT = 500;
-/** Milliseconds between two readings of the first page while rollouts end. */
-const REFRESH = 2_000;
+/** Milliseconds between two readings of the rows that can be seen, while rollouts begin and end. */
+const REFRESH = 15_000;
 
 export interface GroupsTabProps {
   namespace: string;
@@ -44,8 +45,10 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
   const holder = useRef<HTMLDivElement | null>(null);
   const memory = useMemo(() => router.positions(), [router, key]);
   const refresh = useCoalesced(() => {
-    // A reader who has scrolled away keeps the place; changed cells arrive as events.
-    if ((holder.current?.scrollTop ?? 0) < GROUP_ROW_HEIGHT) groups.reload();
+    const top = holder.current?.scrollTop ?? 0;
+    // A reader who has scrolled away keeps the place.
+    if (top < GROUP_ROW_HEIGHT && groups.items.length <= LIMIT) groups.reload();
+    else if (sort === "no") groups.refreshAt(Math.floor(top / GROUP_ROW_HEIGHT));
   }, REFRESH);
 
   useReopened(refresh);
@@ -185,20 +188,4 @@ function NoGroups({ filtered }: { filtered: boolean }): JSX.Element {
 function withWholeIds(page: GridPage): Page<GridRow> {
   const whole = ([id, letter, value]: GridSample): GridSample => [page.prefix + id, letter, value];
   return { ...page, items: page.items.map((row) => ({ ...row, samples: row.samples.map(whole) })) };
-}
-
-/** Put rollouts that have ended into their cells; other rows stay the same objects, so they are not drawn again. */
-function withEnded(rows: GridRow[], ended: { id: string; task_id: string; status: string; reward: number | null }[]): GridRow[] {
-  const byId = new Map(ended.map((rollout) => [rollout.id, rollout]));
-  const tasks = new Set(ended.map((rollout) => rollout.task_id));
-  return rows.map((row) => {
-    if (!tasks.has(row.task_id)) return row;
-    return {
-      ...row,
-      samples: row.samples.map((sample) => {
-        const rollout = byId.get(sample[0]);
-        return rollout ? [sample[0], rollout.status.charAt(0), rollout.reward] : sample;
-      }),
-    };
-  });
 }

@@ -25,7 +25,7 @@ const SINCE = ["", "300", "3600", "86400"] as const;
 const ROW_HEIGHT = 28;
 const LIMIT = 200;
 /** Milliseconds between two readings of the first page while rollouts end. */
-const REFRESH = 2_000;
+const REFRESH = 5_000;
 
 export interface RolloutsTabProps {
   namespace: string;

@@ -4,8 +4,8 @@
     ROLLYARD_HOME=HOME python examples/grpo/train.py --out runs/train/seed-0
 
 It needs torch, transformers, onnx and the light client (`scripts/train-env` makes such an environment).
-`make demo-train` starts everything. A second start with the same options continues from the newest
-checkpoint.
+`make demo-train` starts everything. It may be killed at any time: a further start with the same options
+continues from the newest checkpoint, and uses no rollout twice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
@@ -31,11 +33,23 @@ from rollyard_client import Client, RollyardError  # noqa: E402
 
 from tinygrpo.errors import TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
+from tinygrpo.run_lock import run_lock  # noqa: E402
 from tinygrpo.trainer import Trainer, TrainSettings  # noqa: E402
 from tinygrpo.update import UpdateSettings  # noqa: E402
 
 BASE: Final = HERE.parent / "tiny-policy" / "hf"
 ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
+
+
+TERMINATED: Final = 128 + signal.SIGTERM
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """End at SIGTERM, because a cluster that wants the machine back loses nothing that is not in a checkpoint.
+
+    The first process of a container would ignore the signal without a handler.
+    """
+    sys.exit(TERMINATED)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -71,11 +85,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-lag", type=at_least(0), default=0, help="updates that a token may be old")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--minibatches", type=at_least(1), default=4, help="optimiser steps of a step")
-    parser.add_argument("--held-out", type=at_least(1), default=64, help="tasks of an evaluation")
+    parser.add_argument(
+        "--held-out", type=at_least(0), default=64, help="tasks of an evaluation; 0: no evaluations"
+    )
     parser.add_argument("--held-out-samples", type=at_least(1), default=8, help="rollouts of each")
     parser.add_argument(
         "--goal", type=float, help="measure afterwards when the checkpoints reached this success"
     )
+    parser.add_argument(
+        "--lock-wait", type=at_least(0), default=90, metavar="SECONDS",
+        help="wait so long for another trainer of the same run to end [90]",
+    )  # fmt: skip
     parser.add_argument("--threads", type=at_least(1), default=1, help="torch's threads")
     parser.add_argument("--pool", default="default")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
@@ -103,8 +123,9 @@ def main() -> int:
     )
     # The rollouts want the other cores.
     torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGTERM, end_at_once)
     try:
-        with Client() as client:
+        with run_lock(out, options.lock_wait), Client() as client:
             trainer = Trainer(
                 client, out, options.base, options.onnx, settings, lambda line: print(line, flush=True)
             )
@@ -118,7 +139,8 @@ def main() -> int:
         print(f"train: {error.reason}: {error}", file=sys.stderr)
         return 1
     (out / "result.json").write_text(json.dumps(document, indent=2) + "\n")
-    print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")
+    if result.success_before is not None and result.success_after is not None:
+        print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")
     return 0
 
 

@@ -29,9 +29,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tiny-policy")]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
-from rollyard_client import Client, RollyardError  # noqa: E402
+from rollyard_client import Client, RollyardError, ServerUnavailable  # noqa: E402
 
-from tinygrpo.errors import TrainingError  # noqa: E402
+from tinygrpo.errors import RunTaken, TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
 from tinygrpo.run_lock import run_lock  # noqa: E402
 from tinygrpo.trainer import Trainer, TrainSettings  # noqa: E402
@@ -42,6 +42,10 @@ ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-pol
 
 
 TERMINATED: Final = 128 + signal.SIGTERM
+LATER: Final = 75
+"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another trainer of
+the run has not ended yet. After status 1, a person has to look first.
+"""
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
@@ -97,7 +101,9 @@ def arguments() -> argparse.Namespace:
         help="wait so long for another trainer of the same run to end [90]",
     )  # fmt: skip
     parser.add_argument("--threads", type=at_least(1), default=1, help="torch's threads")
+    parser.add_argument("--warm", type=at_least(0), default=8, help="sandboxes that stand ready")
     parser.add_argument("--pool", default="default")
+    parser.add_argument("--namespace", default="default", help="namespace of the pool and of the jobs")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
     parser.add_argument("--onnx", type=Path, default=ONNX, help="ONNX folder of the same model")
     return parser.parse_args()
@@ -117,7 +123,12 @@ def main() -> int:
         held_out=options.held_out,
         samples=options.held_out_samples,
         stream=StreamSettings(
-            options.groups, options.samples, options.in_flight, options.max_lag, options.concurrency
+            options.groups,
+            options.samples,
+            options.in_flight,
+            options.max_lag,
+            options.concurrency,
+            options.warm,
         ),
         update=UpdateSettings(options.learning_rate, options.minibatches),
     )
@@ -125,7 +136,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     signal.signal(signal.SIGTERM, end_at_once)
     try:
-        with run_lock(out, options.lock_wait), Client() as client:
+        with run_lock(out, options.lock_wait), Client(namespace=options.namespace) as client:
             trainer = Trainer(
                 client, out, options.base, options.onnx, settings, lambda line: print(line, flush=True)
             )
@@ -137,7 +148,7 @@ def main() -> int:
             trainer.close()
     except (TrainingError, RollyardError) as error:
         print(f"train: {error.reason}: {error}", file=sys.stderr)
-        return 1
+        return LATER if isinstance(error, (ServerUnavailable, RunTaken)) else 1
     (out / "result.json").write_text(json.dumps(document, indent=2) + "\n")
     if result.success_before is not None and result.success_after is not None:
         print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")

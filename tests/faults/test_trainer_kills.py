@@ -110,9 +110,7 @@ def test_it_survives_a_kill_at_every_point(yard: Yard, python: Path) -> None:
 def test_it_survives_kills_at_random_times_while_rollouts_run_ahead(yard: Yard, python: Path) -> None:
     rng = random.Random(0)
     kills = 0
-    with a_killed_run(
-        yard, python, "times", *SIZE, "--steps=6", "--held-out=0", "--max-lag=1"
-    ) as run:
+    with a_killed_run(yard, python, "times", *SIZE, "--steps=6", "--held-out=0", "--max-lag=1") as run:
         for start in range(MOST_STARTS):
             pid = run.begin(None)
             if start < 5:

@@ -46,13 +46,6 @@ WANTED = {"stage-worker": len(STAGES), "backend": 1}
 """The pods of each component while a job runs."""
 
 
-@pytest.fixture(scope="module")
-def release(cluster: Cluster, images: str) -> Iterator[Release]:
-    """Yield one installation for all tests of this file."""
-    with a_release(cluster, images, TASKS) as made:
-        yield made
-
-
 @pytest.mark.parametrize(
     ("component", "hits"), [("operator", 3), ("api", 2), ("stage-worker", 3), ("backend", 2), ("sandbox", 6)]
 )

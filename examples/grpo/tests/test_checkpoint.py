@@ -71,7 +71,9 @@ def test_a_run_continues_where_it_was(
     optimizer = make_optimizer(policy, 1e-4)
     settings = UpdateSettings(1e-4, 2)
     update_policy(policy, optimizer, sampled_rows, 3, random.Random(0), settings)
-    progress = Progress(1, StreamPlace("c1.7", 40, 96), 320, 12.5, 1, {"success": 0.5, "groups": {"stale": 1}})
+    progress = Progress(
+        1, StreamPlace("c1.7", 40, 96), 320, 12.5, 1, {"success": 0.5, "groups": {"stale": 1}}
+    )
     folder = checkpoints.save(policy, optimizer, progress)
     assert checkpoints.newest() == folder
     resumed = load_policy(folder)

@@ -125,7 +125,9 @@ class Checkpoints:
         """
         found = sorted(self._folder.glob("step-????"))
         if found and not (found[-1] / _TRAINER).exists():
-            raise CheckpointError(f"{found[-1]} has no {_TRAINER}; a run continues from its newest checkpoint")
+            raise CheckpointError(
+                f"{found[-1]} has no {_TRAINER}; a run continues from its newest checkpoint"
+            )
         return found[-1] if found else None
 
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> Progress:

@@ -36,9 +36,11 @@ class StreamSettings:
     """By how many updates the oldest token of a group may be behind the newest weights."""
     concurrency: int = 32
     """The rollouts that are in the Run stage at once."""
+    warm: int = 8
+    """The sandboxes that stand ready."""
 
 
-def episode(concurrency: int) -> dict[str, Any]:
+def episode(settings: StreamSettings) -> dict[str, Any]:
     """Return the part of a job's spec that says how a rollout runs; training and evaluation share it."""
     return {
         "handler": "shell",
@@ -51,11 +53,11 @@ def episode(concurrency: int) -> dict[str, Any]:
         "sandbox": {
             "network": "none",
             "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 64},
-            "warm": 8,
+            "warm": settings.warm,
         },
         "stages": {
             "init": {"concurrency": 8, "timeoutSeconds": 60},
-            "run": {"concurrency": concurrency, "timeoutSeconds": 120},
+            "run": {"concurrency": settings.concurrency, "timeoutSeconds": 120},
             "eval": {"concurrency": 8, "timeoutSeconds": 60},
         },
         "activeDeadlineSeconds": _DEADLINE_SECONDS,
@@ -164,9 +166,7 @@ class RolloutStream:
             RunTaken: Another trainer has moved the cursor of this run.
         """
         try:
-            self._client.acknowledge(
-                self._job, CONSUMER, self._place.cursor, expected=self._acknowledged
-            )
+            self._client.acknowledge(self._job, CONSUMER, self._place.cursor, expected=self._acknowledged)
         except Conflict as error:
             if error.reason in ("CursorMoved", "CursorBehind"):
                 raise RunTaken(f"another trainer works on the run {self._job}: {error}") from error
@@ -279,7 +279,7 @@ class RolloutStream:
             "kind": "RolloutJob",
             "metadata": {"name": self._job},
             "spec": {
-                **episode(settings.concurrency),
+                **episode(settings),
                 "tasks": {"stream": True},
                 "samplesPerTask": settings.samples,
                 "sampling": sampling(self._seed),

@@ -204,7 +204,7 @@ class Trainer:
             version,
             held_out_tasks(settings.held_out),
             settings.samples,
-            settings.stream.concurrency,
+            settings.stream,
         )
         seconds = time.perf_counter() - started
         self._metrics.write(

@@ -43,13 +43,13 @@ ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-pol
 
 TERMINATED: Final = 128 + signal.SIGTERM
 LATER: Final = 75
-"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another trainer of
-the run has not ended yet. After status 1, a person has to look first.
+"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another trainer
+of the run has not ended yet. After status 1, a person has to look first.
 """
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """End at SIGTERM, because a cluster that wants the machine back loses nothing that is not in a checkpoint.
+    """End at SIGTERM, with which a cluster asks for its machine back. The newest checkpoint has the run.
 
     The first process of a container would ignore the signal without a handler.
     """

@@ -10,20 +10,15 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from rollyard_testing.kubernetes.faultproxy import KINDS, FaultProxy
 from rollyard_testing.kubernetes.faultrun import STAGES, TASKS, a_run
-from rollyard_testing.kubernetes.installed import Release, a_release
+from rollyard_testing.kubernetes.installed import Release
 from rollyard_testing.kubernetes.operatorprocess import OperatorProcess
 from rollyard_testing.kubernetes.podwatch import CLAIM, label
-
-if TYPE_CHECKING:
-    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [
     pytest.mark.kubernetes,

@@ -1,4 +1,4 @@
-"""The example's trainer as a Job on a real cluster is killed in the middle of steps, and uses each rollout once."""
+"""A trainer that is a Job on a real cluster is killed in the middle of steps, and uses each rollout once."""
 
 from __future__ import annotations
 

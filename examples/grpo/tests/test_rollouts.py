@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_older_than_what_was_used_is_refused(
 ) -> None:
     stream, client = stream_of([group("a"), group("b")], 1)
     client.kept = "2"
-    with pytest.raises(CheckpointLost, match="up to the cursor 2.*used twice"):
+    with pytest.raises(CheckpointLost, match=r"up to the cursor 2.*used twice"):
         stream.submit(place)
     assert client.kept == "2"
 

@@ -126,7 +126,7 @@ class Checkpoints:
         found = sorted(self._folder.glob("step-????"))
         if found and not (found[-1] / _TRAINER).exists():
             raise CheckpointError(
-                f"{found[-1]} has no {_TRAINER}; a run continues from its newest checkpoint"
+                f"{found[-1]} has no {_TRAINER}, from which a run would continue; bring it back"
             )
         return found[-1] if found else None
 

@@ -20,8 +20,9 @@ from tinygrpo.errors import CheckpointError
 FILE: Final = "used.jsonl"
 
 Use = Literal["trained", "uninformative", "stale", "dropped"]
-"""What a step did with a group: trained on it, or passed over it. All rewards were equal, a token was too old,
-or the control plane dropped the group because too few of its rollouts have a reward."""
+"""What a step did with a group: trained on it, or passed over it, because all rewards were equal, a token was
+too old, or the control plane dropped the group, of which too few rollouts have a reward.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The lock of a run's folder: one trainer at a time works on a run.
 
-A cluster may start a trainer again before it has ended the one before: a pod that was deleted by force runs on
+A cluster may start a trainer again before it has ended the one before: a pod that was deleted by force runs
 until its process is killed, and so does one on a node that nobody reaches. Two trainers on one run would use
 the same rollouts twice.
 """

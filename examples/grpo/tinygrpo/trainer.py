@@ -123,8 +123,8 @@ class Trainer:
         """
         settings = self._settings
         resumed = self._progress.step
-        # The run before may have been killed behind its checkpoint. If the pool has these weights already, the
-        # call changes nothing.
+        # The trainer before may have been killed behind its checkpoint. If the pool has these weights already,
+        # the call changes nothing.
         paused = self._push(resumed)
         if resumed > 0 and resumed not in self._metrics.steps():
             self._record(resumed, {}, paused)
@@ -219,8 +219,8 @@ class Trainer:
         """Take one step.
 
         It may be killed at any place. Before the checkpoint is on the disk, the step counts as not begun: the
-        next run reads the same groups again, from the cursor of the checkpoint before. After that it counts as
-        done, and the next run pushes its weights.
+        next trainer reads the same groups again, from the cursor of the checkpoint before. After that it
+        counts as done, and the next trainer pushes its weights.
         """
         newest = step - 1
         started = time.perf_counter()

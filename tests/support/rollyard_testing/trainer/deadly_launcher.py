@@ -1,13 +1,14 @@
 """A launcher of examples/grpo/train.py that kills it at chosen points: deadly_launcher.py EXAMPLE.
 
 It runs in the trainer's own environment, and imports torch and the example once. Each line of its input is a
-JSON object, for which it forks a process that runs the real trainer; a line of its output says how that ended:
+JSON object, for which it forks a process that runs the real trainer. One line of its output has the process,
+and another one says how it ended:
 
     {"argv": […], "spared": […], "log": FILE}        →   {"pid": PID}, then {"status": N, "point": NAME}
 
 A point lies before or after a call to the control plane or a write to the disk. The trainer's process sends
-itself SIGKILL at the first point that is not among the spared ones; "spared": null spares all. A digest of the weights
-after each update goes to LOG.updates.
+itself SIGKILL at the first point that is not among the spared ones; `null` spares all. A digest of the weights
+after each update goes to the log with the suffix `.updates`.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-pol
 
 TERMINATED: Final = 128 + signal.SIGTERM
 LATER: Final = 75
-"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another trainer
-of the run has not ended yet. After status 1, a person has to look first.
+"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another
+trainer of the run has not ended yet. After status 1, a person has to look first.
 """
 
 

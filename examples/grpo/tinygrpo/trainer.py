@@ -123,8 +123,8 @@ class Trainer:
         """
         settings = self._settings
         resumed = self._progress.step
-        # The trainer before may have been killed behind its checkpoint. If the pool has these weights already,
-        # the call changes nothing.
+        # The trainer before may have been killed behind its checkpoint. If the pool has these weights
+        # already, the call changes nothing.
         paused = self._push(resumed)
         if resumed > 0 and resumed not in self._metrics.steps():
             self._record(resumed, {}, paused)

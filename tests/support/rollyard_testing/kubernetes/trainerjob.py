@@ -1,8 +1,8 @@
 """The example's trainer as a Job beside an installation, whose pods are killed.
 
 Its image is the engine's, into which volumes bring what a trainer's own image would hold: the checkout, and
-torch from the environment of `scripts/train-env`. The node is this machine, and the cluster makes no volumes by
-itself, so all of them are made by hand.
+torch from the environment of `scripts/train-env`. The node is this machine, and the cluster makes no volumes,
+so all of them are made by hand.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ and another one says how it ended:
     {"argv": […], "spared": […], "log": FILE}        →   {"pid": PID}, then {"status": N, "point": NAME}
 
 A point lies before or after a call to the control plane or a write to the disk. The trainer's process sends
-itself SIGKILL at the first point that is not among the spared ones; `null` spares all. A digest of the weights
-after each update goes to the log with the suffix `.updates`.
+itself SIGKILL at the first point that is not among the spared ones; `null` spares all. A digest of the
+weights after each update goes to the log with the suffix `.updates`.
 """
 
 from __future__ import annotations

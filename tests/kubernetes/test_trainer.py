@@ -38,6 +38,7 @@ def test_a_killed_trainer_loses_no_rollout_and_uses_none_twice(
             strike(trainer.in_the_middle_of(step))
             # What the step had read is in no checkpoint, so the next pod has to read it again.
             assert trainer.step() == step - 1
+            assert trainer.who_sees_the_volume() == {"grpo-trainer": False, "backend": True}
         trainer.finish()
         assert len(trainer.pods) >= 3
         assert problems(trainer.ledger(), trainer.groups(), trainer.cursor(), STEPS, GROUPS) == []

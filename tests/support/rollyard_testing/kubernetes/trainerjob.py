@@ -8,6 +8,7 @@ so all of them are made by hand.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import tempfile
@@ -97,6 +98,27 @@ class TrainerJob:
     def kill(self, pod: dict[str, Any]) -> None:
         """Send kill -9 to the processes of a pod."""
         assert kill_processes(pod) > 0, "the trainer had ended already"
+
+    def who_sees_the_volume(self) -> dict[str, bool]:
+        """Return the pods that mount the claim or the token's Secret, and whether each may only read."""
+        found: dict[str, bool] = {}
+        for pod in self.release.cluster.items("pods", self.release.jobs):
+            volumes = {
+                one["name"]
+                for one in pod["spec"]["volumes"]
+                if one.get("persistentVolumeClaim", {}).get("claimName") == CLAIM
+            }
+            containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
+            mounts = [one for each in containers for one in each["volumeMounts"] if one["name"] in volumes]
+            if (
+                mounts
+                or NAME in json.dumps(pod["spec"]["volumes"])
+                or "secretKeyRef" in json.dumps(containers)
+            ):
+                labels = pod["metadata"]["labels"]
+                who = labels.get("app") or labels["app.kubernetes.io/component"]
+                found[who] = all(one.get("readOnly", False) for one in mounts)
+        return found
 
     def finish(self) -> None:
         """Wait until the Job is complete.

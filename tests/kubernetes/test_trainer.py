@@ -35,10 +35,11 @@ def test_a_killed_trainer_loses_no_rollout_and_uses_none_twice(
         missing(str(error))
     with a_trainer(release, images, python, *SIZE) as trainer:
         for step, strike in ((2, trainer.delete_by_force), (3, trainer.kill)):
-            strike(trainer.in_the_middle_of(step))
+            pod = trainer.in_the_middle_of(step)
+            assert trainer.who_sees_the_volume() == {"grpo-trainer": False, "backend": True}
+            strike(pod)
             # What the step had read is in no checkpoint, so the next pod has to read it again.
             assert trainer.step() == step - 1
-            assert trainer.who_sees_the_volume() == {"grpo-trainer": False, "backend": True}
         trainer.finish()
         assert len(trainer.pods) >= 3
         assert problems(trainer.ledger(), trainer.groups(), trainer.cursor(), STEPS, GROUPS) == []

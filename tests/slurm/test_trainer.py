@@ -1,4 +1,4 @@
-"""The example's trainer as a batch job: Slurm requeues it in the middle of a step, and it uses each rollout once."""
+"""A trainer that is a batch job is requeued in the middle of a step, and uses each rollout once."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_requeued_trainer_loses_no_rollout_and_uses_none_twice(
         assert slurm.wait_state(number, "COMPLETED", "FAILED", seconds=300) == "COMPLETED", words()
         shown = slurm.run_as_user(["scontrol", "show", "job", str(number)]).stdout
         assert "Restarts=1" in shown
-        found = problems(ledger_of(checkpoints), delivered(http, RUN), acknowledged(http, RUN), STEPS, GROUPS)
-        assert found == [], words()
+        ledger, groups, cursor = ledger_of(checkpoints), delivered(http, RUN), acknowledged(http, RUN)
+        assert problems(ledger, groups, cursor, STEPS, GROUPS) == [], words()
 
 
 def begins_now(slurm: Any, number: int) -> bool:

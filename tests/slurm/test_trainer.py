@@ -82,6 +82,6 @@ def test_a_requeued_trainer_loses_no_rollout_and_uses_none_twice(
 
 
 def begins_now(slurm: Any, number: int) -> bool:
-    """Ask Slurm to start a requeued job now and not after its pause, and return whether it took the request."""
+    """Ask Slurm to start a requeued job without its pause, and return whether it took the request."""
     command = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
     return subprocess.run(command, env=slurm.env, capture_output=True, timeout=60).returncode == 0

@@ -45,8 +45,8 @@ class Checkpoints:
 
     A folder is a Hugging Face model, which vLLM loads, and an ONNX model beside it, which the embedded engine
     loads. It has the ledger of its step, too, and the newest ones have the state of the trainer. All of this
-    appears at once, when the folder gets its name, and is on the disk by then. A run that continues from the
-    newest folder therefore never has the weights of one step and the place in the stream of another.
+    is brought to the disk, and then appears at once, when the folder gets its name. A run that continues from
+    the newest folder therefore never has the weights of one step and the place in the stream of another.
 
     Args:
         folder: The folder of the run's checkpoints, an absolute path.

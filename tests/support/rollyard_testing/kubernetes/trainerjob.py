@@ -110,11 +110,8 @@ class TrainerJob:
             }
             containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
             mounts = [one for each in containers for one in each["volumeMounts"] if one["name"] in volumes]
-            if (
-                mounts
-                or NAME in json.dumps(pod["spec"]["volumes"])
-                or "secretKeyRef" in json.dumps(containers)
-            ):
+            secrets = json.dumps([pod["spec"]["volumes"], [each.get("env") for each in containers]])
+            if mounts or f'"{NAME}"' in secrets:
                 labels = pod["metadata"]["labels"]
                 who = labels.get("app") or labels["app.kubernetes.io/component"]
                 found[who] = all(one.get("readOnly", False) for one in mounts)

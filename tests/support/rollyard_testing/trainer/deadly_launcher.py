@@ -17,7 +17,6 @@ import hashlib
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -69,9 +68,9 @@ class Points:
 
 
 def label_of_call(transport: Any, call: Any) -> str:
-    """Return the method and the last fixed words of a call's path."""
-    words = [word for word in call.path.split("/") if re.fullmatch(r"[a-z]+", word) and word != "v"]
-    return f"{call.method} {words[-1]}"
+    """Return the method and what a call is about: the part of the object that its path names, or its kind."""
+    _, kind, *rest = call.path.strip("/").split("/")
+    return f"{call.method} {rest[1] if len(rest) > 1 else kind}"
 
 
 def instrument(points: Points, log: Path) -> None:

@@ -83,8 +83,8 @@ class StreamPlace:
     groups: int = 0
     """The groups that were read up to there."""
     tasks: int = 0
-    """The tasks that had been pushed at that time. A task that was pushed later is pushed again under the same
-    id, which changes nothing."""
+    """The tasks that had been pushed at that time. A later one is pushed again under the same id, which
+    changes nothing."""
 
 
 @dataclass(slots=True)

@@ -78,9 +78,9 @@ def instrument(points: Points, log: Path) -> None:
     import torch
 
     names = ("trainer", "rollouts", "checkpoint", "weights", "metrics", "onnx_folder")
-    example = {name: importlib.import_module(f"tinygrpo.{name}") for name in names}
+    example: dict[str, Any] = {name: importlib.import_module(f"tinygrpo.{name}") for name in names}
     trainer, rollouts, checkpoint = example["trainer"], example["rollouts"], example["checkpoint"]
-    transport = importlib.import_module("rollyard_client.transport").SyncTransport
+    transport: Any = importlib.import_module("rollyard_client.transport").SyncTransport
     original = trainer.update_policy
 
     def update(model: Any, optimizer: Any, rows: Any, newest: int, *rest: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import psutil
 import pyarrow.parquet as pq
+from rollyard_client.training.packed import ARRAYS, trajectories
 
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
@@ -67,9 +68,20 @@ def parquet(page: bytes) -> int:
     return len(segments)
 
 
+def arrays(page: bytes) -> int:
+    """Look at the arrays of a page with raw arrays, as `Client.array_pages` does."""
+    found = trajectories(page, ARRAYS)
+    for one in found:
+        (segment,) = one.segments
+        assert len(segment.prompt_ids) == PROMPT
+        assert len(segment.response_ids) == len(segment.loss_mask) == len(segment.logprobs) == RESPONSE
+    return len(found)
+
+
 FORMATS: dict[str, tuple[str, Decode]] = {
     "NDJSON": (NDJSON, ndjson),
     "msgpack": (MSGPACK, packed),
+    "msgpack with raw arrays": (ARRAYS, arrays),
     "Parquet": (PARQUET, parquet),
 }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollyard_client.context import Context, context_path, read_token, resolve
     from rollyard_client.driver import DriverClient
     from rollyard_client.errors import (
+        AnswerInvalid,
         Conflict,
         ContextError,
         CursorBeyondEnd,
@@ -45,10 +46,13 @@ if TYPE_CHECKING:
     from rollyard_client.training.arrays import Arrays
     from rollyard_client.training.batch import Batch
     from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
+    from rollyard_client.training.packed import ArrayPage, SegmentArrays, TrajectoryArrays
     from rollyard_client.worker import WorkerClient
 
 __all__ = [
     "Acknowledged",
+    "AnswerInvalid",
+    "ArrayPage",
     "Arrays",
     "AsyncClient",
     "AsyncResultIterator",
@@ -70,10 +74,12 @@ __all__ = [
     "Retry",
     "RolloutSummary",
     "RollyardError",
+    "SegmentArrays",
     "ServerUnavailable",
     "StorageFull",
     "TokenizerDiffers",
     "TooMany",
+    "TrajectoryArrays",
     "Unauthorized",
     "WaitTimeout",
     "WorkerClient",
@@ -89,9 +95,9 @@ __getattr__ = lazily(
         "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
-        "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced MissingLibrary "
-        "NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized "
-        "WaitTimeout",
+        "errors": "AnswerInvalid Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced "
+        "MissingLibrary NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany "
+        "Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
         "sse": "JobEvent",
@@ -99,6 +105,7 @@ __getattr__ = lazily(
         "training.arrays": "Arrays",
         "training.batch": "Batch",
         "training.iterators": "AsyncResultIterator ResultIterator",
+        "training.packed": "ArrayPage SegmentArrays TrajectoryArrays",
         "worker": "WorkerClient",
     },
 )

@@ -21,6 +21,7 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
 from rollyard_api.trajectories import attempts, delivery, unread
 from rollyard_api.trajectories.delivery import Delivery
+from rollyard_api.trajectories.packed import ARRAYS
 
 
 class FoundResults(Protocol):
@@ -69,6 +70,20 @@ class ResultPage(Generic[E]):
             rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
         )
         return [attempts.without(line) for line in lines] if self.older else lines
+
+    async def arrays(self, rows: Sequence[EndedRollout]) -> list[bytes]:
+        """Return the records of these rows with their token lists as raw arrays, as many as a page holds.
+
+        Older clients do not know this form, so nothing is left out for them.
+        """
+        job = self.job
+        return await self.plane.archive.arrays(
+            rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
+        )
+
+    async def records(self, rows: Sequence[EndedRollout], form: str) -> list[bytes]:
+        """Return the records of these rows as `answer` takes them for the media type `form`."""
+        return await (self.arrays(rows) if form == ARRAYS else self.lines(rows))
 
     async def answer(
         self, lines: list[bytes], form: str, reached: int | None, places: Sequence[int]

@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollyard_api.core.codec import MSGPACK, loads
+from rollyard_api.trajectories.packed import ARRAYS
 
 PARQUET = "application/vnd.apache.parquet"
 NDJSON = "application/x-ndjson"
@@ -19,14 +20,21 @@ PIECE_BYTES = 256 << 10
 
 def media_type(accept: str) -> str:
     """Return the media type of the answer that an Accept header selects."""
-    return next((form for form in (PARQUET, MSGPACK) if form in accept), NDJSON)
+    return next((form for form in (ARRAYS, PARQUET, MSGPACK) if form in accept), NDJSON)
+
+
+def frame(count: int, form: str) -> tuple[bytes, bytes]:
+    """Return what comes before the documents of an answer with this many of them, and after the last one."""
+    if form in (ARRAYS, MSGPACK):
+        return bytes(msgpack.Packer().pack_array_header(count)), b""
+    return b"", b"\n"
 
 
 def encode(lines: Sequence[bytes], form: str, omitted: Sequence[str] = ()) -> bytes:
-    """Encode JSON records in the media type `form`. This call blocks, so it belongs in a thread.
+    """Encode records in the media type `form`. This call blocks, so it belongs in a thread.
 
     Args:
-        lines: The records.
+        lines: The records, as JSON, but for ARRAYS as msgpack in that form.
         form: The media type.
         omitted: The columns that a Parquet file does not have.
     """
@@ -34,10 +42,11 @@ def encode(lines: Sequence[bytes], form: str, omitted: Sequence[str] = ()) -> by
         from rollyard_api.trajectories.parquet import encode
 
         return encode(lines, omitted)
+    begin, _ = frame(len(lines), form)
+    if form == ARRAYS:
+        return begin + b"".join(lines)
     if form == MSGPACK:
-        packer = msgpack.Packer()
-        head = bytes(packer.pack_array_header(len(lines)))
-        return head + b"".join(bytes(msgpack.packb(loads(line))) for line in lines)
+        return begin + b"".join(bytes(msgpack.packb(loads(line))) for line in lines)
     return b"".join(line + b"\n" for line in lines)
 
 

@@ -106,8 +106,10 @@ def library(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise MissingLibrary(
-            f"{name} is not installed: pip install 'rollyard[{name}]', or install {name} as it suits your GPU"
-            if name == "torch"
-            else f"{name} is not installed: pip install 'rollyard[{name}]'"
-        ) from error
+        if name == "torch":
+            text = (
+                "torch is not installed: pip install 'rollyard[torch]', or install torch as it suits your GPU"
+            )
+        else:
+            text = f"{name} is not installed: pip install 'rollyard[numpy]'"
+        raise MissingLibrary(text) from error

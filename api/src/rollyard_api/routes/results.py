@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from rollyard_api.routes.result_pages import ResultPage, result_page
 from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import attempts, delivery, group_records, grouping, records
-from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
+from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
@@ -61,7 +61,7 @@ async def trajectories(
     async with result_page(
         request, "trajectories", namespace, name, cursor, wait, end=lambda job: job.ended, look=look
     ) as page:
-        lines: list[bytes] = []
+        lines: Sequence[Piece] = []
         reached = None
         short = page.found.sizes
         if short:
@@ -149,7 +149,7 @@ async def _large_group(
         if not rows:
             raise cursors.gone(job.name)
         for record in await page.records(rows, form):
-            yield (group_records.separator(form) if sent else b"") + record
+            yield (group_records.separator(form) if sent else b"") + bytes(record)
             sent += 1
     yield group_records.end(form) + end
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -26,8 +27,11 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 from rollyard_api.trajectories import packed, records
+from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore
 from rollyard_api.trajectories.part_places import PartRange, arrays_path, part_path, ranges_of
+
+P = TypeVar("P", bytes, Piece)
 
 PART_RECORDS = 256
 PART_BYTES = 32 << 20
@@ -290,7 +294,7 @@ class Archive:
 
     async def arrays(
         self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
-    ) -> list[bytes]:
+    ) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
 
         Those of a part that an older release has written, without such an object, are made of its lines.
@@ -300,7 +304,7 @@ class Archive:
         """
         waiting = [row for row in rows if row.pending is not None]
         placed = [row for row in rows if row.pending is None]
-        made: dict[str, bytes] = {}
+        made: dict[str, Piece] = {}
         if waiting:
             build = partial(_packed, waiting, namespace, job, max_bytes)
             built = await self.builds.run(build, namespace)
@@ -311,9 +315,9 @@ class Archive:
             made |= {row.id: record for row, record in zip(placed, stored, strict=True)}
         return _first(rows, made, max_bytes)
 
-    def _read_arrays(self, ranges: Sequence[PartRange]) -> list[bytes]:
+    def _read_arrays(self, ranges: Sequence[PartRange]) -> list[Piece]:
         indexes: dict[str, dict[int, tuple[int, int]] | None] = {}
-        found: list[bytes] = []
+        found: list[Piece] = []
         for one in ranges:
             path = arrays_path(one.path)
             if path not in indexes:
@@ -328,7 +332,7 @@ class Archive:
                 raise Unavailable(f"the trajectory store's {path} lacks a record: it was changed") from error
             begin, end = spans[0][0], spans[-1][1]
             data = memoryview(self._store.read(path, begin, end - begin))
-            found += [bytes(data[first - begin : last - begin]) for first, last in spans]
+            found += [data[first - begin : last - begin] for first, last in spans]
         return found
 
     def _index(self, path: str) -> dict[int, tuple[int, int]] | None:
@@ -347,13 +351,15 @@ class Archive:
         return found
 
 
-def _first(rows: Sequence[EndedRollout], made: Mapping[str, bytes], max_bytes: int) -> list[bytes]:
+def _first(rows: Sequence[EndedRollout], made: Mapping[str, P], max_bytes: int) -> list[P]:
     """Return the records of the first rows: as many as were made and fit, but at least one."""
-    found: list[bytes] = []
+    found: list[P] = []
     total = 0
     for row in rows:
-        total += len(made.get(row.id, b""))
-        if row.id not in made or (found and total > max_bytes):
+        if row.id not in made:
+            break
+        total += len(made[row.id])
+        if found and total > max_bytes:
             break
         found.append(made[row.id])
     return found

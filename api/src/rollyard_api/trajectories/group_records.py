@@ -9,6 +9,7 @@ import msgpack
 
 from rollyard_api.core.codec import dumps
 from rollyard_api.storage.rows import EndedGroup, RolloutSize
+from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.packed import ARRAYS
 
 
@@ -48,7 +49,7 @@ def end(form: str) -> bytes:
 
 
 def whole(
-    found: Sequence[tuple[EndedGroup, Sequence[RolloutSize]]], records: Sequence[bytes], form: str
+    found: Sequence[tuple[EndedGroup, Sequence[RolloutSize]]], records: Sequence[Piece], form: str
 ) -> list[bytes]:
     """Return the documents of the first groups, as many as have all of their members among `records`."""
     groups: list[bytes] = []

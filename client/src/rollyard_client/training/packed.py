@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ARRAYS: Final = "application/vnd.rollyard.arrays+msgpack"
 PAGE_ROLLOUTS: Final = 1000
-_DTYPES: Final = frozenset({"<u1", "<u2", "<u4", "<f4", "<f8"})
+_DTYPES: Final = ("<u1", "<u2", "<u4", "<f4", "<f8")
 _Invalid = Callable[[str], AnswerInvalid]
 _INTEGERS: Final = ("prompt_ids", "response_ids", "loss_mask")
 
@@ -130,14 +130,16 @@ def trajectories(body: bytes, form: str) -> list[TrajectoryArrays]:
             raise AnswerInvalid(f"a page of results is no JSON: {error}") from error
     if not isinstance(records, list):
         raise AnswerInvalid(f"a page of results must be a list, and is a {type(records).__name__}")
-    return [_trajectory(record) for record in records]
+    np = library("numpy")
+    return [_trajectory(np, record) for record in records]
 
 
-def _trajectory(record: Any) -> TrajectoryArrays:
+def _trajectory(np: Any, record: Any) -> TrajectoryArrays:
     if not isinstance(record, dict) or not isinstance(record.get("segments"), list):
         raise AnswerInvalid("a trajectory must be an object with a list 'segments'")
     segments = [
-        _segment(one, partial(_named, record.get("id"), at)) for at, one in enumerate(record.pop("segments"))
+        _segment(np, one, partial(_named, record.get("id"), at))
+        for at, one in enumerate(record.pop("segments"))
     ]
     return TrajectoryArrays(record, segments)
 
@@ -146,10 +148,10 @@ def _named(rollout: Any, place: int, text: str) -> AnswerInvalid:
     return AnswerInvalid(f"the trajectory {rollout!r}: segments[{place}].{text}")
 
 
-def _segment(given: Any, invalid: _Invalid) -> SegmentArrays:
+def _segment(np: Any, given: Any, invalid: _Invalid) -> SegmentArrays:
     if not isinstance(given, dict):
         raise invalid("must be an object")
-    made = {name: _array(given.get(name), name, invalid) for name in (*_INTEGERS, "logprobs")}
+    made = {name: _array(np, given.get(name), name, invalid) for name in (*_INTEGERS, "logprobs")}
     runs = _runs(given.get("policy_versions"), invalid)
     length = len(made["response_ids"])
     for name, found in (
@@ -162,13 +164,12 @@ def _segment(given: Any, invalid: _Invalid) -> SegmentArrays:
     return SegmentArrays(**made, policy_versions=runs)
 
 
-def _array(given: Any, name: str, invalid: _Invalid) -> Any:
-    np = library("numpy")
+def _array(np: Any, given: Any, name: str, invalid: _Invalid) -> Any:
     if isinstance(given, dict):
         dtype, data = given.get("dtype"), given.get("data")
         if dtype not in _DTYPES or not isinstance(data, bytes) or len(data) % int(dtype[2]):
             raise invalid(
-                f"{name} must have a dtype of {', '.join(sorted(_DTYPES))}, and data of whole numbers"
+                f"{name} must have a dtype of {', '.join(_DTYPES)}, and data of whole numbers"
             )
         array = np.frombuffer(data, dtype)
     elif isinstance(given, list):
@@ -205,12 +206,11 @@ def _runs(given: Any, invalid: _Invalid) -> list[tuple[str, int]]:
     if isinstance(given, list):
         runs: Any = [[version, sum(1 for _ in run)] for version, run in groupby(given)]
     else:
-        runs = given.get("runs") if isinstance(given, dict) else None
-    if not isinstance(runs, list):
-        raise invalid("policy_versions must be a list of texts or of runs")
-    for run in runs:
-        match run:
-            case [str(), int(count)] if count > 0:
-                continue
+        runs = given.get("runs") if isinstance(given, dict) else 0
+    try:
+        versions, counts = zip(*runs, strict=True) if runs else ((), ())
+    except (TypeError, ValueError) as error:
+        raise invalid("policy_versions must be a list of texts or of runs of a text and a count") from error
+    if set(map(type, versions)) - {str} or set(map(type, counts)) - {int} or min(counts, default=1) < 1:
         raise invalid("policy_versions must have runs of a text and a count greater than 0")
-    return [(version, count) for version, count in runs]
+    return list(zip(versions, counts, strict=True))

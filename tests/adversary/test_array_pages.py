@@ -1,0 +1,62 @@
+"""Pages with raw arrays: nothing that a page says makes its reader trust a wrong array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from rollyard_client import AnswerInvalid
+from rollyard_client.training.packed import ARRAYS, trajectories
+
+IDS = {"dtype": "<u2", "data": b"\1\0\2\0"}
+SEGMENT: dict[str, Any] = {
+    "prompt_ids": IDS,
+    "response_ids": IDS,
+    "loss_mask": {"dtype": "<u1", "data": b"\1\0"},
+    "logprobs": {"dtype": "<f4", "data": bytes(8)},
+    "policy_versions": {"runs": [["v1", 1], ["", 1]]},
+}
+
+
+def page(**fields: Any) -> bytes:
+    return bytes(msgpack.packb([{"id": "r", "segments": [SEGMENT | fields]}]))
+
+
+def test_the_page_without_an_attack_is_read() -> None:
+    (one,) = trajectories(page(), ARRAYS)
+    assert one.segments[0].response_ids.tolist() == [1, 2]
+    assert not one.segments[0].response_ids.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_ids": {"dtype": "|O", "data": bytes(16)}}, "dtype"),
+        ({"response_ids": {"dtype": "<u2,<u2", "data": bytes(8)}}, "dtype"),
+        ({"response_ids": {"dtype": ["<u2"], "data": bytes(8)}}, "dtype"),
+        ({"response_ids": {"dtype": "<u4", "data": bytes(6)}}, "whole numbers"),
+        ({"response_ids": {"dtype": "<u2", "data": "text"}}, "data"),
+        ({"response_ids": {"dtype": "<f4", "data": bytes(8)}}, "integers"),
+        ({"response_ids": "text"}, "list of numbers"),
+        ({"response_ids": ["1", {}]}, "list of numbers"),
+        ({"logprobs": {"dtype": "<f4", "data": bytes(12)}}, "has 3 entries, response_ids has 2"),
+        ({"loss_mask": {"dtype": "<u1", "data": b""}}, "has 0 entries"),
+        ({"policy_versions": {"runs": [["v1", 2**60]]}}, "entries"),
+        ({"policy_versions": {"runs": [["v1", 3], ["", -1]]}}, "greater than 0"),
+        ({"policy_versions": {"runs": [[{}, 2]]}}, "a text and a count"),
+        ({"policy_versions": {"runs": 5}}, "policy_versions"),
+        ({"policy_versions": None}, "policy_versions"),
+    ],
+)
+def test_an_array_that_is_none_is_refused_by_its_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(AnswerInvalid, match=said):
+        trajectories(page(**fields), ARRAYS)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\x81", b"\xdd\xff\xff\xff\xff", b"\x05", b"\x91\x80", b"\x91" * 5000]
+)
+def test_a_page_that_is_none_is_refused(body: bytes) -> None:
+    with pytest.raises(AnswerInvalid):
+        trajectories(body, ARRAYS)

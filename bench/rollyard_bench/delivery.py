@@ -90,6 +90,7 @@ FORMATS: dict[str, tuple[str, Decode]] = {
 class Rate:
     """What the delivery of a step took in one format."""
 
+    rollouts: int
     megabytes: float
     server: float
     """The seconds of CPU time of the server."""
@@ -102,9 +103,10 @@ class Rate:
         return self.megabytes / (self.server + self.client)
 
     def __str__(self) -> str:
+        tokens = self.rollouts * (PROMPT + RESPONSE) / (self.server + self.client) / 1e6
         return (
             f"{self.value:.0f} MB/s ({self.megabytes:.0f} MB; server {self.server:.2f} s, "
-            f"client {self.client:.2f} s)"
+            f"client {self.client:.2f} s; {tokens:.1f} million tokens/s)"
         )
 
 
@@ -183,7 +185,7 @@ def _read(http: httpx.Client, server: psutil.Process, accept: str, decode: Decod
         got += decode(answer.content)
         size += len(answer.content)
         cursor = answer.headers["rollyard-cursor"]
-    return Rate(size / 1e6, sum(server.cpu_times()[:2]) - before[1], _own_seconds() - before[0])
+    return Rate(got, size / 1e6, sum(server.cpu_times()[:2]) - before[1], _own_seconds() - before[0])
 
 
 def deliver(rollouts: int, rounds: int) -> dict[str, list[Rate]]:

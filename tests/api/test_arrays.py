@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollyard_api.core.problems import Unavailable
 from rollyard_api.settings import Settings
-from rollyard_api.trajectories.packed import ARRAYS, HEAD_BYTES, packed
+from rollyard_api.trajectories.object_store import ObjectMissing, open_store
+from rollyard_api.trajectories.packed import ARRAYS, HEAD_BYTES, joined, packed, places
+from rollyard_client import AsyncClient, Client, TrajectoryArrays
 from rollyard_client.training.packed import trajectories
 
 PATH = "/v1/rolloutjobs/job/trajectories"
@@ -123,3 +128,96 @@ async def test_parts_of_an_older_release_and_damaged_ones(
             assert answer.status_code == status, answer.text
             assert (await served.admin.get(PATH)).status_code == 200
         assert await same(served) == before, "an older release wrote no such objects"
+
+
+def described(found: list[TrajectoryArrays]) -> list[Any]:
+    """Return all that trajectories hold, in a form that can be compared."""
+    return [
+        (
+            one.record,
+            [
+                [
+                    (array.dtype, array.tolist())
+                    for array in (part.prompt_ids, part.response_ids, part.loss_mask, part.logprobs)
+                ]
+                + [part.policy_versions]
+                for part in one.segments
+            ],
+        )
+        for one in found
+    ]
+
+
+async def test_both_clients_read_pages_of_arrays(
+    start_api: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
+) -> None:
+    """A server that does not know the form answers with JSON lines, of which the same arrays are made."""
+    with start_api(tmp_path, "--page-bytes", "3000") as process:
+        token = process.tokens["admin"]
+        headers = {"Authorization": f"Bearer {process.tokens['worker']}"}
+        async with (
+            AsyncClient(process.url, token) as client,
+            httpx.AsyncClient(base_url=process.url, headers=headers) as http,
+        ):
+            await client.submit(make_manifest(samplesPerTask=8))
+            await worker_of(http).finish_all()
+            pages = [page async for page in client.array_pages("job")]
+            assert len(pages) > 1
+            assert [page.finished for page in pages] == [False] * (len(pages) - 1) + [True]
+            found = [one for page in pages for one in page.trajectories]
+            assert len(found) >= 8
+            rest = [one async for one in client.array_pages("job", cursor=pages[0].cursor)]
+            # The page's end may move when the records do, from the database to the store.
+            assert rest[-1].cursor == pages[-1].cursor
+            assert described([one for page in rest for one in page.trajectories]) == described(
+                [one for page in pages[1:] for one in page.trajectories]
+            )
+            assert not [page async for page in client.array_pages("job", status="failed")]
+
+            def read() -> tuple[list[TrajectoryArrays], bytes]:
+                with Client(process.url, token) as sync:
+                    again = [one for page in sync.array_pages("job") for one in page.trajectories]
+                lines = [json.loads(dumped) for dumped in plain_lines(process.url, token)]
+                return again, b"\n".join(json.dumps(line).encode() for line in lines)
+
+            again, lines = await asyncio.to_thread(read)
+            assert described(again) == described(found)
+            assert described(trajectories(lines, "application/x-ndjson")) == described(found)
+
+
+def plain_lines(url: str, token: str) -> list[bytes]:
+    """Return the JSON lines of all rollouts."""
+    lines: list[bytes] = []
+    cursor, finished = "", False
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
+        while not finished:
+            answer = http.get(PATH, params={"cursor": cursor})
+            lines += answer.content.splitlines()
+            cursor, finished = (
+                answer.headers["rollyard-cursor"],
+                answer.headers["rollyard-finished"] == "true",
+            )
+    return lines
+
+
+def test_a_remote_store_says_that_an_object_is_missing() -> None:
+    store = open_store("memory://arrays", 5.0)
+    store.write("default/job-1/part-000001.arrays", b"data")
+    assert store.read("default/job-1/part-000001.arrays", 1, 2) == b"at"
+    with pytest.raises(ObjectMissing):
+        store.read("default/job-1/part-000002.arrays", 0, 1)
+    with pytest.raises(Unavailable) as failed:
+        store.read("default/job-1/part-000001.arrays", 0, 9)
+    assert not isinstance(failed.value, ObjectMissing)
+
+
+def test_a_part_is_built_twice_with_the_same_bytes() -> None:
+    """A killed process writes its part again, after which readers must find the same objects."""
+    segment = {"prompt_ids": [1], "response_ids": [300], "loss_mask": [1], "logprobs": [-0.1]}
+    records = [packed({"id": str(number), "segments": [segment]}) for number in range(3)]
+    lines = [b"x" * (number + 1) for number in range(3)]
+    made = joined(lines, records)
+    assert made == joined(lines, [packed({"id": str(n), "segments": [segment]}) for n in range(3)])
+    found = places(made[:HEAD_BYTES], "part")
+    assert list(found) == [0, 1, 3]
+    assert [made[begin:end] for begin, end in found.values()] == records

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import msgpack
 import pytest
 from rollyard_client import AnswerInvalid
-from rollyard_client.training.packed import ARRAYS, trajectories
+from rollyard_client.training.packed import ARRAYS, group_page, trajectories
 
 IDS = {"dtype": "<u2", "data": b"\1\0\2\0"}
 SEGMENT: dict[str, Any] = {
@@ -60,3 +61,14 @@ def test_an_array_that_is_none_is_refused_by_its_name(fields: dict[str, Any], sa
 def test_a_page_that_is_none_is_refused(body: bytes) -> None:
     with pytest.raises(AnswerInvalid):
         trajectories(body, ARRAYS)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [5, {}, {"trajectories": 5}, {"trajectories": [], "group_id": "g"}, {"trajectories": [{}], "x": 1}],
+)
+def test_a_group_that_is_none_is_refused(group: Any) -> None:
+    headers = {"content-type": ARRAYS, "rollyard-cursor": "c", "rollyard-finished": "true"}
+    call = group_page("job", "default", cursor="", wait=0.0, limit=1, informative=False)
+    with pytest.raises(AnswerInvalid):
+        call.parse(httpx.Response(200, headers=headers, content=bytes(msgpack.packb([group]))))

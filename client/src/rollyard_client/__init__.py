@@ -44,14 +44,15 @@ if TYPE_CHECKING:
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
-    from rollyard_client.training.batch import Batch
+    from rollyard_client.training.batch import ArrayBatch, Batch
     from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
-    from rollyard_client.training.packed import ArrayPage, SegmentArrays, TrajectoryArrays
+    from rollyard_client.training.packed import ArrayPage, GroupArrays, SegmentArrays, TrajectoryArrays
     from rollyard_client.worker import WorkerClient
 
 __all__ = [
     "Acknowledged",
     "AnswerInvalid",
+    "ArrayBatch",
     "ArrayPage",
     "Arrays",
     "AsyncClient",
@@ -65,6 +66,7 @@ __all__ = [
     "CursorGone",
     "DriverClient",
     "Group",
+    "GroupArrays",
     "Invalid",
     "JobEvent",
     "JobReplaced",
@@ -103,9 +105,9 @@ __getattr__ = lazily(
         "sse": "JobEvent",
         "sync_client": "Client",
         "training.arrays": "Arrays",
-        "training.batch": "Batch",
+        "training.batch": "ArrayBatch Batch",
         "training.iterators": "AsyncResultIterator ResultIterator",
-        "training.packed": "ArrayPage SegmentArrays TrajectoryArrays",
+        "training.packed": "ArrayPage GroupArrays SegmentArrays TrajectoryArrays",
         "worker": "WorkerClient",
     },
 )

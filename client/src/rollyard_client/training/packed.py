@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import httpx
 
 ARRAYS: Final = "application/vnd.rollyard.arrays+msgpack"
+_ACCEPT: Final = f"{ARRAYS}, {NDJSON};q=0.5"
 PAGE_ROLLOUTS: Final = 1000
 _DTYPES: Final = ("<u1", "<u2", "<u4", "<f4", "<f8")
 _Invalid = Callable[[str], AnswerInvalid]
@@ -57,6 +58,24 @@ class TrajectoryArrays:
     """The fields of `Trajectory` but its segments, as JSON has them."""
     segments: list[SegmentArrays]
 
+    @property
+    def reward(self) -> float | None:
+        """The reward, or None unless an evaluation gave it."""
+        reward: float | None = self.record.get("reward")
+        return reward
+
+
+@dataclass(frozen=True, slots=True)
+class GroupArrays:
+    """The samples of one task that have a reward, as `Group` has them."""
+
+    group_id: str
+    task_id: str
+    delivered: bool
+    informative: bool
+    reason: str
+    trajectories: list[TrajectoryArrays]
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayPage:
@@ -88,7 +107,7 @@ class ArrayPages:
             "status": self.status,
         }
         path = f"{JOBS}/{segment(self.name)}/trajectories"
-        return Call("GET", path, _page, query=query, accept=f"{ARRAYS}, {NDJSON};q=0.5")
+        return Call("GET", path, _page, query=query, accept=_ACCEPT)
 
     def take(self, page: ArrayPage) -> list[ArrayPage]:
         """Return the page as the only item, or no item if it is empty."""
@@ -106,6 +125,45 @@ def _page(answer: httpx.Response) -> ArrayPage:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class GroupPage:
+    """One page of a job's ended groups."""
+
+    groups: list[GroupArrays]
+    cursor: str
+    finished: bool
+
+
+def group_page(
+    name: str, namespace: str, *, cursor: str, wait: float, limit: int, informative: bool
+) -> Call[GroupPage]:
+    """Return the call that reads a page of ended groups, whose arguments are those of `results.groups`."""
+    query = {
+        "namespace": namespace,
+        "cursor": cursor,
+        "wait": wait,
+        "limit": limit,
+        "informative": informative,
+        "dropped": False,
+    }
+    path = f"{JOBS}/{segment(name)}/groups"
+    return Call("GET", path, _groups, query=query, accept=_ACCEPT, wait=wait)
+
+
+def _groups(answer: httpx.Response) -> GroupPage:
+    np = library("numpy")
+    groups = []
+    for document in _documents(answer.content, answer.headers.get("content-type", "")):
+        if not isinstance(document, dict) or not isinstance(document.get("trajectories"), list):
+            raise AnswerInvalid("a group must be an object with a list 'trajectories'")
+        members = [_trajectory(np, record) for record in document.pop("trajectories")]
+        try:
+            groups.append(GroupArrays(**document, trajectories=members))
+        except TypeError as error:
+            raise AnswerInvalid(f"a group has other fields than expected: {error}") from error
+    return GroupPage(groups, answer.headers["rollyard-cursor"], answer.headers["rollyard-finished"] == "true")
+
+
 def trajectories(body: bytes, form: str) -> list[TrajectoryArrays]:
     """Return the rollouts that a page holds.
 
@@ -117,6 +175,11 @@ def trajectories(body: bytes, form: str) -> list[TrajectoryArrays]:
         AnswerInvalid: The page has another form.
         MissingLibrary: numpy or msgpack is not installed.
     """
+    np = library("numpy")
+    return [_trajectory(np, record) for record in _documents(body, form)]
+
+
+def _documents(body: bytes, form: str) -> list[Any]:
     if form.startswith(ARRAYS):
         msgpack = library("msgpack")
         try:
@@ -130,8 +193,7 @@ def trajectories(body: bytes, form: str) -> list[TrajectoryArrays]:
             raise AnswerInvalid(f"a page of results is no JSON: {error}") from error
     if not isinstance(records, list):
         raise AnswerInvalid(f"a page of results must be a list, and is a {type(records).__name__}")
-    np = library("numpy")
-    return [_trajectory(np, record) for record in records]
+    return records
 
 
 def _trajectory(np: Any, record: Any) -> TrajectoryArrays:
@@ -168,9 +230,7 @@ def _array(np: Any, given: Any, name: str, invalid: _Invalid) -> Any:
     if isinstance(given, dict):
         dtype, data = given.get("dtype"), given.get("data")
         if dtype not in _DTYPES or not isinstance(data, bytes) or len(data) % int(dtype[2]):
-            raise invalid(
-                f"{name} must have a dtype of {', '.join(_DTYPES)}, and data of whole numbers"
-            )
+            raise invalid(f"{name} must have a dtype of {', '.join(_DTYPES)}, and data of whole numbers")
         array = np.frombuffer(data, dtype)
     elif isinstance(given, list):
         try:

@@ -10,7 +10,7 @@ from rollyard_client.errors import RollyardError
 from rollyard_client.requests import cursors, pools
 from rollyard_client.requests.cursors import Acknowledged
 from rollyard_client.requests.results import Group
-from rollyard_client.training.batch import Batch, gather
+from rollyard_client.training.batch import MODELS, RAW_ARRAYS, ArrayBatch, Batch, gather
 from rollyard_client.training.iterators import ResultIterator
 from rollyard_client.training.packed import ArrayPage, ArrayPages
 from rollyard_client.training.pages import group_pages, resume_call, trajectory_pages
@@ -139,6 +139,40 @@ class ResultReader:
             WaitTimeout: Not enough groups have ended in time. The next call begins with the same groups.
         """
         steps = gather(
+            MODELS,
+            job,
+            namespace or self.namespace,
+            groups,
+            max_lag=max_lag,
+            cursor=cursor,
+            consumer=consumer,
+            informative=informative,
+            timeout=timeout,
+        )
+        return run(steps, self._transport)
+
+    def array_batch(
+        self,
+        job: str,
+        groups: int,
+        *,
+        max_lag: int | None = None,
+        cursor: str | None = None,
+        consumer: str | None = None,
+        informative: bool = False,
+        timeout: float = 600.0,
+        namespace: str | None = None,
+    ) -> ArrayBatch:
+        """Wait for the next groups of a job, and return them as one batch, with numpy arrays of tokens.
+
+        The arguments, the cursors and the errors are those of `batch`, which costs several times as much
+        where trajectories are long.
+
+        Raises:
+            MissingLibrary: numpy or msgpack is not installed.
+        """
+        steps = gather(
+            RAW_ARRAYS,
             job,
             namespace or self.namespace,
             groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -72,3 +73,27 @@ def test_a_group_that_is_none_is_refused(group: Any) -> None:
     call = group_page("job", "default", cursor="", wait=0.0, limit=1, informative=False)
     with pytest.raises(AnswerInvalid):
         call.parse(httpx.Response(200, headers=headers, content=bytes(msgpack.packb([group]))))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("response_ids", [1.5, 2.0]),
+        ("response_ids", ["1", "2"]),
+        ("response_ids", [[1], [2]]),
+        ("response_ids", [2**70, 1]),
+        ("response_ids", [True, False]),
+        ("loss_mask", [0.5, 1]),
+        ("logprobs", ["-0.5", "0"]),
+        ("logprobs", [None, 0.0]),
+        ("policy_versions", [1, 2]),
+    ],
+)
+def test_json_lines_of_other_values_are_not_rounded_into_arrays(name: str, values: list[Any]) -> None:
+    plain = {"prompt_ids": [1], "response_ids": [1, 2], "loss_mask": [1, 0], "logprobs": [-0.5, 0.0]}
+    segment = plain | {"policy_versions": ["v1", ""]}
+    line = json.dumps({"id": "r", "segments": [segment]}).encode()
+    assert len(trajectories(line, "application/x-ndjson")) == 1
+    line = json.dumps({"id": "r", "segments": [segment | {name: values}]}).encode()
+    with pytest.raises(AnswerInvalid, match=name):
+        trajectories(line, "application/x-ndjson")

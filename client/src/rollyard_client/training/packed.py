@@ -7,7 +7,7 @@ of which the same arrays are made. numpy and msgpack are imported when they are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
@@ -158,9 +158,12 @@ def _groups(answer: httpx.Response) -> GroupPage:
             raise AnswerInvalid("a group must be an object with a list 'trajectories'")
         members = [_trajectory(np, record) for record in document.pop("trajectories")]
         try:
-            groups.append(GroupArrays(**document, trajectories=members))
-        except TypeError as error:
-            raise AnswerInvalid(f"a group has other fields than expected: {error}") from error
+            known = {
+                one.name: document[one.name] for one in fields(GroupArrays) if one.name != "trajectories"
+            }
+        except KeyError as error:
+            raise AnswerInvalid(f"a group has no field {error}") from error
+        groups.append(GroupArrays(**known, trajectories=members))
     return GroupPage(groups, answer.headers["rollyard-cursor"], answer.headers["rollyard-finished"] == "true")
 
 
@@ -249,15 +252,16 @@ def _array(np: Any, given: Any, name: str, invalid: _Invalid) -> Any:
 
 def _of_list(np: Any, given: Sequence[Any], name: str) -> Any:
     """Return the narrowest array that holds the numbers of a list, as the server would have made it."""
-    if name in _INTEGERS:
-        wide = np.asarray(given, np.int64) if given else np.zeros(0, np.int64)
-        if wide.size and wide.min() < 0:
-            return wide
-        array = wide.astype(np.min_scalar_type(int(wide.max()))) if wide.size else wide.astype(np.uint8)
-    else:
-        wide = np.asarray(given, np.float64)
+    wide = np.asarray(given)
+    if wide.ndim != 1 or (wide.size and wide.dtype.kind not in ("iu" if name in _INTEGERS else "iuf")):
+        raise ValueError(f"it is read as {wide.dtype} with {wide.ndim} dimensions")
+    if name not in _INTEGERS:
         narrow = wide.astype(np.float32)
-        array = narrow if np.array_equal(narrow, wide) else wide
+        array = narrow if np.array_equal(narrow, wide) else wide.astype(np.float64)
+    elif not wide.size or wide.min() >= 0:
+        array = wide.astype(np.min_scalar_type(int(wide.max())) if wide.size else np.uint8)
+    else:
+        array = wide
     array.flags.writeable = False
     return array
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollyard_crds.telemetry.options import TraceOptions
+
 from rollyard_api.core.room import Room
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
@@ -116,6 +118,10 @@ class Settings:
     """The limits on what is read for jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
     """The limits on uploads."""
+    traces: TraceOptions = field(default_factory=TraceOptions)
+    """The receiver of traces, and which rollouts are traced. By default none is."""
+    traces_asked: bool = False
+    """Whether a flag asks for traces, and not only a variable that may be meant for other programs."""
     sqlite_max_pages: int = 0
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
 

@@ -30,7 +30,7 @@ from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, columns
 from rollyard_api.storage.schema import jobs, payloads, rollouts
-from rollyard_api.trajectories import attempts
+from rollyard_api.trajectories import attempts, spans
 
 MAX_EXPIRIES = 10
 """The default number of leases of a rollout that may be lost. One more ends it."""
@@ -193,9 +193,21 @@ def _limits(tx: Transaction, ids: Iterable[int]) -> dict[int, Any]:
 
 
 def _timings(tx: Transaction, item: Return) -> str:
+    """Return the timings with the state that ends now, and add its span."""
     row, since = item.row, _seconds(tx, item.row)
     if row.state.is_leased:
+        spans.worked(
+            tx,
+            row.id,
+            _stage(row),
+            row.token,
+            row.since,
+            worker=row.worker,
+            node=row.node,
+            error=item.reason,
+        )
         return timing.add(row.timings, _stage(row), active=since, worker=item.times)
+    spans.waited(tx, row.id, _stage(row), row.since, reason=item.reason)
     return timing.add(row.timings, _stage(row), queued=since)
 
 

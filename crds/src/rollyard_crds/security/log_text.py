@@ -63,9 +63,9 @@ class LogFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """Formats each record as one line with a JSON object, whose text is ASCII.
 
-    The object has `time` (UTC), `level`, `logger` and `message`, and `exception` if there is one. A record
-    that concerns a rollout also has `namespace`, `job`, `rollout`, `stage`, `attempt` and `trace_id`: that of the
-    current task, or those in the record's `extra`.
+    The object has `time` (UTC), `level`, `logger` and `message`, and `exception` if there is one. A record of
+    a task that works on a rollout also has `namespace`, `job`, `rollout`, `stage`, `attempt` and `trace_id`.
+    So has a record whose `extra` holds them.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -97,9 +97,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(told, default=str)
 
 
-def log_to(
-    stream: TextIO | None = None, level: int | str = logging.INFO, form: str | None = None
-) -> None:
+def log_to(stream: TextIO | None = None, level: int | str = logging.INFO, form: str | None = None) -> None:
     """Send all log records of this process to a stream (standard error).
 
     Args:

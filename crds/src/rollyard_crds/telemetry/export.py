@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from rollyard_crds.errors import CrdsError
 from rollyard_crds.security.log_text import one_line
 from rollyard_crds.telemetry.identity import is_sampled
 from rollyard_crds.telemetry.options import TraceOptions
-from rollyard_crds.telemetry.spans import Span
+from rollyard_crds.telemetry.spans import Span, Value
 from rollyard_crds.version import installed_version
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ BATCH: Final = 512
 """The largest number of spans in one request."""
 DELAY_SECONDS: Final = 2.0
 """How long a span waits at most for others before it is sent, in seconds."""
-CLOSE_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 1.5
 """How long the end of a process waits for the last spans, in seconds."""
 REQUEST_SECONDS: Final = 10.0
 """The time for one request with its repetitions, in seconds, where OTEL_EXPORTER_OTLP_TIMEOUT does not say
@@ -44,6 +44,8 @@ MAX_ANSWER_BYTES: Final = 4096
 """The number of bytes of a receiver's answer that are read."""
 MAX_TEXT: Final = 256
 """The largest number of characters in a name or an attribute of a span."""
+DROP_REASONS: Final = ("closed", "not_taken", "queue_full")
+"""Why a span is dropped: the process ends, the receiver does not take it, or too many spans wait."""
 _SELDOM_SECONDS: Final = 60.0
 _LOGGERS: Final = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -136,7 +138,7 @@ class SpanExport:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """The numbers of spans that were dropped: `queue_full`, `not_taken` (by the receiver), `closed`."""
+        """The numbers of spans that were dropped, by reason; see DROP_REASONS."""
         return dict(self._dropped)
 
     @property
@@ -171,7 +173,8 @@ class SpanExport:
             return
         self._closed = True
         # The processor's own shutdown may wait for half a minute. Its threads do not keep a process alive.
-        thread = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
+        shut_down: Callable[[], None] = self._processor.shutdown
+        thread = threading.Thread(target=shut_down, name="last spans", daemon=True)
         thread.start()
         thread.join(seconds)
         dropped = sum(self._dropped.values()) + self.waiting
@@ -210,10 +213,7 @@ class _Conversion:
             context=self._context(trace, int(span.id, 16), is_remote=False, trace_flags=self._sampled),
             parent=parent,
             resource=self._resource,
-            attributes={
-                name: text(value) if isinstance(value, str) else value
-                for name, value in span.attributes.items()
-            },
+            attributes={name: _plain(value) for name, value in span.attributes.items()},
             kind=self._client if span.client else self._internal,
             status=self._status(self._error, text(span.error)) if span.error else self._well,
             start_time=int(span.start * 1e9),
@@ -225,6 +225,12 @@ class _Conversion:
 def text(value: str) -> str:
     """Return a text from outside as spans may hold it: without control characters, and not too long."""
     return one_line(value[:MAX_TEXT])[:MAX_TEXT]
+
+
+def _plain(value: Value) -> Value:
+    if isinstance(value, str):
+        return text(value)
+    return tuple(text(part) for part in value) if isinstance(value, tuple) else value
 
 
 class _Seldom(logging.Filter):
@@ -276,7 +282,9 @@ def _bounded_session() -> Any:
 
 
 @contextlib.contextmanager
-def exporting(options: TraceOptions, service: str, instance: str, *, asked: bool) -> Iterator[SpanExport | None]:
+def exporting(
+    options: TraceOptions, service: str, instance: str, *, asked: bool
+) -> Iterator[SpanExport | None]:
     """Yield an open export, or None if nothing is to be traced.
 
     Args:

@@ -1,7 +1,7 @@
 """The options of traces and logs: flags of the processes, and the variables that stand for them.
 
-The variables are OpenTelemetry's own where it has one. Every driver passes its choice on to the processes that
-it starts. No job and no pool can choose where spans go.
+The variables are OpenTelemetry's own where it has one. Every driver passes its choice on to the processes
+that it starts. No job and no pool can choose where spans go.
 """
 
 from __future__ import annotations

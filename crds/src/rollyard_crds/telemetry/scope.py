@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 
 from rollyard_crds.telemetry.identity import span_id, stage_span_id, trace_id, traceparent
@@ -95,6 +95,13 @@ _CURRENT: ContextVar[RolloutScope | None] = ContextVar("rollyard_rollout", defau
 def current() -> RolloutScope | None:
     """Return the rollout that the current task works on, or None."""
     return _CURRENT.get()
+
+
+def outside() -> Context:
+    """Return a copy of the current context without a rollout, for a task that outlives the rollout's."""
+    context = copy_context()
+    context.run(_CURRENT.set, None)
+    return context
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-Value = str | int | float | bool
+Value = str | int | float | bool | tuple[str, ...]
 """The value of an attribute."""
 
 

@@ -27,6 +27,7 @@ from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
+from rollyard_pipeline.tools.tool_span import ToolSpan
 from rollyard_pipeline.trajectories.episode import Episode, clean_turn
 
 MAX_CALLS_PER_TURN: Final = 64
@@ -117,8 +118,20 @@ class AgentContext:
         Raises:
             rollyard_sandbox.errors.SandboxError: The sandbox failed. Agents should not catch this exception.
         """
-        started = time.monotonic()
         tool = self._tools.get(call.name)
+        span = ToolSpan(tool.name if tool is not None else "")
+        with span:
+            result = await self._called(call, tool)
+            span.failed = result.error is not None
+        if result.answer is not None:
+            self.episode.answer = result.answer
+            self.episode.finished = True
+        if result.out_of_memory:
+            self.episode.truncate("SandboxOutOfMemory")
+        return result
+
+    async def _called(self, call: ParsedCall, tool: Tool | None) -> ToolResult:
+        started = time.monotonic()
         if call.error is not None:
             result = refusal(call.error)
         elif tool is None:
@@ -128,11 +141,6 @@ class AgentContext:
         else:
             result = await self._ran(tool, call)
         self.episode.add_observation(call, result.text, result.error, time.monotonic() - started)
-        if result.answer is not None:
-            self.episode.answer = result.answer
-            self.episode.finished = True
-        if result.out_of_memory:
-            self.episode.truncate("SandboxOutOfMemory")
         return result
 
     async def _ran(self, tool: Tool, call: ParsedCall) -> ToolResult:

@@ -39,6 +39,7 @@ from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes.start_span import sandbox_started
 from rollyard_pipeline.stages.contexts import checked_carry, narrowed, sandbox_request, stage_context
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
 from rollyard_pipeline.stages.evaluation import evaluate
@@ -306,7 +307,7 @@ class Stages:
         if self._provider is None:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
         wanted = sandbox_request(spec, self._handler(spec), held.lease.task)
-        sandbox = await self._provider.acquire(wanted, held.ref)
+        sandbox = await sandbox_started(self._provider, wanted, held.ref)
         held.sandbox = sandbox.handle
         # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
         if held.lease.job_uid in self._met:
@@ -392,7 +393,6 @@ class Stages:
     def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
-
         self._egress.forbid(lease.backend.url)
         self._backends.begin()  # This proceeds while the chat template is loaded.
 

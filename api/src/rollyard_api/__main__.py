@@ -19,12 +19,8 @@ from pathlib import Path
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
-from rollyard_crds.telemetry.options import (
-    TraceOptionError,
-    add_log_option,
-    add_trace_options,
-    trace_options,
-)
+from rollyard_crds.telemetry.options import add_log_option, add_trace_options, trace_options
+from rollyard_crds.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING
 
-from rollyard_crds.errors import CrdsError
+from rollyard_crds.telemetry.variables import (
+    ENDPOINT,
+    LOG_FORMAT,
+    LOG_FORMS,
+    PATH,
+    SAMPLE,
+    TRACES_ENDPOINT,
+    LogForm,
+    TraceOptionError,
+    checked_url,
+)
 
 if TYPE_CHECKING:
     import argparse
-
-ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
-TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-SAMPLE: Final = "ROLLYARD_TRACE_SAMPLE"
-LOG_FORMAT: Final = "ROLLYARD_LOG_FORMAT"
-PATH: Final = "/v1/traces"
-LogForm = Literal["text", "json"]
-LOG_FORMS: Final[tuple[LogForm, ...]] = ("text", "json")
-_URL: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
-
-
-class TraceOptionError(CrdsError, ValueError):
-    """An option of traces or logs cannot be used. The message names the flag or the variable."""
-
-    reason = "InvalidTraceOption"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +110,6 @@ def log_form(given: str | None = None, environ: Mapping[str, str] | None = None)
     raise TraceOptionError(f"{name} must be text or json (got {value[:64]!r})")
 
 
-def checked_url(url: str, name: str) -> str:
-    """Return the URL of a receiver.
-
-    Raises:
-        TraceOptionError: It is no such URL; the message begins with `name`.
-    """
-    if not _URL.fullmatch(url) or len(url) > 2048:
-        raise TraceOptionError(
-            f"{name} must be a URL such as http://127.0.0.1:4318, without user name, query and fragment "
-            f"(got {url[:128]!r})"
-        )
-    return url
-
-
 def _fraction(text: str, name: str) -> float:
     try:
         value = float(text)
@@ -138,20 +118,3 @@ def _fraction(text: str, name: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise TraceOptionError(f"{name} must be a number from 0 to 1 (got {text[:64]!r})")
     return value
-
-
-def trace_variables(endpoint: str, sample: float | None, form: str | None) -> dict[str, str]:
-    """Return the variables that pass these options on to every process below a driver.
-
-    Options that are not given stay as the driver's own environment has them.
-
-    Raises:
-        TraceOptionError: The endpoint is no URL of a receiver.
-    """
-    # This variable takes precedence over the other one, which the driver may have inherited.
-    found = {TRACES_ENDPOINT: checked_url(endpoint, "--otlp-endpoint").rstrip("/") + PATH} if endpoint else {}
-    if sample is not None:
-        found[SAMPLE] = f"{sample:.10g}"
-    if form:
-        found[LOG_FORMAT] = form
-    return found

@@ -224,7 +224,9 @@ class _Conversion:
 
 def text(value: str) -> str:
     """Return a text from outside as spans may hold it: without control characters, and not too long."""
-    return one_line(value[:MAX_TEXT])[:MAX_TEXT]
+    # One lone surrogate would keep the whole request from being encoded.
+    found = one_line(value[:MAX_TEXT])[:MAX_TEXT]
+    return found.encode("utf-8", "replace").decode()
 
 
 def _plain(value: Value) -> Value:

@@ -10,7 +10,6 @@ Every token that `ctx.turn()` samples is recorded. An agent cannot lose or forge
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,28 +118,22 @@ class AgentContext:
             rollyard_sandbox.errors.SandboxError: The sandbox failed. Agents should not catch this exception.
         """
         tool = self._tools.get(call.name)
-        span = ToolSpan(tool.name if tool is not None else "")
-        with span:
-            result = await self._called(call, tool)
+        with ToolSpan(tool.name if tool is not None else "") as span:
+            if call.error is not None:
+                result = refusal(call.error)
+            elif tool is None:
+                result = refusal(f"unknown tool '{call.name}'; tools: {', '.join(self._tools) or 'none'}")
+            elif (problem := check_arguments(tool.parameters, call.arguments)) is not None:
+                result = refusal(problem)
+            else:
+                result = await self._ran(tool, call)
             span.failed = result.error is not None
+        self.episode.add_observation(call, result.text, result.error, span.seconds)
         if result.answer is not None:
             self.episode.answer = result.answer
             self.episode.finished = True
         if result.out_of_memory:
             self.episode.truncate("SandboxOutOfMemory")
-        return result
-
-    async def _called(self, call: ParsedCall, tool: Tool | None) -> ToolResult:
-        started = time.monotonic()
-        if call.error is not None:
-            result = refusal(call.error)
-        elif tool is None:
-            result = refusal(f"unknown tool '{call.name}'; tools: {', '.join(self._tools) or 'none'}")
-        elif (problem := check_arguments(tool.parameters, call.arguments)) is not None:
-            result = refusal(problem)
-        else:
-            result = await self._ran(tool, call)
-        self.episode.add_observation(call, result.text, result.error, time.monotonic() - started)
         return result
 
     async def _ran(self, tool: Tool, call: ParsedCall) -> ToolResult:

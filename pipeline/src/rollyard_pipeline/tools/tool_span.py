@@ -27,6 +27,8 @@ class ToolSpan:
     def __init__(self, tool: str) -> None:
         self._tool = tool or names.UNKNOWN_TOOL
         self._began = time.monotonic()
+        self.seconds = 0.0
+        """How long the call took, in seconds. It is valid after the block."""
         self.failed = False
         """Whether the observation is an error."""
 
@@ -37,6 +39,7 @@ class ToolSpan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.seconds = time.monotonic() - self._began
         scope = current()
         if scope is None or scope.sink is None:
             return
@@ -49,4 +52,4 @@ class ToolSpan:
         if failure:
             attributes[names.ERROR_TYPE] = failure
         title = f"{names.EXECUTE_TOOL} {self._tool}"
-        scope.add(title, time.monotonic() - self._began, attributes, error=failure)
+        scope.add(title, self.seconds, attributes, error=failure)

@@ -93,7 +93,8 @@ async def test_every_way_of_a_rollout_is_one_tree(
     errors = [span.attributes.get("error.type") for span in spans if span.failed]
     assert sorted(str(error) for error in errors) == ["ImageBroken", "LeaseExpired", "WorkerDrained"]
     timings = record["timings"]
-    total = sum(timings[s][f"{part}_seconds"] for s in ("init", "run", "eval") for part in ("queued", "active"))
+    stages, parts = ("init", "run", "eval"), ("queued_seconds", "active_seconds")
+    total = sum(timings[stage][part] for stage in stages for part in parts)
     assert root.seconds == pytest.approx(total, abs=1e-3)
     assert all(span.service == "rollyard-control-plane" for span in spans)
     assert all(root.start - 1e-3 <= span.start <= span.end <= root.end + 1e-3 for span in spans)

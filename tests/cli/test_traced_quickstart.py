@@ -1,4 +1,4 @@
-"""The quickstart with traces and JSON logs: its spans add up to its timings, also after a worker was killed."""
+"""The quickstart with traces and JSON logs: spans add up to timings, also if a worker is killed."""
 
 from __future__ import annotations
 

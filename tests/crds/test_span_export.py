@@ -20,7 +20,13 @@ def span(number: int, **attributes: Value) -> Span:
     rollout = f"job-0-{number}-0"
     now = time.time()
     return Span(
-        trace_id(rollout), span_id(str(number)), root_span_id(rollout), "chat tiny", now - 1.5, now, attributes
+        trace_id(rollout),
+        span_id(str(number)),
+        root_span_id(rollout),
+        "chat tiny",
+        now - 1.5,
+        now,
+        attributes,
     )
 
 
@@ -112,7 +118,9 @@ def test_missing_libraries_are_an_error_only_if_a_flag_asks(
 def test_without_traces_no_library_of_traces_is_imported(program: str, allowed: tuple[str, ...]) -> None:
     code = f"import sys, {program}; from rollyard_crds.telemetry import export, options; "
     code += "\nwith export.exporting(options.trace_options(), 's', 'i', asked=False) as e: assert e is None"
-    code += "\nroots = ('opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto', 'google.protobuf', "
+    code += (
+        "\nroots = ('opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto', 'google.protobuf', "
+    )
     code += "'requests', 'opentelemetry')"
     code += f"\nprint([name for name in roots if name in sys.modules and name not in {allowed}])"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

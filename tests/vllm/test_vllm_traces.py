@@ -83,7 +83,9 @@ async def test_the_servers_spans_lie_below_the_turns(traced_vllm: VllmServer, re
     assert sorted(span.parent for span in joined) == sorted(span.id for span in chats)
     for span in joined:
         chat = next(one for one in chats if one.id == span.parent)
-        assert chat.start - 0.01 <= span.start <= span.end <= chat.end + 0.01, "the same machine has one clock"
+        assert chat.start - 0.01 <= span.start <= span.end <= chat.end + 0.01, (
+            "the same machine has one clock"
+        )
         assert span.attributes["gen_ai.usage.prompt_tokens"] == chat.attributes["gen_ai.usage.input_tokens"]
 
 

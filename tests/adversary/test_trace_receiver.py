@@ -18,7 +18,7 @@ from rollyard_crds.telemetry.export import MAX_TEXT, SpanExport
 from rollyard_crds.telemetry.identity import root_span_id, span_id, trace_id
 from rollyard_crds.telemetry.options import TraceOptions
 from rollyard_crds.telemetry.scope import RolloutScope, entered
-from rollyard_crds.telemetry.spans import Span
+from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_operator.pods.template_check import job_violations
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.tool_parsers.base import ParsedCall
@@ -41,9 +41,11 @@ SPANS = 3000
 MEGABYTE = 1 << 20
 
 
-def _span(number: int) -> Span:
+def _span(number: int) -> TraceSpan:
     rollout, now = f"job-0-{number}-0", time.time()
-    return Span(trace_id(rollout), span_id(str(number)), root_span_id(rollout), "chat tiny", now - 1, now)
+    return TraceSpan(
+        trace_id(rollout), span_id(str(number)), root_span_id(rollout), "chat tiny", now - 1, now
+    )
 
 
 @pytest.mark.parametrize("receiver", ["hangs", "drips", "garbage", "endless", "redirects", "refuses"])
@@ -81,9 +83,9 @@ class Kept:
     """A sink that keeps the spans."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         self.spans.append(span)
 
 

@@ -12,14 +12,14 @@ from rollyard_crds.telemetry import export as exports
 from rollyard_crds.telemetry.export import SpanExport, TraceLibrariesMissing, exporting, text
 from rollyard_crds.telemetry.identity import root_span_id, span_id, trace_id
 from rollyard_crds.telemetry.options import TraceOptions
-from rollyard_crds.telemetry.spans import Span, Value
+from rollyard_crds.telemetry.spans import TraceSpan, Value
 from rollyard_testing.traces.receiver import receiving
 
 
-def span(number: int, **attributes: Value) -> Span:
+def span(number: int, **attributes: Value) -> TraceSpan:
     rollout = f"job-0-{number}-0"
     now = time.time()
-    return Span(
+    return TraceSpan(
         trace_id(rollout),
         span_id(str(number)),
         root_span_id(rollout),

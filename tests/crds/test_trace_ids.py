@@ -8,7 +8,7 @@ import pytest
 from rollyard_crds.telemetry import identity
 from rollyard_crds.telemetry.options import TraceOptions, log_form, trace_options
 from rollyard_crds.telemetry.scope import RolloutScope, current, entered, outside
-from rollyard_crds.telemetry.spans import Span
+from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_crds.telemetry.variables import TraceOptionError, trace_variables
 
 ROLLOUT = "quickstart-0a1b2c3d-7-3"
@@ -112,9 +112,9 @@ class Kept:
     """A sink that keeps the spans."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         self.spans.append(span)
 
 

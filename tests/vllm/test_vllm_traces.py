@@ -13,7 +13,7 @@ from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.telemetry.identity import trace_id
 from rollyard_crds.telemetry.scope import RolloutScope, entered
-from rollyard_crds.telemetry.spans import Span
+from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_testing.traces.receiver import GotSpan, Receiver, receiving
 from rollyard_testing.vllm.servers import SERVED, VllmServer
@@ -25,9 +25,9 @@ class Kept:
     """A sink that keeps the spans of a worker."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         self.spans.append(span)
 
 

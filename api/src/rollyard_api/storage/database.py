@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
-from rollyard_crds.telemetry.spans import Span
+from rollyard_crds.telemetry.spans import TraceSpan
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
@@ -66,7 +66,7 @@ class Transaction:
     """The active rollouts by backend, if this transaction counted them."""
     trace_sample: float = 0.0
     """The fraction of groups whose rollouts are traced; 0 if nothing is."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     """The spans that end with this transaction; see `trajectories.spans`."""
 
     def wake(self, topic: str) -> None:

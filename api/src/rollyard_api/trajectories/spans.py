@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from rollyard_crds.telemetry import conventions as names
 from rollyard_crds.telemetry.identity import is_sampled, queue_span_id, root_span_id, stage_span_id, trace_id
-from rollyard_crds.telemetry.spans import Span, Value
+from rollyard_crds.telemetry.spans import TraceSpan, Value
 
 from rollyard_api.core.codec import loads
 from rollyard_api.storage.database import Transaction
@@ -34,7 +34,7 @@ def waited(tx: Transaction, rollout: str, stage: str, since: float, *, reason: s
     if reason:
         attributes[names.REASON] = reason
     tx.spans.append(
-        Span(
+        TraceSpan(
             trace=trace_id(rollout),
             id=queue_span_id(rollout, stage, since),
             parent=root_span_id(rollout),
@@ -79,7 +79,7 @@ def worked(
     if error:
         attributes[names.ERROR_TYPE] = error
     tx.spans.append(
-        Span(
+        TraceSpan(
             trace=trace_id(rollout),
             id=stage_span_id(rollout, stage, token),
             parent=root_span_id(rollout),
@@ -142,7 +142,7 @@ def ended(
     if failed:
         attributes[names.ERROR_TYPE] = reason or "Failed"
     tx.spans.append(
-        Span(
+        TraceSpan(
             trace=trace_id(rollout),
             id=root_span_id(rollout),
             parent="",

@@ -20,7 +20,7 @@ from rollyard_crds.errors import CrdsError
 from rollyard_crds.security.log_text import one_line
 from rollyard_crds.telemetry.identity import is_sampled
 from rollyard_crds.telemetry.options import TraceOptions
-from rollyard_crds.telemetry.spans import Span, Value
+from rollyard_crds.telemetry.spans import TraceSpan, Value
 from rollyard_crds.version import installed_version
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class SpanExport:
         """Return whether the spans of a rollout are exported: see `identity.is_sampled`."""
         return is_sampled(rollout, self.options.sample)
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         """Take a span, or drop it and count it. This neither blocks nor fails."""
         if self._closed:
             self._dropped["closed"] += 1
@@ -203,7 +203,7 @@ class _Conversion:
         self._well = Status(StatusCode.UNSET)
         self._status, self._error = Status, StatusCode.ERROR
 
-    def span(self, span: Span) -> ReadableSpan:
+    def span(self, span: TraceSpan) -> ReadableSpan:
         trace = int(span.trace, 16)
         parent = None
         if span.parent:

@@ -12,7 +12,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 
 from rollyard_crds.telemetry.identity import span_id, stage_span_id, trace_id, traceparent
-from rollyard_crds.telemetry.spans import Span, SpanSink, Value
+from rollyard_crds.telemetry.spans import SpanSink, TraceSpan, Value
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class RolloutScope:
             return
         end = time.time() - ago
         self.sink.add(
-            Span(
+            TraceSpan(
                 trace=self.trace,
                 id=self.child() if id is None else id,
                 parent=self.span if parent is None else parent,

@@ -11,7 +11,7 @@ Value = str | int | float | bool | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """One operation of a rollout, which has ended."""
 
     trace: str
@@ -35,5 +35,5 @@ class Span:
 class SpanSink(Protocol):
     """A component that takes spans. It neither blocks nor fails."""
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         """Take a span, or drop it and count it."""

@@ -159,6 +159,7 @@ def test_no_job_chooses_the_receiver(name: str, tmp_path: Path) -> None:
             "spec": {
                 "tasks": {"inline": [{"id": "t", "prompt": "p"}]},
                 "handler": "shell",
+                "agent": {"type": "oracle"},
                 "stages": {"run": {"template": {"env": [{"name": name, "value": "http://attacker"}]}}},
             },
         }

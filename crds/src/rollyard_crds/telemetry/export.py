@@ -278,6 +278,9 @@ def _bounded_session() -> Any:
                 answer.close()
                 raise
             answer.raw = io.BytesIO(content[:MAX_ANSWER_BYTES])
+            if 300 <= answer.status_code < 400:
+                # The exporter follows no redirect, and would take one for a success.
+                raise requests.exceptions.TooManyRedirects(f"the receiver answered {answer.status_code}")
             return answer
 
     return BoundedSession()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from typing import Any, Final
 from rollyard_bench.own_cpu import LOOK_SECONDS, RUN_SECONDS, Tree
 from rollyard_bench.processes import ProgramFailed, program
 from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
 
 PAIRS: Final = 5
 _VARIABLES: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -66,8 +67,8 @@ def _receiver() -> Iterator[_Taken]:
         thread.join()
 
 
-async def _seconds(tasks: int, samples: int, endpoint: str) -> float:
-    """Run the quickstart, and return the processor time of all its processes in seconds."""
+async def _seconds(tasks: int, samples: int, endpoint: str) -> Counter[str]:
+    """Run the quickstart, and return the processor time of its processes by kind, in seconds."""
     # An empty value keeps a variable of this environment from applying.
     environment = {**os.environ, **dict.fromkeys(_VARIABLES, ""), _VARIABLES[0]: endpoint}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
@@ -88,27 +89,33 @@ async def _seconds(tasks: int, samples: int, endpoint: str) -> float:
         done = json.loads((folder / "out" / "summary.json").read_text())
     if done["rollouts"] != tasks * samples:
         raise ProgramFailed(f"the quickstart has {done['rollouts']} of {tasks * samples} rollouts")
-    return tree.totals().total()
+    return tree.totals()
 
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Run pairs of quickstarts, with and without traces, each kind first in turn."""
     tasks, samples, pairs = (16, 8, 2) if settings.quick else (64, 8, PAIRS)
-    shares, told = [], []
+    all_of: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    told = []
     with _receiver() as taken:
         for pair in range(pairs):
             seconds: dict[bool, float] = {}
             for traced in (True, False) if pair % 2 else (False, True):
-                seconds[traced] = await _seconds(tasks, samples, taken.url if traced else "")
-            shares.append(100.0 * (seconds[True] / seconds[False] - 1.0))
+                found = await _seconds(tasks, samples, taken.url if traced else "")
+                all_of[traced] += found
+                seconds[traced] = found.total()
             told.append(f"{seconds[True]:.1f} and {seconds[False]:.1f}")
         if not taken.requests:
             raise ProgramFailed("the receiver got nothing")
         sent = taken.bytes / pairs / (tasks * samples)
-    how = (
-        f"median of {pairs} pairs of the quickstart with {tasks * samples} rollouts, all traced, each "
-        f"kind first in turn; user and system time of all its processes with and without traces, in seconds: "
-        f"{'; '.join(told)}; in percent: {', '.join(f'{share:+.1f}' for share in shares)}; {sent:.0f} bytes "
-        f"of spans for each rollout"
+    kinds = ", ".join(
+        f"{kind} {all_of[True][kind] / pairs:.2f} and {all_of[False][kind] / pairs:.2f}"
+        for kind in sorted(all_of[False], key=lambda kind: -all_of[False][kind])
     )
-    return [Measurement("trace_overhead", statistics.median(shares), None, how)]
+    how = (
+        f"mean of {pairs} pairs of the quickstart with {tasks * samples} rollouts, all traced, each kind first "
+        f"in turn; user and system time of all its processes with traces and without, in seconds: "
+        f"{'; '.join(told)}; by process: {kinds}; {sent:.0f} bytes of spans for each rollout"
+    )
+    without = Baseline("the same without traces", all_of[False].total() / pairs)
+    return [Measurement("trace_overhead", all_of[True].total() / pairs, without, how)]

@@ -113,7 +113,7 @@ async def measure(settings: Settings) -> list[Measurement]:
         for kind in sorted(all_of[False], key=lambda kind: -all_of[False][kind])
     )
     how = (
-        f"mean of {pairs} pairs of the quickstart with {tasks * samples} rollouts, all traced, each kind first "
+        f"mean of {pairs} pairs of the quickstart with {tasks * samples} rollouts, all traced, each first "
         f"in turn; user and system time of all its processes with traces and without, in seconds: "
         f"{'; '.join(told)}; by process: {kinds}; {sent:.0f} bytes of spans for each rollout"
     )

@@ -37,9 +37,6 @@ DELAY_SECONDS: Final = 2.0
 """How long a span waits at most for others before it is sent, in seconds."""
 CLOSE_SECONDS: Final = 1.5
 """How long the end of a process waits for the last spans, in seconds."""
-REQUEST_SECONDS: Final = 10.0
-"""The time for one request with its repetitions, in seconds, where OTEL_EXPORTER_OTLP_TIMEOUT does not say
-another."""
 MAX_ANSWER_BYTES: Final = 4096
 """The number of bytes of a receiver's answer that are read."""
 MAX_TEXT: Final = 256

@@ -370,6 +370,38 @@ while True:
 )
 
 
-@pytest.mark.parametrize("attack", [BUSY], ids=lambda attack: attack.name)
+STOPPER = Attack(
+    name="stopped_starts",
+    goal="Stop each new process before it has become a program, while the exec server waits for that.",
+    steps=(
+        python("""
+import os, signal, sys
+if os.fork():
+    sys.exit(print("stopping"))
+os.setsid()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+own = os.getpid()
+for one in range(3):
+    os.fork()
+while True:
+    last = int(open("/proc/loadavg").read().split()[-1]) if os.path.exists("/proc/loadavg") else own
+    for pid in range(max(2, last - 2), last + 12):
+        if pid not in (own, os.getpid()) and not own <= pid <= own + 8:
+            try:
+                os.kill(pid, signal.SIGSTOP)
+            except OSError:
+                pass
+"""),
+        *("kill -9 $$", "echo again") * 6,
+    ),
+    spec={
+        **IMPATIENT,
+        "sandbox": {"resources": {"memory": "1Gi", "disk": "16Mi", "processes": 64}, "warm": 0},
+    },
+    shows=("stopping",),
+)
+
+
+@pytest.mark.parametrize("attack", [BUSY, STOPPER], ids=lambda attack: attack.name)
 def test_busy_processes_keep_no_exec_server_from_answering(bubblewrap_lab: Lab, attack: Attack) -> None:
     bubblewrap_lab.attack(attack)

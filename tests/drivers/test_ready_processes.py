@@ -155,6 +155,21 @@ async def test_without_programs_every_start_is_a_fresh_one(folders: Folders) -> 
     assert (child.exit_code, said(folders, "one")[2]) == (1, "x")
 
 
+async def test_a_replacement_waits_until_the_program_is_started_again(folders: Folders) -> None:
+    made = ReadyProcesses(folders, [Program("ready_demo", first_after=3600.0)])
+    keeping = asyncio.create_task(made.keep())
+    try:
+        first = await made.start("ready_demo", "one", ["x"])
+        assert await first.wait(30)
+        assert waiting(folders) == []
+        second = await made.start("ready_demo", "two", ["x"])
+        await until(lambda: len(waiting(folders)) == 1)
+        assert await second.wait(30)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) -> None:
     made = ReadyProcesses(folders, [Program("ready_demo", count=3)])
     keeping = asyncio.create_task(made.keep())

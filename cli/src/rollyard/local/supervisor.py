@@ -49,6 +49,8 @@ WORKER_IMPORTS = (
 ENGINE_IMPORTS = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
 PLANE_IMPORTS = ("uvloop", "httptools", "anyio.streams.tls")
+REPLACEMENTS_AFTER = 30.0
+"""The seconds after which a control plane and an engine stand ready, to replace one that dies."""
 """The modules that the control plane imports when it begins to serve."""
 PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
 
@@ -135,16 +137,16 @@ def _known(options: Options) -> tuple[str, ...]:
 def ready_programs(options: Options) -> tuple[Program, ...]:
     """Return the programs of which processes stand ready.
 
-    With `--ready-workers 0` there are none. Otherwise a control plane stands ready too, and an engine if the
-    backends are embedded engines, so that each of them is restarted quickly.
+    With `--ready-workers 0` there are none. Otherwise a control plane stands ready too, after a while, and an
+    engine if the backends are embedded engines, so that each of them is restarted quickly.
     """
     if options.ready_workers == 0:
         return ()
     worker = Program(WORKER, WORKER_IMPORTS, options.ready_workers, _known(options))
-    plane = Program(CONTROL_PLANE, PLANE_IMPORTS)
+    plane = Program(CONTROL_PLANE, PLANE_IMPORTS, first_after=REPLACEMENTS_AFTER)
     if options.backend_url or options.engine != "embedded":
         return (worker, plane)
-    return (worker, plane, Program(ENGINE, ENGINE_IMPORTS))
+    return (worker, plane, Program(ENGINE, ENGINE_IMPORTS, first_after=REPLACEMENTS_AFTER))
 
 
 class Supervisor:

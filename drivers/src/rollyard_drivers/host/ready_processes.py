@@ -7,6 +7,7 @@ waits for the arguments (see `ready_process`). Each one runs a single program an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,6 +37,9 @@ class Program:
     options: tuple[str, ...] = ()
     """The options of the program's `stand_ready`, which prepares what every job of this machine needs. With
     none, a ready process only imports."""
+    first_after: float = 0.0
+    """The seconds before the first one is started, unless the program is started a second time before. A
+    process that only replaces one that dies can wait until what has just begun needs the processor less."""
 
 
 @dataclass(slots=True)
@@ -43,8 +47,10 @@ class _Pool:
     program: Program
     ready: list[Child] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    repeated: asyncio.Event = field(default_factory=asyncio.Event)
     failures: int = 0
     started: int = 0
+    runs: int = 0
 
 
 class ReadyProcesses:
@@ -81,6 +87,10 @@ class ReadyProcesses:
             OSError: The process cannot be started, or its log cannot be opened.
         """
         pool = self._pools.get(program)
+        if pool is not None:
+            pool.runs += 1
+            if pool.runs > 1:
+                pool.repeated.set()
         while pool is not None and pool.ready and not env:
             child = pool.ready.pop(0)
             if child.exit_code is None and await child.hand_over(name, arguments, self._folders, on_exit):
@@ -104,6 +114,8 @@ class ReadyProcesses:
     async def _fill(self, pool: _Pool) -> None:
         program = pool.program
         options = ["--", *program.options] if program.options else []
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pool.repeated.wait(), program.first_after)
         while True:
             pool.changed.clear()
             ended = [child for child in pool.ready if child.exit_code is not None]

@@ -18,6 +18,7 @@ from time import monotonic
 from rollyard_sandbox.errors import IPythonUnavailable, SandboxError, SessionBusy
 from rollyard_sandbox.execution.capture import Capture
 from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.launching import launch
 from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
 
 TYPE_CHECKING = False
@@ -72,7 +73,6 @@ class Kernel:
     """One kernel process, and the thread that communicates with it."""
 
     def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
-        import subprocess
         from queue import SimpleQueue
         from threading import Thread
 
@@ -92,20 +92,14 @@ class Kernel:
             json.dump(connection, file)
         own = [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"]
         image_python = _image_python()
-        with open(f"{self.directory}/log", "wb") as log, protections.forking():
-            process = subprocess.Popen(
-                [image_python, "-c", _CHOOSE, *own] if image_python else own,
-                cwd=cwd,
-                env={**os.environ, "IPYTHONDIR": self.directory, "JUPYTER_PLATFORM_DIRS": "1",
-                     "PYDEVD_DISABLE_FILE_VALIDATION": "1", "TERM": "dumb", "PAGER": "cat"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=lambda: protections.enter(cwd),  # noqa: PLW1509 - no locks, no imports
-            )  # fmt: skip
-        self._process = process
-        self.pid = process.pid
+        environment = {
+            **os.environ, "IPYTHONDIR": self.directory, "JUPYTER_PLATFORM_DIRS": "1",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1", "TERM": "dumb", "PAGER": "cat",
+        }  # fmt: skip
+        argv = [image_python, "-c", _CHOOSE, *own] if image_python else own
+        with open(f"{self.directory}/log", "wb") as log, open(os.devnull, "rb") as nothing:
+            output = log.fileno()
+            self.pid = launch(argv, environment, cwd, protections, (nothing.fileno(), output, output))
         prefer_for_oom(self.pid)
         self.status: int | None = None
         self.stop_requested = False
@@ -136,7 +130,7 @@ class Kernel:
             send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
 
     def _ended(self, status: int) -> None:
-        self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+        self.status = os.waitstatus_to_exitcode(status)
         os.eventfd_write(self.wake, 1)
         self._cells.put(None)
 
@@ -294,7 +288,6 @@ class IPython:
 
     def _start(self) -> Kernel:
         from importlib.util import find_spec
-        from subprocess import SubprocessError
 
         missing = [name for name in ("ipykernel", "jupyter_client", "zmq") if find_spec(name) is None]
         if missing:
@@ -303,7 +296,7 @@ class IPython:
             )
         try:
             return Kernel(self._loop, self._protections, self._cwd)
-        except (OSError, SubprocessError) as error:
+        except (OSError, ValueError) as error:
             raise IPythonUnavailable(f"the kernel cannot be started: {error}") from error
 
 

@@ -10,6 +10,7 @@ from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
 from rollyard_sandbox.execution.capture import Capture
 from rollyard_sandbox.execution.commands import Outcome
 from rollyard_sandbox.execution.event_loop import WRITE
+from rollyard_sandbox.execution.launching import launch, refused
 from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
 
 TYPE_CHECKING = False
@@ -30,8 +31,8 @@ def _launch_reason(error: Exception, program: str) -> str | None:
     Returns:
         ProgramNotFound, ConfinementFailed, or None if the program's folder or arguments are the cause.
     """
-    if not isinstance(error, OSError | ValueError):
-        return "ConfinementFailed"  # It failed before the program began, and not because of its arguments.
+    if refused(error):
+        return "ConfinementFailed"
     absent = isinstance(error, FileNotFoundError) and error.filename == program and "/" not in program
     return "ProgramNotFound" if absent else None
 
@@ -54,8 +55,6 @@ class RunningProgram:
         max_output: int,
         done: Callable[[Outcome | SandboxError], None],
     ) -> None:
-        import subprocess  # This takes 8 ms and is only needed here.
-
         if not argv:
             raise BadRequest("argv: at least one word is needed")
         self._loop = loop
@@ -65,29 +64,20 @@ class RunningProgram:
         self._outcome.cwd = cwd
         self._started = monotonic()
         self._input = memoryview(stdin)
+        theirs, self._stdin = os.pipe()
+        self._stdout, output = os.pipe()
         try:
-            with protections.forking():
-                self._process = subprocess.Popen(
-                    argv,
-                    cwd=cwd,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    bufsize=0,
-                    preexec_fn=lambda: protections.enter(cwd),  # noqa: PLW1509 - no locks, no imports
-                )
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self.pid = launch(argv, environment, cwd, protections, (theirs, output, output))
+        except (OSError, ValueError) as error:
+            os.close(self._stdin)
+            os.close(self._stdout)
             raise LaunchError(
                 f"{argv[0]} could not be started in {cwd}: {error}", reason=_launch_reason(error, argv[0])
             ) from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.pid = self._process.pid
+        finally:
+            os.close(theirs)
+            os.close(output)
         prefer_for_oom(self.pid)
-        self._stdin = self._process.stdin.fileno()
-        self._stdout = self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         loop.on_exit(self.pid, self._ended)
@@ -131,8 +121,7 @@ class RunningProgram:
         if self._stdin_open:
             self._stdin_open = False
             self._loop.unwatch(self._stdin)
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            os.close(self._stdin)
 
     def _output_ready(self, events: int) -> None:
         self._read()
@@ -149,7 +138,6 @@ class RunningProgram:
 
     def _ended(self, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)
-        self._process.returncode = code
         total = 0
         while total < _DRAIN_LIMIT:
             count = self._read()
@@ -166,8 +154,7 @@ class RunningProgram:
         self._timer.cancel()
         self._close_stdin()
         self._loop.unwatch(self._stdout)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        os.close(self._stdout)
         outcome = self._outcome
         outcome.exit_code = exit_code
         outcome.seconds = monotonic() - self._started

@@ -19,6 +19,7 @@ A command is run as follows, and nothing can forge or delay the report of its en
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -27,6 +28,7 @@ import struct
 import termios
 
 from rollyard_sandbox.errors import LaunchError
+from rollyard_sandbox.execution.launching import launch, refused
 from rollyard_sandbox.execution.processes import prefer_for_oom
 
 TYPE_CHECKING = False
@@ -63,11 +65,6 @@ _ESCAPES = {code: b"\\%03o" % code for code in range(256) if code not in _PLAIN}
     ord("'"): b"\\'",
     ord("\\"): b"\\\\",
 }
-
-
-_DEFAULTED = (
-    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ,
-)  # fmt: skip
 
 
 def single_quoted(text: str) -> str:
@@ -136,43 +133,53 @@ class Shell:
         Raises:
             LaunchError: There is no bash, no pseudo-terminal, or no room for another process.
         """
+        from shutil import which
+
         from ptyprocess import PtyProcess
 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        inherited: list[int] = []
+        opened: list[int] = []
         try:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.setblocking(False)
             # The numbers are well above 10, because bash then saves them at exactly 10.
-            inherited.append(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 64))
+            channel_fd = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 64)
+            opened.append(channel_fd)
             memory = os.memfd_create("command")
-            inherited.append(fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64))
+            memory_fd = fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64)
+            opened.append(memory_fd)
             os.close(memory)
-            with protections.forking():
-                process = PtyProcess.spawn(
-                    ["bash", "--norc", "--noprofile", "--noediting", "-i"],
-                    # No cwd is passed: if it cannot be entered, ptyprocess lets the child run on as our copy.
-                    env=environment,
-                    preexec_fn=lambda: _prepare_child(inherited, protections, cwd),
-                    dimensions=_WINDOW,
-                    pass_fds=[*inherited, *protections.descriptors()],
-                )
+            opened += os.openpty()
+            *_, master, terminal = opened
+            _set_up_terminal(terminal)
+            bash = which("bash")  # It is the server's own PATH that decides, and not that of a task.
+            if bash is None:
+                raise FileNotFoundError(errno.ENOENT, "there is no bash in the PATH", "bash")
+            pid = launch(
+                [bash, "--norc", "--noprofile", "--noediting", "-i"],
+                environment,
+                cwd,
+                protections,
+                (terminal, terminal, terminal),
+                terminal=True,
+                inherited=(channel_fd, memory_fd),
+            )
         except (OSError, ValueError) as error:
-            for fd in inherited:
+            for fd in opened:
                 os.close(fd)
             ours.close()
-            from shutil import which
-
-            reason = None if which("bash", path=environment.get("PATH")) else "ProgramNotFound"
+            reason = "ConfinementFailed" if refused(error) else None
+            if which("bash", path=environment.get("PATH")) is None:
+                reason = "ProgramNotFound"
             raise LaunchError(f"bash could not be started in {cwd}: {error}", reason=reason) from error
         finally:
             theirs.close()
-        channel_fd, memory_fd = inherited
+        process = PtyProcess(pid, master)
         os.close(channel_fd)
-        os.set_blocking(process.fd, False)
-        os.set_inheritable(process.fd, False)
-        prefer_for_oom(process.pid)
-        slave = fcntl.ioctl(process.fd, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(master, False)
+        prefer_for_oom(pid)
+        slave = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.close(terminal)
         shell = cls(process, slave, ours, memory_fd)
         init = _INIT.format(
             channel=CHANNEL,
@@ -304,34 +311,15 @@ class Shell:
         self.channel.close()
 
 
-def _set_terminal_modes(fd: int) -> None:
-    """Switch off echo, the translation of output ("\n" stays "\n"), and flow control."""
+def _set_up_terminal(fd: int) -> None:
+    """Set the size of the window, and switch off echo, the translation of output, and flow control.
+
+    Bash remembers the modes that it starts with, and restores them whenever a signal ends a program.
+    """
+    termios.tcsetwinsize(fd, _WINDOW)
     modes = termios.tcgetattr(fd)
     modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
     modes[1] &= ~termios.OPOST
     modes[3] |= termios.ICANON | termios.ISIG
     modes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL | termios.TOSTOP)
     termios.tcsetattr(fd, termios.TCSANOW, modes)
-
-
-def _prepare_child(inherited: list[int], protections: Protections, cwd: str) -> None:
-    """Prepare the child: set its folder, its inheritable descriptors, and the default action for signals.
-
-    Python ignores some of these signals. The terminal's modes are set here, because bash remembers those that
-    it starts with and restores them whenever a signal ends a program.
-    """
-    os.chdir(cwd)
-    _set_terminal_modes(0)
-    for fd in inherited:
-        os.set_inheritable(fd, True)
-    for number in (
-        signal.SIGINT,
-        signal.SIGQUIT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-    ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    protections.enter(cwd)

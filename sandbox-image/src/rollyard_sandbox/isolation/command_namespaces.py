@@ -11,13 +11,23 @@ next command then gets new namespaces.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import signal
 import socket
 from contextlib import contextmanager
 
-from rollyard_sandbox.isolation.syscalls import Mount, call, drop_rights, limit_rights
+from rollyard_sandbox.isolation import small_program
+from rollyard_sandbox.isolation.syscalls import (
+    Mount,
+    add_dropped_rights,
+    call,
+    capability_sets,
+    limit_rights,
+    proc_mounts,
+)
+from rollyard_sandbox.isolation.system_calls import Calls, starter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,6 +37,11 @@ if TYPE_CHECKING:
 _VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
 _STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
+_EMPTY_PATH = 0x1000  # AT_EMPTY_PATH
+_STANDARD, _CHANNEL = (
+    64,
+    3,
+)  # A number above those that programs use, and the first process's end of a socket.
 _READY = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
@@ -77,8 +92,8 @@ class CommandNamespaces:
         self._open()
 
     @contextmanager
-    def forking(self) -> Iterator[None]:
-        """Return a context in which a forked process begins in the commands' pid namespace (see `enter`).
+    def starting(self) -> Iterator[None]:
+        """Return a context in which a new process begins in the commands' pid namespace (see `add_to`).
 
         Raises:
             OSError: The namespaces cannot be made.
@@ -92,35 +107,32 @@ class CommandNamespaces:
         finally:
             self._join(self._own_pids, _NEWPID)
 
-    def enter(self, cwd: str) -> None:
-        """Let a child that is about to become a command enter the other namespaces and drop its rights.
+    def add_to(self, calls: Calls, cwd: str) -> None:
+        """Add the calls by which a new process enters the other namespaces and drops its rights.
 
         A command that is root of an image keeps `ROOT_KEEPS`.
-
-        Raises:
-            OSError: The kernel refuses a part of it, or `cwd` cannot be entered.
         """
-        self._join(self._mounts, _NEWNS)
-        os.chdir(cwd)
+        calls.add("setns", self._mounts, _NEWNS)
+        calls.add("chdir", calls.text(cwd))
         if self._users is not None:
-            self._join(self._users, _NEWUSER)
-        drop_rights(self._libc, ROOT_KEEPS if self._users is None else frozenset())
-
-    def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that `enter` needs."""
-        return (self._mounts,) if self._users is None else (self._mounts, self._users)
+            calls.add("setns", self._users, _NEWUSER)
+        add_dropped_rights(calls, ROOT_KEEPS if self._users is None else frozenset())
 
     def alive(self) -> bool:
         """Return whether the first process of the namespaces is alive."""
-        return self._first >= 0 and not self.wait(0)
+        return self._first >= 0 and not self._ended(self._first)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the first process, and return whether it has ended.
 
         The kernel ends every other process of the pid namespace before it.
         """
+        return self._ended(self._first, seconds)
+
+    @staticmethod
+    def _ended(process: int, seconds: float = 0.0) -> bool:
         poll = select.poll()
-        poll.register(self._first, select.POLLIN)
+        poll.register(process, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
     def mount_place(self) -> str:
@@ -171,9 +183,87 @@ class CommandNamespaces:
             os.waitpid(child, 0)  # The stack must exist until then.
 
     def _open(self) -> None:
+        call(self._libc, "unshare", _NEWPID)
+        try:
+            if not (starter().borrows and self._start_first()):
+                self._fork_first()
+            self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            self._join(self._own_pids, _NEWPID)
+
+    def _start_first(self) -> bool:
+        """Start the first process as a small program, and return whether it does what it should.
+
+        In the end it has no rights, no descriptors, and no memory of the server.
+        """
         ours, theirs = socket.socketpair()
         with ours:
-            call(self._libc, "unshare", _NEWPID)
+            opened: list[int] = []
+            try:
+                high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _STANDARD)
+                opened.append(high)
+                opened.append(small_program.in_memory(self._first_calls()))
+                calls = Calls()
+                calls.ignore_signal(signal.SIGCHLD)  # With this the kernel reaps at once.
+                calls.add("dup3", high, _CHANNEL, 0)
+                calls.close_others((_CHANNEL,))
+                nothing = calls.texts([])
+                calls.add("execveat", opened[1], calls.text(""), calls.texts(["init"]), nothing, _EMPTY_PATH)
+                child = calls.start(watched=False)
+            except OSError:
+                return False
+            finally:
+                theirs.close()
+                for descriptor in opened:
+                    os.close(descriptor)
+            first = os.pidfd_open(child)
+            try:
+                # Commands may begin when it has closed its end, and nothing can look into it any more.
+                if ours.recv(1) == _READY:
+                    mounts = os.open(f"/proc/{child}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+                    ours.send(_READY)
+                    if ours.recv(1) == b"" and not self._ended(first):
+                        self._first, self._mounts = first, mounts
+                        return True
+                    os.close(mounts)
+            except OSError:
+                pass  # A process that is forked will say more.
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(first)
+            return False
+
+    def _first_calls(self) -> list[small_program.Call]:
+        header, data = capability_sets(frozenset())
+        return [
+            ("prctl", (_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
+            ("prctl", (_SET_NAME, b"init", 0, 0, 0)),
+            ("setsid", ()),
+            ("chdir", (b"/",)),
+            ("unshare", (_NEWNS,)),
+            *(
+                (
+                    "mount",
+                    (
+                        source.encode(),
+                        target.encode(),
+                        kind.encode() or None,
+                        flags,
+                        options.encode() or None,
+                    ),
+                )
+                for source, target, kind, flags, options in proc_mounts(self._options.hidden)
+            ),
+            ("capset", (bytes(header), bytes(data))),
+            ("write", (_CHANNEL, _READY, 1)),
+            ("recvfrom", (_CHANNEL, b" ", 1, 0, 0, 0)),
+            ("prctl", (_SET_DUMPABLE, 0, 0, 0, 0)),
+            ("close_range", (0, 0xFFFFFFFF, 0)),
+        ]
+
+    def _fork_first(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
             try:
                 child = os.fork()
                 if child == 0:
@@ -186,10 +276,8 @@ class CommandNamespaces:
                     raise OSError(f"the commands' namespaces cannot be made: {words}")
                 self._mounts = descriptors[0]
                 os.set_inheritable(self._mounts, False)
-                self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 theirs.close()
-                self._join(self._own_pids, _NEWPID)
 
     def _close(self) -> None:
         for descriptor in (self._pids, self._mounts, self._first):
@@ -207,7 +295,7 @@ class CommandNamespaces:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # With this the kernel reaps at once.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             os.setsid()
             os.chdir("/")
             call(libc, "unshare", _NEWNS)

@@ -13,18 +13,20 @@ import ctypes
 import os
 from contextlib import contextmanager
 
-from rollyard_sandbox.isolation import signal_senders
 from rollyard_sandbox.isolation.seccomp import CallFilter
+from rollyard_sandbox.isolation.system_calls import starter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces, NamespaceOptions
+    from rollyard_sandbox.isolation.system_calls import Calls
 
 FAILED = 78  # The exit status when the kernel refuses a protection (EX_CONFIG).
 NOT_CONFINED = "NotConfined"
-"""The first word of the message on standard error in this case."""
+"""The first word of the message on standard error in this case, and the `filename` of the error of a command
+that could not enter the protections."""
 _SET_DUMPABLE = 4  # linux/prctl.h
 _LOWEST = 19  # setpriority(2)
 
@@ -58,8 +60,8 @@ class Protections:
         self._yielding = yielding
 
     @contextmanager
-    def forking(self) -> Iterator[None]:
-        """Return a context in which a process is forked that will be a command, and has to call `enter`.
+    def starting(self) -> Iterator[None]:
+        """Return a context in which a process is started that will be a command, with the calls of `add_to`.
 
         Raises:
             OSError: The namespaces cannot be made.
@@ -67,23 +69,20 @@ class Protections:
         if self.namespaces is None:
             yield
             return
-        with self.namespaces.forking():
+        starter().prepare()
+        with self.namespaces.starting():
             yield
 
-    def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that `enter` needs in the child. Executed programs do not inherit them."""
-        return () if self.namespaces is None else self.namespaces.descriptors()
+    def add_to(self, calls: Calls, cwd: str) -> None:
+        """Add the calls by which a new process enters the protections, before it becomes a command in `cwd`.
 
-    def enter(self, cwd: str) -> None:
-        """Enter the protections in a forked child, just before it becomes a command in the folder `cwd`.
-
-        Raises:
-            OSError: The kernel refuses a protection, and the command must not run.
+        If the kernel refuses one of them, the command does not run.
         """
-        signal_senders.unblock()
-        if self._yielding:
-            os.nice(_LOWEST)
+        calls.purpose = NOT_CONFINED
         if self.namespaces is not None:
-            self.namespaces.enter(cwd)
+            self.namespaces.add_to(calls, cwd)
         if self._filter is not None:
-            self._filter.install()
+            self._filter.add_to(calls)
+        if self._yielding:
+            # This comes last, because the server waits until the program has begun.
+            calls.add("setpriority", os.PRIO_PROCESS, 0, _LOWEST)

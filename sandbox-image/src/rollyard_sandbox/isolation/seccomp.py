@@ -19,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollyard_sandbox.isolation.system_calls import Calls
+
 _SET_NO_NEW_PRIVS, _GET_SECCOMP, _SET_SECCOMP = 38, 21, 22
 _MODE_FILTER = 2
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -170,19 +172,12 @@ class CallFilter:
         self._code = code
         self._program = _Program(len(code) // 8, code) if code is not None else None
 
-    def install(self) -> None:
-        """Install the filter in the calling process, a child that is about to become a command.
+    def add_to(self, calls: Calls) -> None:
+        """Add the calls that install the filter in a new process that is about to become a command.
 
-        From now on the calls are refused in this process and in those below it. In addition, no program
+        From then on the calls are refused in that process and in those below it. In addition, no program
         gains rights by being executed (no_new_privs).
-
-        Raises:
-            OSError: The kernel refuses the filter.
         """
-        prctl = self._libc.prctl
-        if prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or (
-            self._program is not None
-            and prctl(_SET_SECCOMP, _MODE_FILTER, ctypes.byref(self._program), 0, 0) != 0
-        ):
-            number = ctypes.get_errno()
-            raise OSError(number, f"prctl: {os.strerror(number)}")
+        calls.add("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        if self._program is not None:
+            calls.add("prctl", _SET_SECCOMP, _MODE_FILTER, self._program, 0, 0)

@@ -52,8 +52,3 @@ class OutsideSignals:
         return {
             number for number, _, code, pid in _INFO.iter_unpack(data) if code == _SENT_BY_KILL and pid == 0
         }
-
-
-def unblock() -> None:
-    """Unblock all signals; this is called in a forked child."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -9,11 +9,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from rollyard_sandbox.isolation.system_calls import Calls
+
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
 _DETACH = 2
 _CAPBSET_DROP = 24
+_CAPABILITIES = 64  # A kernel's sets have room for so many.
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -35,23 +38,77 @@ def drop_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     Args:
         kept: The numbers of the capabilities, which are below 32.
     """
-    for capability in range(64):
+    for capability in range(_CAPABILITIES):
         if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # The kernel knows no further ones.
     limit_rights(libc, kept)
 
 
+def add_dropped_rights(calls: Calls, kept: frozenset[int]) -> None:
+    """Add the calls with which a new process restricts itself as `drop_rights` does.
+
+    Args:
+        calls: The list of calls.
+        kept: The numbers of the capabilities, which are below 32.
+    """
+    for capability in range(_CAPABILITIES):
+        if capability not in kept:
+            # The kernel knows fewer than these, and refuses those that it does not know.
+            calls.add("prctl", _CAPBSET_DROP, capability, 0, 0, 0, may_fail=True)
+    calls.add("capset", *capability_sets(kept))
+
+
 def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     """Restrict the calling process to the capabilities `kept` (numbers below 32), with none inheritable."""
+    header, data = capability_sets(kept)
+    call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
+
+
+def capability_sets(
+    kept: frozenset[int],
+) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
+    """Return the two arguments of capset(2) for the capabilities `kept`, with none inheritable."""
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     # The effective, permitted and inheritable sets are given for the first 32, then for the others.
-    data = (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
-    call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
+    return header, (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
 
 
 MAX_TERMINALS = 64
 """The number of pseudo-terminals that a sandbox may have open at once. Each shell has one."""
+
+
+def own_flags(folder: str) -> int:
+    """Return the restrictions of a mount, in the flags of mount(2).
+
+    A mount that was made elsewhere keeps them, so they must be named again when it is changed.
+    """
+    now = os.statvfs(folder).f_flag
+    return (now & _SAME) | (_RELATIME if now & _ST_RELATIME else 0)
+
+
+def proc_mounts(hidden: Iterable[str]) -> list[tuple[str, str, str, int, str]]:
+    """Return the mounts of a new /proc, which shows nothing of the machine, as the arguments of `Mount`.
+
+    Args:
+        hidden: The names below /proc that shall show nothing. Missing ones are skipped.
+    """
+    own = NOSUID | NODEV | NOEXEC
+    mounts = [("proc", "/proc", "proc", own, "")]
+    for name in hidden:
+        path = f"/proc/{name}"
+        if os.path.isdir(path):
+            mounts.append(("tmpfs", path, "tmpfs", RDONLY | NOSUID | NODEV, "size=4096"))
+        elif os.path.exists(path):
+            mounts.append((os.devnull, path, "", BIND, ""))
+            mounts.append(("", path, "", REMOUNT | BIND | RDONLY | NODEV | own_flags(os.devnull), ""))
+    # This is needed even if we are the machine's uid 0, which owns the files in them.
+    for name in ("sys", "irq", "bus", "sysrq-trigger", "pressure"):
+        path = f"/proc/{name}"
+        if os.path.exists(path):
+            mounts.append((path, path, "", BIND | REC, ""))
+            mounts.append(("", path, "", REMOUNT | BIND | RDONLY | own | _RELATIME, ""))
+    return mounts
 
 
 class Mount:
@@ -65,34 +122,13 @@ class Mount:
         call(self._libc, "mount", *arguments, ctypes.c_ulong(flags), options.encode() or None)
 
     def read_only(self, folder: str, further: int = 0) -> None:
-        """Make a mount read-only, with the flags `further`.
-
-        A mount that was made elsewhere keeps its own restrictions, which must be named again.
-        """
-        now = os.statvfs(folder).f_flag
-        flags = (now & _SAME) | (_RELATIME if now & _ST_RELATIME else 0) | further
-        self("", folder, flags=REMOUNT | BIND | RDONLY | flags)
+        """Make a mount read-only, with the flags `further`."""
+        self("", folder, flags=REMOUNT | BIND | RDONLY | own_flags(folder) | further)
 
     def new_proc(self, hidden: Iterable[str]) -> None:
-        """Mount a /proc of the calling process's own pid namespace, which shows nothing of the machine.
-
-        Args:
-            hidden: The names below /proc that shall show nothing. Missing ones are skipped.
-        """
-        self("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
-        for name in hidden:
-            path = f"/proc/{name}"
-            if os.path.isdir(path):
-                self("tmpfs", path, "tmpfs", RDONLY | NOSUID | NODEV, "size=4096")
-            elif os.path.exists(path):
-                self(os.devnull, path, flags=BIND)
-                self.read_only(path, NODEV)
-        # This is needed even if we are the machine's uid 0, which owns the files in them.
-        for name in ("sys", "irq", "bus", "sysrq-trigger", "pressure"):
-            path = f"/proc/{name}"
-            if os.path.exists(path):
-                self(path, path, flags=BIND | REC)
-                self.read_only(path)
+        """Mount a /proc of the calling process's own pid namespace (see `proc_mounts`)."""
+        for mount in proc_mounts(hidden):
+            self(*mount)
 
     def memory(self, folder: str, size: int, mode: int) -> None:
         """Mount a new memory file system of `size` bytes over a folder."""

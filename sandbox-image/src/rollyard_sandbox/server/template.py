@@ -73,14 +73,14 @@ def _load() -> None:
     """Import and prepare what every server otherwise imports and prepares when it first needs it."""
     import encodings.ascii  # noqa: F401
     import shutil  # noqa: F401
-    import subprocess  # noqa: F401
 
     import ptyprocess  # noqa: F401
 
     import rollyard_sandbox.execution.programs  # noqa: F401
-    from rollyard_sandbox.isolation import seccomp
+    from rollyard_sandbox.isolation import seccomp, system_calls
 
     seccomp.program(os.uname().machine)
+    system_calls.starter()
 
 
 def _reap() -> None:

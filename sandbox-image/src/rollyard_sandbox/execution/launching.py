@@ -1,0 +1,85 @@
+"""Starting a command: a program in the protections, with descriptors of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import termios
+
+from rollyard_sandbox.isolation.protections import NOT_CONFINED
+from rollyard_sandbox.isolation.system_calls import Calls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollyard_sandbox.isolation.protections import Protections
+
+# Python handles or ignores some of these. A program still ignores what the process that executed it ignored.
+_DEFAULTED = (
+    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ,
+)  # fmt: skip
+
+
+def launch(
+    argv: list[str],
+    environment: Mapping[str, str],
+    cwd: str,
+    protections: Protections,
+    descriptors: tuple[int, int, int],
+    *,
+    terminal: bool = False,
+    inherited: tuple[int, ...] = (),
+) -> int:
+    """Start a program in a session of its own, and return the number of its process.
+
+    Args:
+        argv: The program and its arguments. A name without a slash is looked up in the environment's PATH.
+        environment: The program's environment.
+        cwd: The folder in which it starts.
+        protections: The protections that it enters.
+        descriptors: Its standard input, output and error, all above 2.
+        terminal: Whether its standard input is a terminal, which becomes that of its session.
+        inherited: Further descriptors, which it has under the same numbers.
+
+    Raises:
+        OSError: It cannot be started. The `filename` is the program, the folder, or NOT_CONFINED if the
+            kernel refused a protection.
+        ValueError: An argument or a variable cannot be passed to a program.
+    """
+    calls = Calls()
+    calls.add("setsid")
+    if terminal:
+        calls.add("ioctl", descriptors[0], termios.TIOCSCTTY, 0)
+    for number, descriptor in enumerate(descriptors):
+        calls.add("dup3", descriptor, number, 0)
+    calls.purpose = cwd
+    calls.add("chdir", calls.text(cwd))
+    calls.default_signals(_DEFAULTED)
+    calls.close_others(inherited)
+    with protections.starting():
+        protections.add_to(calls, cwd)
+        calls.purpose = argv[0]
+        calls.unblock_signals()
+        arguments, variables = calls.texts(argv), calls.texts(_variables(environment))
+        for path in _places(argv[0], environment):
+            calls.add("execve", calls.text(path), arguments, variables, may_fail=True)
+        return calls.start()
+
+
+def refused(error: Exception) -> bool:
+    """Return whether a protection, and not the program or its arguments, kept a program from starting."""
+    return isinstance(error, OSError) and error.filename == NOT_CONFINED
+
+
+def _variables(environment: Mapping[str, str]) -> list[str]:
+    for name in environment:
+        if not name or "=" in name:
+            raise ValueError(f"illegal environment variable name {name!r}")
+    return [f"{name}={value}" for name, value in environment.items()]
+
+
+def _places(program: str, environment: Mapping[str, str]) -> list[str]:
+    if "/" in program:
+        return [program]
+    return [os.path.join(folder, program) for folder in os.get_exec_path(environment)]

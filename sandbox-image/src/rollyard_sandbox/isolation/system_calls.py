@@ -1,0 +1,392 @@
+"""A list of system calls that a new process makes, the last of which executes a program.
+
+A fork of a Python process costs milliseconds: the kernel copies its tables of pages, and each page that
+either process writes later. A child of vfork(2) borrows the memory instead, while its parent waits, but it
+may then run no Python. Between its beginning and execve(2) a command only makes system calls whose arguments are
+known before, so a few instructions of machine code that go through a list are all that it needs. Where these
+cannot be used (another processor, or a kernel or policy that refuses them), a forked process makes the same
+calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import signal
+import threading
+from functools import cache
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_VM, _VFORK = 0x100, 0x4000
+_CLOSE_ON_EXEC = 4  # CLOSE_RANGE_CLOEXEC
+_ALL = 0xFFFFFFFF
+_WORDS = 9  # Each call has its number, six arguments, its result, and whether it may fail.
+_RESULT, _MAY_FAIL = 7, 8
+_SIGSET_WORDS = 16  # The size of libc's sigset_t in words.
+_SET_MASK, _SET_FLAGS = 2, 2  # SIG_SETMASK and F_SETFD
+STOPPED_SECONDS = 1.0
+"""The seconds after which a child that a signal has stopped before it executed its program is killed."""
+_FORKED = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
+_LAST = 127  # The exit status of a child that executed nothing.
+
+# The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
+_NUMBERS = {
+    "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "execveat": 322,
+    "exit_group": 231, "fcntl": 72, "ioctl": 16, "prctl": 157, "rt_sigaction": 13, "rt_sigprocmask": 14,
+    "setns": 308, "setpriority": 141, "setsid": 112,
+}  # fmt: skip
+
+# long start(unsigned long clone_flags, uint64_t *calls) for x86_64. The child uses no stack and no libc.
+_CODE = bytes.fromhex(
+    "53"  # push %rbx
+    "4889f3"  # mov %rsi, %rbx
+    "31f6 31d2 4d31d2 4d31c0"  # xor: clone's other arguments are 0, and the stack stays the same
+    "b838000000 0f05"  # mov $56, %eax; syscall (clone)
+    "4885c0 7402"  # test %rax, %rax; jz child
+    "5b c3"  # pop %rbx; ret
+    "488b03"  # child: mov (%rbx), %rax
+    "488b7b08 488b7310 488b5318"  # mov 8(%rbx), %rdi; 16 to %rsi; 24 to %rdx
+    "4c8b5320 4c8b4328 4c8b4b30"  # 32 to %r10; 40 to %r8; 48 to %r9
+    "0f05 48894338"  # syscall; mov %rax, 56(%rbx)
+    "4885c0 7907"  # test %rax, %rax; jns next
+    "48837b4000 7406"  # cmpq $0, 64(%rbx); je failed
+    "4883c348 ebcd"  # next: add $72, %rbx; jmp child
+    "b8e7000000 bf01000000 0f05"  # failed: exit_group(1)
+)
+
+
+class CallFailed(OSError):
+    """A system call of the new process failed, and the process has ended.
+
+    Args:
+        number: The error number.
+        purpose: What the call was for, which becomes the `filename` of the error.
+        name: The name of the call.
+    """
+
+    def __init__(self, number: int, purpose: str, name: str) -> None:
+        super().__init__(number, f"{name}: {os.strerror(number)}", purpose)
+        self.call = name
+
+
+class Calls:
+    """A list of system calls, in the order in which they are made.
+
+    The first that fails ends the process, unless it may fail.
+    """
+
+    def __init__(self) -> None:
+        self.purpose = ""
+        """What the calls are for that are added from now on."""
+        self._calls: list[tuple[str, tuple[int, ...], bool, str]] = []
+        self._kept: list[object] = []  # The memory to which the arguments point.
+
+    def add(self, name: str, *arguments: object, may_fail: bool = False) -> None:
+        """Add a call.
+
+        Args:
+            name: The name of the call, which libc has as a function with the same arguments.
+            arguments: Numbers, or ctypes objects whose addresses are passed.
+            may_fail: Whether the next call is made even if this one fails.
+        """
+        self._calls.append((name, tuple(self._number(one) for one in arguments), may_fail, self.purpose))
+
+    def _number(self, argument: object) -> int:
+        if isinstance(argument, int):
+            return argument
+        self._kept.append(argument)
+        return ctypes.addressof(argument)  # type: ignore[arg-type]
+
+    def text(self, value: str | bytes) -> ctypes.Array[ctypes.c_char]:
+        """Return a text as a call takes it.
+
+        Raises:
+            ValueError: It holds a null byte.
+        """
+        data = os.fsencode(value)
+        if b"\0" in data:
+            raise ValueError("embedded null byte")
+        return ctypes.create_string_buffer(data)
+
+    def texts(self, values: list[str]) -> ctypes.Array[ctypes.c_uint64]:
+        """Return a list of texts that ends with a null pointer.
+
+        Raises:
+            ValueError: One of them holds a null byte.
+        """
+        data = [os.fsencode(value) for value in values]
+        if any(b"\0" in one for one in data):
+            raise ValueError("embedded null byte")
+        # One buffer for all of them takes a fraction of the time that one for each would take.
+        buffer = ctypes.create_string_buffer(b"\0".join(data))
+        self._kept.append(buffer)
+        pointers, at = [], ctypes.addressof(buffer)
+        for one in data:
+            pointers.append(at)
+            at += len(one) + 1
+        return (ctypes.c_uint64 * (len(data) + 1))(*pointers, 0)
+
+    def default_signals(self, numbers: tuple[int, ...]) -> None:
+        """Let these signals do what they do by default. Python ignores or handles some of them."""
+        default = (ctypes.c_uint64 * 4)()  # A struct sigaction of the kernel, with SIG_DFL and no flag.
+        for number in numbers:
+            self.add("rt_sigaction", int(number), default, 0, 8)
+
+    def ignore_signal(self, number: int) -> None:
+        """Let the program ignore a signal until it says otherwise."""
+        self.add("rt_sigaction", int(number), (ctypes.c_uint64 * 4)(1), 0, 8)  # With SIG_IGN.
+
+    def unblock_signals(self) -> None:
+        """Unblock all signals."""
+        self.add("rt_sigprocmask", _SET_MASK, ctypes.c_uint64(0), 0, 8)
+
+    def close_others(self, inherited: tuple[int, ...] = ()) -> None:
+        """Let the program inherit no descriptors from 3 on other than `inherited`."""
+        self.add("close_range", 3, _ALL, _CLOSE_ON_EXEC)
+        for descriptor in inherited:
+            self.add("fcntl", descriptor, _SET_FLAGS, 0)
+
+    def start(self, *, watched: bool = True) -> int:
+        """Start a process that makes the calls, and return its number once it has executed a program.
+
+        Args:
+            watched: Whether hostile commands may see the process, and stop it before it has done that.
+
+        Raises:
+            CallFailed: One of the calls failed.
+            OSError: There is no room for a process.
+        """
+        self.add("exit_group", _LAST)
+        table = _Table([(name, *arguments) for name, arguments, _, _ in self._calls])
+        for place, (_, _, may_fail, _) in enumerate(self._calls):
+            table.words[place * _WORDS + _MAY_FAIL] = may_fail
+        child = starter().start(table, watched=watched)
+        self._check(child, table)
+        return child
+
+    def _check(self, child: int, table: _Table) -> None:
+        """Reap a child that executed nothing, and raise what kept it from that."""
+        failed: tuple[int, str, str] | None = None
+        for place, (name, _, may_fail, purpose) in enumerate(self._calls):
+            result = table.result(place)
+            if name in ("execve", "execveat"):
+                if result >= 0:
+                    return  # The kernel never returned to the list.
+                # Of the places where a program may be, the first that has one decides.
+                absent = -result in (errno.ENOENT, errno.ENOTDIR)
+                if failed is None or (not absent and failed[0] in (errno.ENOENT, errno.ENOTDIR)):
+                    failed = (-result, purpose, name)
+            elif name == "exit_group":
+                break
+            elif result < 0 and not may_fail:
+                failed = (-result, purpose, name)
+                break
+        os.waitpid(child, 0)
+        assert failed is not None
+        raise CallFailed(*failed)
+
+
+class _Table:
+    """The calls as the machine code reads them, in memory that is shared with the new process."""
+
+    def __init__(self, calls: list[tuple[object, ...]]) -> None:
+        self.names = [str(name) for name, *_ in calls]
+        self._memory = mmap.mmap(-1, 8 * _WORDS * len(calls))
+        self.words = (ctypes.c_uint64 * (_WORDS * len(calls))).from_buffer(self._memory)
+        for place, (name, *arguments) in enumerate(calls):
+            at = place * _WORDS
+            self.words[at] = _NUMBERS[str(name)]
+            for number, argument in enumerate(arguments, at + 1):
+                assert isinstance(argument, int)
+                self.words[number] = argument & 0xFFFFFFFFFFFFFFFF
+
+    def result(self, place: int) -> int:
+        """Return what a call returned: a negative error number if it failed, and 0 if it was not made."""
+        return ctypes.c_int64(self.words[place * _WORDS + _RESULT]).value
+
+    def disposition(self, place: int) -> signal.Handlers:
+        """Return what a call of rt_sigaction sets."""
+        return signal.Handlers(ctypes.c_uint64.from_address(self.arguments(place)[1]).value)
+
+    def arguments(self, place: int) -> list[int]:
+        """Return the six arguments of a call."""
+        return list(self.words[place * _WORDS + 1 : place * _WORDS + _RESULT])
+
+
+class Starter:
+    """Starts processes that make a table of calls.
+
+    Args:
+        code: The machine code as a function, or None if it cannot be used here.
+    """
+
+    def __init__(self, code: Callable[[int, int], int] | None) -> None:
+        self._code = code
+        self._watch: tuple[int, _Watch] | None = None
+        # The module `signal` makes an object of each signal in a mask.
+        self._set_mask = ctypes.CDLL(None).pthread_sigmask
+        self._every_signal = (ctypes.c_uint64 * _SIGSET_WORDS)(*[0xFFFFFFFFFFFFFFFF] * _SIGSET_WORDS)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the processes borrow the memory of this one, so that they are cheap."""
+        return self._code is not None
+
+    def prepare(self) -> None:
+        """Start the thread that watches starts, if this process has none.
+
+        There can be no new thread while children are to begin in another pid namespace than this process.
+        """
+        if self._watch is None or self._watch[0] != os.getpid():
+            self._watch = (os.getpid(), _Watch())  # A fork has no threads.
+
+    def start(self, table: _Table, *, watched: bool) -> int:
+        """Start a process, and return its number once it has executed a program or ended.
+
+        Raises:
+            OSError: There is no room for a process.
+        """
+        if not watched:
+            return self._make(table)
+        self.prepare()
+        assert self._watch is not None
+        with self._watch[1]:
+            return self._make(table)
+
+    def _make(self, table: _Table) -> int:
+        if self._code is None:
+            return _fork(table)
+        # A handler of this process must not run in the child, in the same memory. The list unblocks signals.
+        before = (ctypes.c_uint64 * _SIGSET_WORDS)()
+        self._set_mask(_SET_MASK, ctypes.byref(self._every_signal), ctypes.byref(before))
+        try:
+            child = self._code(_VM | _VFORK | signal.SIGCHLD, ctypes.addressof(table.words))
+        finally:
+            self._set_mask(_SET_MASK, ctypes.byref(before), None)
+        if child < 0:
+            raise OSError(-child, f"clone: {os.strerror(-child)}")
+        return child
+
+
+class _Watch:
+    """Watches that no start takes long, from a thread.
+
+    The process waits for its child to execute its program. A hostile command that stops the child before
+    that would keep it waiting, so stopped children are killed after STOPPED_SECONDS.
+    """
+
+    def __init__(self) -> None:
+        self._begun = threading.Semaphore(0)
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="starts", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._done.clear()
+        self._begun.release()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            self._begun.acquire()
+            while not self._done.wait(STOPPED_SECONDS):
+                for child in _stopped_children():
+                    os.kill(child, signal.SIGKILL)
+
+
+def _stopped_children() -> list[int]:
+    """Return the children of this process that a signal has stopped before they executed a program."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
+            children = file.read().split()
+        for child in children:
+            try:
+                with open(f"/proc/{child}/stat", "rb") as file:
+                    state, *fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue  # It has ended.
+            if state == b"T" and int(fields[5]) & _FORKED:
+                found.append(int(child))
+    return found
+
+
+@cache
+def starter() -> Starter:
+    """Return what starts processes here. It is made once for a process and those that are forked from it."""
+    return Starter(_machine_code())
+
+
+def _machine_code() -> Callable[[int, int], int] | None:
+    """Return the machine code as a function, or None if it cannot be used here."""
+    if platform.machine() != "x86_64" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Linux has close_range since 5.9 and its flag since 5.11. The range holds no descriptor.
+    if libc.syscall(_NUMBERS["close_range"], ctypes.c_uint(_ALL - 1), ctypes.c_uint(_ALL), _CLOSE_ON_EXEC):
+        return None
+    try:
+        memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
+    memory.write(_CODE)
+    code = (ctypes.c_char * mmap.PAGESIZE).from_buffer(memory)
+    address = ctypes.addressof(code)
+    if libc.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+        return None  # A security module may forbid memory that was writable to be executed.
+    function = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_ulong, ctypes.c_void_p)(address)
+    function.memory = code  # type: ignore[attr-defined]
+    return function
+
+
+def _fork(table: _Table) -> int:
+    """Let a forked process make the calls, and return its number once it has executed a program, or ended."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _make(table)
+        finally:
+            os._exit(1)
+    os.close(write)
+    os.read(read, 1)  # The end of file comes when execve, or the end of the process, closes the other end.
+    os.close(read)
+    return child
+
+
+def _make(table: _Table) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for place, name in enumerate(table.names):
+        arguments = table.arguments(place)
+        number = 0
+        if name == "rt_sigaction":
+            signal.signal(arguments[0], table.disposition(place))
+        elif name == "rt_sigprocmask":
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        elif name == "close_range":
+            for entry in os.listdir("/proc/self/fd"):
+                if int(entry) >= arguments[0]:
+                    _close_on_exec(int(entry))
+        elif name == "exit_group":
+            os._exit(arguments[0])
+        elif getattr(libc, name)(*map(ctypes.c_ulong, arguments)) == -1:
+            number = ctypes.get_errno()
+        table.words[place * _WORDS + _RESULT] = -number & 0xFFFFFFFFFFFFFFFF
+        if number and not table.words[place * _WORDS + _MAY_FAIL]:
+            return
+
+
+def _close_on_exec(descriptor: int) -> None:
+    try:
+        os.set_inheritable(descriptor, False)
+    except OSError as error:
+        if error.errno != errno.EBADF:  # The descriptor with which the folder was listed is closed.
+            raise

@@ -158,11 +158,11 @@ class ControlPlane:
             wakes |= tx.wakes
             for job_id, data in tx.events:
                 self.events.publish(job_id, "transition", data)
-            self.metrics.add(tx.counted)
-            self.speeds.add(tx.measured, tx.loads)
             if self.traces is not None:
                 for span in tx.spans:
                     self.traces.add(span)
+            self.metrics.add(tx.counted)
+            self.speeds.add(tx.measured, tx.loads)
         if wakes:
             self.bus.wake(wakes)
 

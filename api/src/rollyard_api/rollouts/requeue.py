@@ -165,6 +165,7 @@ def requeue(tx: Transaction, items: Sequence[Return], *, max_expiries: int = MAX
     dropped: list[dict[str, str]] = []
     endings: list[Ending] = []
     for item in ordered:
+        _trace(tx, item)
         row = item.row
         verdict = _judge(item, limits, max_expiries)
         timings = _timings(tx, item)
@@ -193,21 +194,9 @@ def _limits(tx: Transaction, ids: Iterable[int]) -> dict[int, Any]:
 
 
 def _timings(tx: Transaction, item: Return) -> str:
-    """Return the timings with the state that ends now, and add its span."""
     row, since = item.row, _seconds(tx, item.row)
     if row.state.is_leased:
-        spans.worked(
-            tx,
-            row.id,
-            _stage(row),
-            row.token,
-            row.since,
-            worker=row.worker,
-            node=row.node,
-            error=item.reason,
-        )
         return timing.add(row.timings, _stage(row), active=since, worker=item.times)
-    spans.waited(tx, row.id, _stage(row), row.since, reason=item.reason)
     return timing.add(row.timings, _stage(row), queued=since)
 
 
@@ -268,3 +257,14 @@ def _ending(item: Return, timings: str) -> Ending:
         timings=timings,
         settled=row.settled if item.settled is None else item.settled,
     )
+
+
+def _trace(tx: Transaction, item: Return) -> None:
+    """Add the span of the state that ends now."""
+    row, stage = item.row, _stage(item.row)
+    if row.state.is_leased:
+        spans.worked(
+            tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node, error=item.reason
+        )
+    else:
+        spans.waited(tx, row.id, stage, row.since, reason=item.reason)

@@ -61,13 +61,13 @@ class Transaction:
     wakes: set[str] = field(default_factory=set)
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
+    """The spans that end with this transaction; see `trajectories.spans`."""
+    trace_sample: float = 0.0
+    """The fraction of groups whose rollouts are traced; 0 if nothing is."""
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
     """The active rollouts by backend, if this transaction counted them."""
-    trace_sample: float = 0.0
-    """The fraction of groups whose rollouts are traced; 0 if nothing is."""
-    spans: list[TraceSpan] = field(default_factory=list)
-    """The spans that end with this transaction; see `trajectories.spans`."""
 
     def wake(self, topic: str) -> None:
         """Make long polls on this topic check again after the commit."""

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle
-from rollyard_crds.telemetry.scope import RolloutScope
+
+if TYPE_CHECKING:
+    from rollyard_crds.telemetry.scope import RolloutScope
 
 Stop = Literal["cancelled", "lost", "drained"]
 

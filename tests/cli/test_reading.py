@@ -23,7 +23,6 @@ from rollyard.trajectories.reading import find, most_telling, read_file
 from rollyard.trajectories.summary import summarize
 from rollyard_api.trajectories.parquet import encode
 from rollyard_crds import BackendPool, RolloutCounts, RolloutJob
-from rollyard_crds.telemetry.identity import trace_id
 from rollyard_crds.trajectory import Trajectory
 
 
@@ -137,10 +136,7 @@ def test_a_job_is_described_with_the_attempts_of_its_rollouts() -> None:
         }
     )
     attempts = Counter({("run", "BackendUnavailable", False): 105, ("init", "ImageBroken", True): 2})
-    failures, one = Counter({("Broken", "two\nlines"): 1}), {("Broken", "two\nlines"): "job-0-1-2\x1b[2J"}
-    text = printed(lambda out: describe_job(out, job, failures, attempts, one))
-    trace = trace_id("job-0-1-2\x1b[2J")
-    assert f"one of them: job-0-1-2\\x1b[2J, trace {trace}" in text
+    text = printed(lambda out: describe_job(out, job, Counter({("Broken", "two\nlines"): 1}), attempts))
     assert "  105 × BackendUnavailable in run, not counted\n  2 × ImageBroken in init\n" in text
     assert "  1 × Broken: two\\nlines\n" in text
     assert "did not end well" not in printed(lambda out: describe_job(out, job, Counter(), Counter()))

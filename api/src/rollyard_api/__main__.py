@@ -226,9 +226,9 @@ def parser() -> argparse.ArgumentParser:
         help="an interpreter with torch and transformers, which verifies weight updates by a forward pass "
         "(default: ROLLYARD_VERIFY_PYTHON, else this one if it has them)",
     )
-    made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    add_log_option(made)
     add_trace_options(made)
+    add_log_option(made)
+    made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     prorl_listener.add_options(made)
     return made
 

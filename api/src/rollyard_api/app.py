@@ -243,10 +243,6 @@ def build(
             yield
 
     app = Application(
-        title="Rollyard",
-        summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents",
-        version=installed_version(),
-        lifespan=lifespan,
         # Newer releases of FastAPI can send spans, measurements and errors of requests by themselves, with
         # what was wrong in a body. The variables that choose Rollyard's receiver would turn that on.
         telemetry={
@@ -256,6 +252,10 @@ def build(
             "operation_spans": False,
             "auto_configure": False,
         },
+        title="Rollyard",
+        summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents",
+        version=installed_version(),
+        lifespan=lifespan,
         redoc_url=None,
         exception_handlers={
             ApiError: _api_error,

@@ -114,14 +114,14 @@ class Settings:
     max_reward_calls: int = 256
     """The largest number of simultaneous requests to reward services. Further ones wait."""
     max_reward_calls_per_namespace: int = 64
-    task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
-    """The limits on what is read for jobs."""
-    blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
-    """The limits on uploads."""
     traces: TraceOptions = field(default_factory=TraceOptions)
     """The receiver of traces, and which rollouts are traced. By default none is."""
     traces_asked: bool = False
     """Whether a flag asks for traces, and not only a variable that may be meant for other programs."""
+    task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
+    """The limits on what is read for jobs."""
+    blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
+    """The limits on uploads."""
     sqlite_max_pages: int = 0
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
 

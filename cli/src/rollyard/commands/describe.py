@@ -36,17 +36,14 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
         thing = find(client, kind, name, namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
-            reasons: Counter[tuple[str, str]] = Counter()
-            examples: dict[tuple[str, str], str] = {}
-            for item in client.rollouts(meta.name, status="failed", namespace=meta.namespace):
-                reasons[item.reason, item.message] += 1
-                examples.setdefault((item.reason, item.message), item.id)
+            failed = client.rollouts(meta.name, status="failed", namespace=meta.namespace)
+            reasons = Counter((item.reason, item.message) for item in failed)
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
                 (one.stage, one.reason, one.counted)
                 for item in islice(retried, MAX_RETRIED)
                 for one in item.attempts
             )
-            describe_job(console, thing, reasons, attempts, examples)
+            describe_job(console, thing, reasons, attempts)
         else:
             describe_pool(console, thing)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from types import MappingProxyType
 
 import yaml
 from rich.console import Console
@@ -13,7 +12,6 @@ from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.security.log_text import one_line
-from rollyard_crds.telemetry.identity import trace_id
 
 from rollyard.render.progress import stage_progress
 from rollyard.render.tables import (
@@ -56,7 +54,6 @@ def describe_job(
     job: RolloutJob,
     failures: Counter[tuple[str, str]],
     attempts: Counter[tuple[str, str, bool]],
-    examples: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> None:
     """Print a job's status, counts per stage, reasons of failures and retries, conditions and spec.
 
@@ -65,7 +62,6 @@ def describe_job(
         job: The job.
         failures: The failed rollouts, counted by reason and message.
         attempts: The attempts that did not end well, counted by stage, reason and whether they counted.
-        examples: The id of one failed rollout for each reason and message.
     """
     status, counts = job.status, job.status.counts
     _field(console, "Name", job.metadata.name)
@@ -89,9 +85,6 @@ def describe_job(
         console.print("\nFailures:")
         for (reason, message), count in failures.most_common(10):
             console.print(Text(f"  {count} × {one_line(f'{reason}: {message}')}"), soft_wrap=True)
-            if (example := examples.get((reason, message))) is not None:
-                words = f"    one of them: {example}, trace {trace_id(example)}"
-                console.print(Text(one_line(words)), soft_wrap=True)
     if attempts:
         console.print("\nAttempts that did not end well:")
         for (stage, reason, counted), count in attempts.most_common(10):

@@ -259,7 +259,7 @@ def _bounded_session() -> Any:
     """Return a session of `requests` that reads MAX_ANSWER_BYTES of an answer at most."""
     import io
 
-    import requests
+    import requests  # type: ignore[import-untyped]
 
     class BoundedSession(requests.Session):
         def request(self, *args: Any, **options: Any) -> requests.Response:

@@ -64,6 +64,9 @@ FIGURES: tuple[Figure, ...] = (
     Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before"), "times the baseline"),
     Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms"), "times the baseline"),
     Figure(
+        "trace_overhead", "traces", "s", _ratio("<=", 1.03, "≤ 1.03× without traces"), "times the baseline"
+    ),
+    Figure(
         "humaneval_evals",
         "humaneval_evals",
         "ms",

@@ -37,6 +37,10 @@ from rollyard_api.routes import (
     workers,
 )
 from rollyard_api.routes.common import describe_bodies
+from rollyard_api.routes.page import events as page_events
+from rollyard_api.routes.page import fleet as page_fleet
+from rollyard_api.routes.page import job as page_job
+from rollyard_api.routes.page import rollout as page_rollout
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
 
@@ -198,7 +202,10 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTES = (leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes)
+_ROUTES = (
+    *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes),
+    *(page_fleet, page_events, page_job, page_rollout),
+)
 _ROUTERS = tuple(module.router for module in _ROUTES)
 
 

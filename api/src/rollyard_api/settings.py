@@ -90,6 +90,11 @@ class Settings:
     speeds_seconds: float = 0.25
     """The time between two writes of the measured speeds of backends, in seconds. Without new measurements
     nothing is written. It is short because a pool's first job may last only a few seconds."""
+    fleet_seconds: float = 1.0
+    """The age in seconds up to which one read of the fleet is given to all who look at it."""
+    folding_seconds: float = 1.0
+    """The time in seconds between two rounds in which ended rollouts are folded into statistics, the workers
+    that were heard are written, and followers of the fleet get what has changed."""
     weights_seconds: float = 0.3
     """The time between two searches for backends whose weights are not the intended ones, in seconds."""
     weight_limits: UpdateLimits = field(default_factory=UpdateLimits)

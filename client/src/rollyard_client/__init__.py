@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
+    from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
@@ -74,6 +75,8 @@ __all__ = [
     "NotFound",
     "ResultIterator",
     "Retry",
+    "RolloutQuery",
+    "RolloutRow",
     "RolloutSummary",
     "RollyardError",
     "SegmentArrays",
@@ -102,6 +105,7 @@ __getattr__ = lazily(
         "Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
+        "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",
         "sync_client": "Client",
         "training.arrays": "Arrays",

@@ -55,6 +55,7 @@ from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_pipeline.trajectories.live import turns_from
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -181,6 +182,7 @@ class Stages:
         handler, (agent, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
+        held.live = functools.partial(turns_from, episode)
         parser = self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)()
         if session is not None:
             schemas = [tool.schema() for tool in tools.values()]

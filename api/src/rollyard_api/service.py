@@ -23,6 +23,9 @@ from rollyard_api.access.token_file import TokenFile
 from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
+from rollyard_api.browsers.door import Door
+from rollyard_api.browsers.guesses import Guesses
+from rollyard_api.browsers.sessions import Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
@@ -143,6 +146,9 @@ class ControlPlane:
         )
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
+        self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
+        self.door = Door(settings.browsers, lambda: self.sessions)
+        self.guesses = Guesses()
         self.unclaimed = lease_expiry.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()

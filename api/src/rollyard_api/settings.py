@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollyard_crds.telemetry.options import TraceOptions
 
+from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.room import Room
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
@@ -127,6 +128,8 @@ class Settings:
     """The limits on what is read for jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
     """The limits on uploads."""
+    browsers: BrowserSettings = field(default_factory=BrowserSettings)
+    """The addresses of the page, and the times that sessions last."""
     sqlite_max_pages: int = 0
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
 

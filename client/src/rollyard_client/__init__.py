@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
+    from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
@@ -81,6 +82,7 @@ __all__ = [
     "RollyardError",
     "SegmentArrays",
     "ServerUnavailable",
+    "SignInCode",
     "StorageFull",
     "TokenizerDiffers",
     "TooMany",
@@ -105,6 +107,7 @@ __getattr__ = lazily(
         "Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
+        "requests.sign_in": "SignInCode",
         "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",
         "sync_client": "Client",

@@ -26,8 +26,12 @@ _TOKENS_SHOWN: Final = "document.querySelectorAll('.token-line [data-start]').le
 
 # An init script runs before the page's own, so it sees the first frame in which the condition holds.
 _WHEN_SHOWN: Final = """
-window.__shown = new Promise(resolve => {
-  const look = () => { (%s) ? resolve(performance.now()) : requestAnimationFrame(look); };
+window.__shown = new Promise((resolve, reject) => {
+  const look = () => {
+    if (%s) resolve(performance.now());
+    else if (performance.now() > 60000) reject(new Error("nothing was shown within a minute"));
+    else requestAnimationFrame(look);
+  };
   document.addEventListener("DOMContentLoaded", () => requestAnimationFrame(look));
 });
 """

@@ -8,8 +8,8 @@ from typing import Final, Literal
 from rollyard_crds.errors import CrdsError
 
 OWN_ENDPOINT: Final = "ROLLYARD_OTLP_ENDPOINT"
-"""The variable that drivers pass on. A vLLM server that inherited OpenTelemetry's own would send spans by itself,
-over gRPC."""
+"""The variable that drivers pass on. A vLLM server that inherited OpenTelemetry's own would send spans of its
+own accord, over gRPC."""
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 SAMPLE: Final = "ROLLYARD_TRACE_SAMPLE"

@@ -104,12 +104,12 @@ class SpanExport:
             """Counts what the receiver took."""
 
             def __init__(self) -> None:
-                self._inner = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
+                self._inner: Any = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
 
             def export(self, spans: Any) -> SpanExportResult:
                 result = SpanExportResult.FAILURE
                 try:
-                    result = self._inner.export(spans)
+                    result = self._inner.export(list(spans))
                 finally:
                     export._count(len(spans), result is SpanExportResult.SUCCESS)
                 return result

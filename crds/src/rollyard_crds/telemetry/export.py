@@ -109,7 +109,7 @@ class SpanExport:
             def export(self, spans: Any) -> SpanExportResult:
                 result = SpanExportResult.FAILURE
                 try:
-                    result = self._inner.export(list(spans))
+                    result = self._inner.export(spans)
                 finally:
                     export._count(len(spans), result is SpanExportResult.SUCCESS)
                 return result

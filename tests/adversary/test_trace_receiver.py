@@ -145,6 +145,7 @@ async def test_no_reason_of_a_worker_breaks_or_floods_a_trace(tmp_path: Path, re
         "OTEL_EXPORTER_OTLP_ENDPOINT",
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
         "OTEL_EXPORTER_OTLP_HEADERS",
+        "ROLLYARD_OTLP_ENDPOINT",
         "ROLLYARD_TRACE_SAMPLE",
         "ROLLYARD_LOG_FORMAT",
     ],

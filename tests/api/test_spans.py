@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from rollyard_api.rollouts import lease_expiry
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import rollouts
-from rollyard_crds.telemetry.identity import trace_id
+from rollyard_crds.telemetry.identity import is_sampled, trace_id
 from rollyard_crds.telemetry.options import TraceOptions
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
@@ -159,3 +159,21 @@ async def test_without_traces_there_is_no_span(served: Any, make_manifest: Any, 
     assert seen
     assert not any(seen)
     assert "rollyard_spans" not in (await served.admin.get("/metrics")).text
+
+
+async def test_of_a_fraction_of_groups_all_samples_are_traced(
+    settings: Any, serving: Any, make_manifest: Any, worker_of: Any, receiver: Receiver
+) -> None:
+    options = TraceOptions(f"{receiver.url}/v1/traces", 0.5)
+    async with serving(settings, traces=options) as served:
+        tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(24)]}
+        manifest = make_manifest(tasks=tasks, samplesPerTask=2)
+        assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        assert await worker_of(served.worker).finish_all() == 48
+        traces = _spans(served, receiver)
+        items = (await served.admin.get(f"{PATH}/rollouts")).json()["items"]
+    chosen = [item["id"] for item in items if is_sampled(item["id"], 0.5)]
+    assert 0 < len(chosen) < 48
+    assert set(traces) == {trace_id(rollout) for rollout in chosen}
+    groups = {rollout.rpartition("-")[0] for rollout in chosen}
+    assert len(chosen) == 2 * len(groups)

@@ -103,6 +103,9 @@ def test_the_form_of_logs() -> None:
 
 def test_a_driver_passes_its_options_on_by_variables() -> None:
     found = trace_variables("http://c:4318", 0.5, "json")
+    assert not [name for name in found if name.startswith("OTEL_")], "vLLM servers would take them as theirs"
+    inherited = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://d/traces"}
+    assert trace_options("", "", {**inherited, **found}).url == "http://c:4318/v1/traces"
     assert trace_options("", "", found) == trace_options("http://c:4318", "0.5", {})
     assert log_form(None, found) == "json"
     assert trace_variables("", None, None) == {}

@@ -42,4 +42,6 @@ def test_lines_that_are_no_records_stay_as_they_are() -> None:
     broken = '{"time": "2026-11-25T07:40:12", "message": "cut o'
     assert last_line(f"{_log()}{broken}\n") == broken
     assert last_line("plain\n[1, 2]\n") == "[1, 2]"
+    deep = '{"time": ' + "[" * 30_000
+    assert last_line(deep) == deep
     assert telling("Traceback (most recent call last):\nValueError: plain\n") == "ValueError: plain"

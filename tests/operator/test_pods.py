@@ -410,7 +410,7 @@ def test_workers_are_told_where_traces_go() -> None:
         SETTINGS.model_dump(by_alias=True) | {"traces": traces, "logFormat": "json"}
     )
     wanted = {
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/v1/traces",
+        "ROLLYARD_OTLP_ENDPOINT": "http://collector:4318",
         "ROLLYARD_TRACE_SAMPLE": "0.1",
         "ROLLYARD_LOG_FORMAT": "json",
     }

@@ -104,7 +104,7 @@ class SpanExport:
             """Counts what the receiver took."""
 
             def __init__(self) -> None:
-                self._inner = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
+                self._inner: Any = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
 
             def export(self, spans: Any) -> SpanExportResult:
                 result = SpanExportResult.FAILURE

@@ -16,6 +16,7 @@ from rollyard_crds.telemetry.variables import (
     ENDPOINT,
     LOG_FORMAT,
     LOG_FORMS,
+    OWN_ENDPOINT,
     PATH,
     SAMPLE,
     TRACES_ENDPOINT,
@@ -87,6 +88,8 @@ def trace_options(
     fraction = _fraction(sample, "--trace-sample") if sample else _fraction(given.get(SAMPLE) or "1", SAMPLE)
     if endpoint:
         return TraceOptions(checked_url(endpoint, "--otlp-endpoint").rstrip("/") + PATH, fraction)
+    if given.get(OWN_ENDPOINT):
+        return TraceOptions(checked_url(given[OWN_ENDPOINT], OWN_ENDPOINT).rstrip("/") + PATH, fraction)
     if given.get("OTEL_SDK_DISABLED", "").lower() == "true" or given.get("OTEL_TRACES_EXPORTER") == "none":
         return TraceOptions("", fraction)
     if given.get(TRACES_ENDPOINT):

@@ -7,6 +7,9 @@ from typing import Final, Literal
 
 from rollyard_crds.errors import CrdsError
 
+OWN_ENDPOINT: Final = "ROLLYARD_OTLP_ENDPOINT"
+"""The variable that drivers pass on. A vLLM server that inherited OpenTelemetry's own would send spans of its
+own accord, over gRPC."""
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 SAMPLE: Final = "ROLLYARD_TRACE_SAMPLE"
@@ -45,8 +48,7 @@ def trace_variables(endpoint: str, sample: float | None, form: str | None) -> di
     Raises:
         TraceOptionError: The endpoint is no URL of a receiver.
     """
-    # This variable takes precedence over the other one, which the driver may have inherited.
-    found = {TRACES_ENDPOINT: checked_url(endpoint, "--otlp-endpoint").rstrip("/") + PATH} if endpoint else {}
+    found = {OWN_ENDPOINT: checked_url(endpoint, "--otlp-endpoint")} if endpoint else {}
     if sample is not None:
         found[SAMPLE] = f"{sample:.10g}"
     if form:

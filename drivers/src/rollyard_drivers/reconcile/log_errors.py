@@ -27,7 +27,8 @@ def plain_lines(text: str) -> list[str]:
     for line in text.splitlines():
         record = None
         if line.startswith('{"time": '):
-            with contextlib.suppress(ValueError):
+            # A program of others may write anything, such as brackets without end.
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
         if not isinstance(record, dict):
             found.append(line)

@@ -71,7 +71,7 @@ def installation_digest(settings: OperatorSettings) -> str:
 def _telemetry(settings: OperatorSettings) -> dict[str, str]:
     """Return the variables of a stage worker for traces and log lines."""
     traces = settings.traces
-    found = {LOG_FORMAT: settings.log_format} if settings.log_format != "text" else {}
+    found: dict[str, str] = {LOG_FORMAT: settings.log_format} if settings.log_format != "text" else {}
     if traces.endpoint:
         found |= trace_variables(traces.endpoint, traces.sample, None)
     return found

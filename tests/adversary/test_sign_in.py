@@ -418,15 +418,15 @@ def test_a_real_listener_refuses_a_foreign_host(tmp_path: Path) -> None:
     from rollyard_testing.api.control_plane import a_control_plane
 
     (tmp_path / "state").mkdir()
-    with a_control_plane(tmp_path / "state", "--open-docs", ready_seconds=150, end_seconds=30) as started:
+    with a_control_plane(tmp_path / "state", "--open-docs", ready_seconds=150, end_seconds=90) as started:
         for host, status in (("evil.example", b"403"), (f"127.0.0.1:{started.port}", b"200")):
-            with socket.create_connection(("127.0.0.1", started.port), 10) as sock:
+            with socket.create_connection(("127.0.0.1", started.port), 90) as sock:
                 request = f"GET /openapi.json HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
                 sock.sendall(request.encode())
                 first = sock.recv(4096).partition(b"\r\n")[0]
             assert first.split()[1] == status
         # A guesser does not become another client by a header.
-        with httpx.Client(base_url=started.url, trust_env=False) as http:
+        with httpx.Client(base_url=started.url, trust_env=False, timeout=90) as http:
             for number in range(guesses.GUESSES + 1):
                 headers = {"Origin": started.url, "Rollyard-Page": "1", "X-Forwarded-For": f"10.0.0.{number}"}
                 answer = http.post("/v1/session", json={"code": SECRET}, headers=headers)

@@ -82,7 +82,7 @@ def test_links_of_a_job_and_of_a_rollout(url: str, capsys: pytest.CaptureFixture
     assert shown(capsys, "open", "job", "-n", "team").startswith(f"{of_job}#code=")
     with Client(namespace="team") as client:
         first, second = (rollout.id for rollout in client.rollouts("job"))
-    assert shown(capsys, "open", "job", first[-4:], "-n", "team").startswith(
+    assert shown(capsys, "open", "job", first[-3:], "-n", "team").startswith(
         f"{of_job}/rollouts/{first}#code="
     )
     assert shown(capsys, "view", "job", second, "--web", "-n", "team") == f"{of_job}/rollouts/{second}"

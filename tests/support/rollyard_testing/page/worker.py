@@ -9,7 +9,6 @@ import httpx
 
 from rollyard_testing.page.conversations import Conversations, Step
 
-
 ASKS: Final = 6
 """The number of requests in which a lease must be granted, each of which waits for some seconds."""
 
@@ -103,6 +102,11 @@ class Puppet:
         else:
             item["reward"] = reward
         return item
+
+    def show(self) -> None:
+        """Send a heartbeat without leases. A node of which none comes is given up, with what waits for it."""
+        beat = {"worker": self._name, "node": self._name, "leases": []}
+        self._http.post("/v1/leases/heartbeat", json=beat).raise_for_status()
 
     def beat(self, lease: dict[str, Any], texts: list[str]) -> list[str]:
         """Send a heartbeat with turns of the policy, and return the rollouts that somebody watches."""

@@ -54,6 +54,7 @@ class _Job(threading.Thread):
                 worker = Puppet(http, NAME)
                 begin = time.monotonic()
                 while not self._halt.is_set():
+                    worker.show()
                     for stage in ("init", "run", "eval"):
                         leases = worker.lease_some(stage, PACE)
                         worker.complete_some([(lease, place % 2) for place, lease in enumerate(leases)])

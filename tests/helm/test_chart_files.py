@@ -99,6 +99,10 @@ def test_every_value_is_explained() -> None:
         ({"api": {"prorl": {"from": [{"pods": {}}]}}}, "from"),
         ({"api": {"prorl": {"token": "x"}}}, "token"),
         ({"operator": {"replicas": 2}}, "replicas"),
+        ({"logFormat": "xml"}, "logFormat"),
+        ({"traces": {"endpoint": "collector:4318"}}, "endpoint"),
+        ({"traces": {"sample": 2}}, "sample"),
+        ({"traces": {"headers": {"x": "y"}}}, "headers"),
     ],
     ids=str,
 )

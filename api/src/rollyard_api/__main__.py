@@ -19,6 +19,8 @@ from pathlib import Path
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
+from rollyard_crds.telemetry.options import add_log_option, add_trace_options, trace_options
+from rollyard_crds.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
 from rollyard_api.browsers import config as browsers
@@ -226,6 +228,8 @@ def parser() -> argparse.ArgumentParser:
         help="an interpreter with torch and transformers, which verifies weight updates by a forward pass "
         "(default: ROLLYARD_VERIFY_PYTHON, else this one if it has them)",
     )
+    add_trace_options(made)
+    add_log_option(made)
     made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     browsers.add_options(made)
     prorl_listener.add_options(made)
@@ -253,7 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
         parser().error("--tls-cert and --tls-key belong together: give both or none")
-    log_to(level=given.log_level.upper())
+    try:
+        log_to(level=given.log_level.upper(), form=given.log_format)
+        traces = trace_options(given.otlp_endpoint, given.trace_sample)
+    except TraceOptionError as error:
+        parser().error(str(error))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     tls = None if given.tls_cert is None else (given.tls_cert, given.tls_key)
@@ -274,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lease_seconds=given.lease_seconds,
         no_backend_seconds=given.no_backend_seconds,
         sqlite_max_pages=given.sqlite_max_pages,
+        traces=traces,
+        traces_asked=bool(given.otlp_endpoint),
         verify_python=given.verify_python,
         tokens_file=given.tokens,
         older_job_tokens=not given.refuse_older_job_tokens,

@@ -276,6 +276,15 @@ def build(
             yield
 
     app = Application(
+        # Newer releases of FastAPI can send spans, measurements and errors of requests by themselves, with
+        # what was wrong in a body. The variables that choose Rollyard's receiver would turn that on.
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
         title="Rollyard",
         summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents",
         version=installed_version(),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollyard.telemetry_options import set_telemetry, speaker, telemetry_options
+
 if TYPE_CHECKING:
     from rollyard_drivers.host.home import Home
 
@@ -148,6 +150,7 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
     show_default=True,
     help="Processes that stand ready for the workers of jobs; 0: no process of any kind stands ready.",
 )
+@telemetry_options
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")
 def command(
@@ -181,6 +184,9 @@ def command(
     prorl_port: int,
     prorl_config: Path | None,
     ready_workers: int,
+    otlp_endpoint: str,
+    trace_sample: float | None,
+    log_format: str | None,
     home: Path | None,
     detach: bool,
 ) -> None:
@@ -199,6 +205,8 @@ def command(
 
     embedded = ("engine",) if engine == "embedded" and not backend_url else ()
     require("`rollyard up`", "local", "api", "worker", "sandbox", *embedded)
+    # Every process that is started inherits the environment, the detached one of this command as well.
+    set_telemetry(otlp_endpoint, trace_sample, log_format)
     if backend_url and not backend_url.startswith(("http://", "https://")):
         raise UsageProblem(f"--backend must be a URL such as http://127.0.0.1:8000 (got {backend_url!r})")
     started = {
@@ -296,7 +304,7 @@ def _foreground(options: Options) -> None:
 
     from rollyard.local.run import run_supervisor
 
-    asyncio.run(run_supervisor(options, click.echo))
+    asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))
 
 
 def _detach(home: Home, options: Options) -> None:

@@ -92,6 +92,8 @@ def test_every_value_is_explained() -> None:
         ({"sandboxes": {"creation": {"perSecond": 0}}}, "perSecond"),
         ({"networkPolicy": {"from": [{"pods": {}}]}}, "from"),
         ({"ingress": {"path": "x"}}, "path"),
+        ({"api": {"pathPrefix": "/a/../b"}}, "pathPrefix"),
+        ({"api": {"allowedHosts": ["http://a"]}}, "allowedHosts"),
         ({"api": {"prorl": {"enabled": "yes"}}}, "enabled"),
         ({"api": {"prorl": {"port": 0}}}, "port"),
         ({"api": {"prorl": {"from": [{"pods": {}}]}}}, "from"),

@@ -380,7 +380,8 @@ def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> 
     cluster.helm(*install, *values(given))
     try:
         first = secrets_of(cluster, namespace)
-        assert set(first["yard-rollyard-tokens"]) == {"admin", "driver", "metrics", "worker", "tokens.json"}
+        roles = {"admin", "driver", "metrics", "viewer", "worker"}
+        assert set(first["yard-rollyard-tokens"]) == {*roles, "tokens.json"}
         assert set(first["yard-rollyard-tls"]) == {"ca.crt", "tls.crt", "tls.key"}
         cluster.helm(*install, *values({**given, "operator": {"logLevel": "debug"}}))
         assert secrets_of(cluster, namespace) == first

@@ -23,6 +23,8 @@ from rollyard_crds.telemetry.options import add_log_option, add_trace_options, t
 from rollyard_crds.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
+from rollyard_api.browsers import config as browsers
+from rollyard_api.browsers.config import BrowserOptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.sandbox_hosts import HostPatternError
@@ -229,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
     add_trace_options(made)
     add_log_option(made)
     made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    browsers.add_options(made)
     prorl_listener.add_options(made)
     return made
 
@@ -266,9 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return EXIT_USAGE
     try:
+        shown = browsers.parsed(given)
         sock = listening_socket(given.host, given.port, "--port")
         prorl = prorl_listener.opened(given)
-    except (NoSocket, ProrlConfigError) as error:
+    except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     settings = Settings(
@@ -285,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         older_job_tokens=not given.refuse_older_job_tokens,
         open_metrics=given.open_metrics,
         open_docs=given.open_docs,
+        browsers=shown,
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),
@@ -364,6 +369,8 @@ def serve(
         log_level=log_level,
         access_log=False,
         server_header=False,
+        # Whoever connects could claim to be another client by such headers.
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=75,
         ssl_certfile=None if tls is None else tls[0],

@@ -23,6 +23,9 @@ from rollyard_api.access.token_file import TokenFile
 from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
+from rollyard_api.browsers.door import Door
+from rollyard_api.browsers.guesses import Guesses
+from rollyard_api.browsers.sessions import Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
@@ -40,6 +43,7 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
+from rollyard_api.views.objects import ViewObjects
 from rollyard_api.weights import verification
 from rollyard_api.weights.coordinator import Coordinator
 
@@ -111,6 +115,8 @@ class ControlPlane:
         self.looks = Turns("looks at the database", each=LOOKS, total=64 * LOOKS)
         self.grants = Turns("requests for leases", each=GRANTS, total=64 * GRANTS)
         self.idle = Idle()
+        self.views = ViewObjects(database, self.disk, settings.fleet_seconds)
+        self.searches = Turns("searches", each=2, total=4, seconds=settings.store_seconds)
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.sandbox_hosts = settings.sandbox_hosts
@@ -123,6 +129,9 @@ class ControlPlane:
         )
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
+        self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
+        self.door = Door(settings.browsers, lambda: self.sessions)
+        self.guesses = Guesses()
         self.unclaimed = lease_expiry.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
@@ -150,6 +159,7 @@ class ControlPlane:
         self.disk.close()
         self.parsing.close()
         self.token_reads.close()
+        self.views.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
         """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
@@ -163,6 +173,7 @@ class ControlPlane:
                     self.traces.add(span)
             self.metrics.add(tx.counted)
             self.speeds.add(tx.measured, tx.loads)
+            self.views.after_commit(tx)
         if wakes:
             self.bus.wake(wakes)
 
@@ -387,6 +398,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
         (given.speeds_seconds, given.stats_seconds, "measured speeds", plane.write_speeds),
+        *((given.folding_seconds, given.stats_seconds, what, work) for what, work in plane.views.rounds()),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]
 

@@ -208,7 +208,15 @@ def _granted(
                 "b_worker": ask.worker,
                 "b_expires": tx.now + lease_seconds,
                 "b_now": tx.now,
-                "b_timings": timing.add(row.timings, stage, queued=queued, attempts=1),
+                "b_timings": timing.add(
+                    row.timings,
+                    stage,
+                    queued=queued,
+                    attempts=1,
+                    step=timing.Step(
+                        RolloutState.queued(stage), row.since, RolloutState.leased(stage), tx.now
+                    ),
+                ),
                 "b_backend": backend,
                 "b_policy_index": policy_index,
             }

@@ -51,6 +51,10 @@ Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
 
 
+Trouble = tuple[int, str, str, str, str]
+"""A stage that did not end well while a worker had it: job, worker, rollout, reason and message."""
+
+
 @dataclass(slots=True)
 class Transaction:
     """What one op is given: the connection, the time, and lists of what to announce after the commit."""
@@ -68,6 +72,7 @@ class Transaction:
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
     """The active rollouts by backend, if this transaction counted them."""
+    troubles: list[Trouble] = field(default_factory=list)
 
     def wake(self, topic: str) -> None:
         """Make long polls on this topic check again after the commit."""
@@ -80,6 +85,10 @@ class Transaction:
     def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
         """Add to a counter, or observe a value, under these labels."""
         self.counted.append((metric, labels, value))
+
+    def trouble(self, job_id: int, worker: str, rollout: str, reason: str, message: str) -> None:
+        """Record that a stage did not end well while this worker had the rollout."""
+        self.troubles.append((job_id, worker, rollout, reason, message))
 
     def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
         """Record that a rollout sampled `tokens` on this backend, in seconds of model time and of Run."""

@@ -17,7 +17,7 @@ from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
-from rollyard_api.trajectories import attempts
+from rollyard_api.trajectories import attempts, traces
 
 _ROW_BYTES = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
@@ -39,7 +39,7 @@ def select() -> sa.Select[Any]:
 
 def timings(text: str) -> dict[str, Any]:
     """Return a row's accumulated timings in the form of the record."""
-    return {
+    document = {
         "init": _STAGE,
         "run": _STAGE,
         "eval": _STAGE,
@@ -48,10 +48,17 @@ def timings(text: str) -> dict[str, Any]:
         "own_seconds": 0.0,
         **loads(text),
     }
+    document.pop(traces.KEY, None)
+    return document
 
 
 def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     """Return the Trajectory of an ended rollout, as one line of JSON without its newline."""
+    return dumps(document_of(row, job, namespace))
+
+
+def document_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
+    """Return the Trajectory of an ended rollout, before it is encoded."""
     document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
@@ -80,7 +87,7 @@ def record(row: EndedRollout, job: str, namespace: str) -> bytes:
         document |= {"attempts": listed, "attempts_dropped": dropped}
     if row.backend and not document.get("backend"):
         document["backend"] = row.backend
-    return dumps(document)
+    return document
 
 
 def summaries(

@@ -58,6 +58,16 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: a free one.")
 @click.option(
+    "--path-prefix", default="", metavar="PATH", help="Path below which a proxy shows the page, as /rollyard."
+)
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="DNS name under which browsers may open the page, beside localhost; repeatable.",
+)
+@click.option(
     "--sandbox",
     type=click.Choice(["bubblewrap", "apptainer", "process"]),
     default="bubblewrap",
@@ -156,6 +166,8 @@ def command(
     tokenizer: str,
     host: str,
     port: int,
+    path_prefix: str,
+    allowed_hosts: tuple[str, ...],
     sandbox: str,
     default_image: str,
     image_cache: Path | None,
@@ -217,9 +229,9 @@ def command(
     ):
         if given and sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
-    for host in allow_sandbox_hosts:
+    for name in allow_sandbox_hosts:
         try:
-            installers_rule(host)
+            installers_rule(name)
         except ValueError as error:
             raise UsageProblem(f"--allow-sandbox-host: {error}") from error
     if prorl_config is not None and not prorl:
@@ -252,6 +264,8 @@ def command(
         home=(home or default_home()).expanduser().resolve(),
         host=host,
         port=port,
+        path_prefix=path_prefix,
+        allowed_hosts=allowed_hosts,
         backend_url=backend_url,
         engine=engine,
         replicas=replicas,
@@ -312,6 +326,8 @@ def _detach(home: Home, options: Options) -> None:
     arguments += ["--no-backend-seconds", f"{options.no_backend_seconds:.10g}"]
     arguments += [f"--allow-sandbox-host={host}" for host in options.allow_sandbox_hosts]
     arguments += ["--ready-workers", str(options.ready_workers)]
+    arguments += [f"--path-prefix={options.path_prefix}"] if options.path_prefix else []
+    arguments += [f"--allowed-host={name}" for name in options.allowed_hosts]
     if options.prorl:
         arguments += ["--prorl", "--prorl-host", options.prorl_host, "--prorl-port", str(options.prorl_port)]
         arguments += ["--prorl-config", options.prorl_config] if options.prorl_config else []

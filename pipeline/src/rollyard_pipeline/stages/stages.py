@@ -55,6 +55,7 @@ from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_pipeline.trajectories.live import turns_from
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -181,12 +182,11 @@ class Stages:
         handler, (agent, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
+        held.live = functools.partial(turns_from, episode)
         parser = self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)()
         if session is not None:
-            schemas = [tool.schema() for tool in tools.values()]
-            chat = await self._formats.get(
-                session.backend.tokenizer, schemas, spec.agent.chat_template_kwargs
-            )
+            schemas, arguments = [tool.schema() for tool in tools.values()], spec.agent.chat_template_kwargs
+            chat = await self._formats.get(session.backend.tokenizer, schemas, arguments)
             parameters = {tool.name: tool.parameters for tool in tools.values()}
             parser = configured(parser, chat.template.source, parameters)
             session.vocabulary = await self._vocabulary(session.backend.tokenizer, chat)

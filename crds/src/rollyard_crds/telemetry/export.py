@@ -107,7 +107,7 @@ class SpanExport:
                 self._inner: Any = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
 
             def export(self, spans: Any) -> SpanExportResult:
-                result = SpanExportResult.FAILURE
+                result: SpanExportResult = SpanExportResult.FAILURE
                 try:
                     result = self._inner.export(spans)
                 finally:
@@ -259,7 +259,7 @@ def _bounded_session() -> Any:
     """Return a session of `requests` that reads MAX_ANSWER_BYTES of an answer at most."""
     import io
 
-    import requests  # type: ignore[import-untyped]
+    import requests
 
     class BoundedSession(requests.Session):
         def request(self, *args: Any, **options: Any) -> requests.Response:

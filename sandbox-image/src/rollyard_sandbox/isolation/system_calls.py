@@ -219,7 +219,7 @@ class _Table:
         return list(self.words[place * _WORDS + 1 : place * _WORDS + _RESULT])
 
 
-class ProcessStarter:
+class Launcher:
     """Starts processes that make a table of calls.
 
     Args:
@@ -320,9 +320,9 @@ def _stopped_children() -> list[int]:
 
 
 @cache
-def starter() -> ProcessStarter:
+def starter() -> Launcher:
     """Return what starts processes here. It is made once for a process and those that are forked from it."""
-    return ProcessStarter(_machine_code())
+    return Launcher(_machine_code())
 
 
 def _machine_code() -> Callable[[int, int], int] | None:

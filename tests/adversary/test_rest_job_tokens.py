@@ -309,6 +309,7 @@ async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard)
         "nobody": None,
         "a guess": "ry-admin-guess",
         "metrics": yard.plane.tokens.by_role["metrics"][0],
+        "viewer": yard.plane.tokens.by_role["viewer"][0],
         "job": yard.job_token("mine"),
         "worker": yard.plane.tokens.worker,
         "driver": yard.plane.tokens.driver,

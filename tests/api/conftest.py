@@ -41,6 +41,7 @@ class Served:
     admin: httpx.AsyncClient
     worker: httpx.AsyncClient
     driver: httpx.AsyncClient
+    viewer: httpx.AsyncClient
     anonymous: httpx.AsyncClient
 
 
@@ -57,11 +58,12 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
             return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=70)
 
         tokens = plane.tokens
-        served = Served(plane, *(client(t) for t in (tokens.admin, tokens.worker, tokens.driver, None)))
+        roles = (tokens.admin, tokens.worker, tokens.driver, tokens.by_role["viewer"][0], None)
+        served = Served(plane, *map(client, roles))
         try:
             yield served
         finally:
-            for one in (served.admin, served.worker, served.driver, served.anonymous):
+            for one in (served.admin, served.worker, served.driver, served.viewer, served.anonymous):
                 await one.aclose()
 
 
@@ -83,6 +85,8 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
         circuit_seconds=3600.0,
         stats_seconds=3600.0,
         speeds_seconds=3600.0,
+        fleet_seconds=0.0,
+        folding_seconds=3600.0,
         recheck_seconds=0.2,
     )
 

@@ -31,6 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replicas": {"api": {"replicas": 3, **POSTGRES}},
     "tls-made": {"tls": {"enabled": True, "dnsNames": ["hpc.example.com"], "ipAddresses": ["192.0.2.7"]}},
     "tls-given": {"tls": {"enabled": True, "existingSecret": "mine", "hasCA": False}},
+    "traces": {
+        "traces": {"endpoint": "http://collector.observability:4318", "sample": 0.1},
+        "logFormat": "json",
+    },
     "tokens-given": {"tokens": {"existingSecret": "mine"}},
     "registry": {
         "images": {
@@ -376,7 +380,8 @@ def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> 
     cluster.helm(*install, *values(given))
     try:
         first = secrets_of(cluster, namespace)
-        assert set(first["yard-rollyard-tokens"]) == {"admin", "driver", "metrics", "worker", "tokens.json"}
+        roles = {"admin", "driver", "metrics", "viewer", "worker"}
+        assert set(first["yard-rollyard-tokens"]) == {*roles, "tokens.json"}
         assert set(first["yard-rollyard-tls"]) == {"ca.crt", "tls.crt", "tls.key"}
         cluster.helm(*install, *values({**given, "operator": {"logLevel": "debug"}}))
         assert secrets_of(cluster, namespace) == first

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollyard_crds.telemetry.options import TraceOptions
+
+from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.room import Room
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
@@ -88,6 +91,11 @@ class Settings:
     speeds_seconds: float = 0.25
     """The time between two writes of the measured speeds of backends, in seconds. Without new measurements
     nothing is written. It is short because a pool's first job may last only a few seconds."""
+    fleet_seconds: float = 1.0
+    """The age in seconds up to which one read of the fleet is given to all who look at it."""
+    folding_seconds: float = 1.0
+    """The time in seconds between two rounds in which ended rollouts are folded into statistics, the workers
+    that were heard are written, and followers of the fleet get what has changed."""
     weights_seconds: float = 0.3
     """The time between two searches for backends whose weights are not the intended ones, in seconds."""
     weight_limits: UpdateLimits = field(default_factory=UpdateLimits)
@@ -112,10 +120,16 @@ class Settings:
     max_reward_calls: int = 256
     """The largest number of simultaneous requests to reward services. Further ones wait."""
     max_reward_calls_per_namespace: int = 64
+    traces: TraceOptions = field(default_factory=TraceOptions)
+    """The receiver of traces, and which rollouts are traced. By default none is."""
+    traces_asked: bool = False
+    """Whether a flag asks for traces, and not only a variable that may be meant for other programs."""
     task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
     """The limits on what is read for jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
     """The limits on uploads."""
+    browsers: BrowserSettings = field(default_factory=BrowserSettings)
+    """The addresses of the page, and the times that sessions last."""
     sqlite_max_pages: int = 0
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     )
     from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
+    from rollyard_client.requests.sign_in import SignInCode
+    from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
@@ -74,10 +76,13 @@ __all__ = [
     "NotFound",
     "ResultIterator",
     "Retry",
+    "RolloutQuery",
+    "RolloutRow",
     "RolloutSummary",
     "RollyardError",
     "SegmentArrays",
     "ServerUnavailable",
+    "SignInCode",
     "StorageFull",
     "TokenizerDiffers",
     "TooMany",
@@ -102,6 +107,8 @@ __getattr__ = lazily(
         "Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
+        "requests.sign_in": "SignInCode",
+        "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",
         "sync_client": "Client",
         "training.arrays": "Arrays",

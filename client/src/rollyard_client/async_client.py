@@ -26,8 +26,10 @@ from rollyard_client.finish import (
     update_timed_out,
 )
 from rollyard_client.paging import Files, Listing, P, T, Walk
-from rollyard_client.requests import jobs, pools, results, weights
+from rollyard_client.requests import jobs, pools, results, sign_in, views, weights
 from rollyard_client.requests.results import RolloutSummary
+from rollyard_client.requests.sign_in import PageRole, SignInCode
+from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
 from rollyard_client.sse import JobEvent, Parser
 from rollyard_client.training.async_reader import AsyncResultReader
 
@@ -244,6 +246,21 @@ class AsyncClient(AsyncResultReader):
         build = partial(results.rollouts, name, where, stage=stage, status=status, retried=retried)
         return self._walk(Listing(lambda after: build(after=after)))
 
+    def rollout_rows(
+        self, name: str, asked: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
+    ) -> AsyncIterator[RolloutRow]:
+        """Yield short rows of the rollouts that `asked` selects, in its order."""
+        build = partial(views.rollout_rows, name, namespace or self.namespace, asked)
+        return self._walk(Listing(build))
+
+    async def statistics(self, name: str, namespace: str | None = None) -> dict[str, Any]:
+        """Return the statistics that are kept of a job: rewards, versions, failures, stages and time."""
+        return await self._transport.send(views.statistics(name, namespace or self.namespace))
+
+    async def overview(self) -> dict[str, Any]:
+        """Return the fleet at a glance: jobs by phase, queues, rates, pools, nodes and workers."""
+        return await self._transport.send(views.overview())
+
     def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> AsyncIterator[bytes]:
         """Yield the job's ended rollouts as Parquet files of up to 1,000 rows each."""
         build = partial(results.parquet, name, namespace or self.namespace, limit=1000)
@@ -261,6 +278,18 @@ class AsyncClient(AsyncResultReader):
                     yield event
                     if event.name == "end":
                         return
+
+    async def sign_in_code(self, role: PageRole = "viewer") -> SignInCode:
+        """Make a one-time code that signs a browser in to the page, and return it."""
+        return await self._transport.send(sign_in.make_code(role))
+
+    async def page_prefix(self) -> str:
+        """Return the path below which browsers find the page, or "" for the root."""
+        return await self._transport.send(sign_in.prefix())
+
+    async def end_sessions(self) -> int:
+        """End the page's sessions, and return their number: all, or those of a viewer's own token."""
+        return await self._transport.send(sign_in.end_all())
 
     async def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
         """Create a BackendPool and return it. Creating the same pool twice has no further effect."""

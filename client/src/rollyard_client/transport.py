@@ -32,9 +32,9 @@ else:
 
 T = TypeVar("T")
 
-USER_AGENT: Final = "rollyard-client/2"
-"""The name of this client. Its number tells the control plane which fields of results it accepts: `attempts`
-since 2. Older clients have no number."""
+USER_AGENT: Final = "rollyard-client/3"
+"""The name of this client. Its number tells the control plane which fields it accepts: `attempts` of results
+since 2, and `watched` of heartbeats since 3. Older clients have no number."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 

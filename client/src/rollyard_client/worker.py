@@ -56,6 +56,11 @@ def _completed(request: CompleteRequest) -> bytes:
     return request.model_dump_json(exclude={"results": silent}).encode()
 
 
+def _beat(request: HeartbeatRequest) -> bytes:
+    """Return the body without the field that older control planes lack, if it has no value."""
+    return request.model_dump_json(exclude=None if request.live else {"live"}).encode()
+
+
 class Connected:
     """The base class of clients with a transport that `async with` closes."""
 
@@ -102,7 +107,7 @@ class WorkerClient(Connected):
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         """Renew leases and sandboxes."""
-        return await self._transport.send(_lease_call("/heartbeat", request, HeartbeatResponse))
+        return await self._transport.send(_lease_call("/heartbeat", _beat(request), HeartbeatResponse))
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
         """Report the results of stages."""

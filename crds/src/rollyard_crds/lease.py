@@ -15,6 +15,11 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Record, RewardReason, Trajectory
 
 MAX_BATCH = 64
+MAX_LIVE_TURNS = 64
+"""The number of messages of one rollout in one heartbeat."""
+MAX_LIVE_TEXT = 4096
+"""The number of characters of a message that people who watch a running rollout see."""
+MAX_LIVE_CALLS = 16
 
 
 class SandboxHandle(Record):
@@ -93,6 +98,38 @@ class LeaseRef(Record):
     token: int
 
 
+class LiveCall(Record):
+    """A tool call of a message, cut for people who watch."""
+
+    name: Annotated[str, Field(max_length=128)]
+    arguments: Annotated[str, Field(max_length=MAX_LIVE_TEXT)] = ""
+
+
+class LiveTurn(Record):
+    """One message of a rollout that is in Run, cut for people who watch it."""
+
+    no: Annotated[int, Field(ge=0, le=1 << 31)]
+    """The place of the message in the conversation."""
+    role: Annotated[str, Field(max_length=16)]
+    text: Annotated[str, Field(max_length=MAX_LIVE_TEXT)] = ""
+    characters: Annotated[int, Field(ge=0)] = 0
+    """The number of characters of the whole text."""
+    tool_calls: Annotated[list[LiveCall], Field(max_length=MAX_LIVE_CALLS)] = Field(default_factory=list)
+    tokens: Annotated[int, Field(ge=0)] = 0
+    """The tokens that were sampled for it."""
+    seconds: float = 0.0
+    """The seconds that the model took for it."""
+
+
+class LiveTurns(Record):
+    """The messages of one rollout that its worker has not sent before."""
+
+    rollout: str
+    token: int
+    """The fencing token of the lease."""
+    turns: Annotated[list[LiveTurn], Field(max_length=MAX_LIVE_TURNS)]
+
+
 class HeartbeatRequest(Record):
     """It renews leases, and lists the sandboxes that this node holds, so that orphans are found."""
 
@@ -103,6 +140,9 @@ class HeartbeatRequest(Record):
     """Ids of claimed sandboxes present on the node."""
     ending: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
     """Those of `sandboxes` that end now, with this worker. Rollouts that wait for them start again."""
+    live: Annotated[list[LiveTurns], Field(max_length=64)] = Field(default_factory=list)
+    """What is new of rollouts that the last answer called watched. It is not sent to control planes that call
+    none so."""
 
 
 class HeartbeatResponse(Record):
@@ -114,6 +154,8 @@ class HeartbeatResponse(Record):
     """Cancelled rollouts: the worker must stop at once and release the sandbox."""
     orphans: list[str]
     """Those of `sandboxes` that belong to no unfinished rollout; the worker must remove them."""
+    watched: list[str] = Field(default_factory=list)
+    """The rollouts among the leases that somebody watches now. Only clients from the number 3 on are told."""
 
 
 class StageTimes(Record):

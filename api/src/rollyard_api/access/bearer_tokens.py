@@ -21,7 +21,7 @@ from rollyard_crds.security.ready_token import ReadyIdentity, ready_worker_of
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Unauthorized
 
-Role = Literal["admin", "worker", "driver", "metrics"]
+Role = Literal["admin", "worker", "driver", "metrics", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
 """The roles that a file must have. Files of older releases have no others."""

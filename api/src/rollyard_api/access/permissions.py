@@ -39,6 +39,11 @@ OPEN: Final = Rule(open=True)
 ADMIN: Final = Rule()
 METRICS: Final = Rule(frozenset({"metrics"}))
 DRIVER: Final = Rule(frozenset({"driver"}))
+VIEW: Final = Rule(frozenset({"viewer"}))
+"""The rule of calls that people make to look, and that no program needs."""
+READ: Final = Rule(frozenset({"driver", "viewer"}))
+"""The rule of calls that change nothing, and that show nothing that a viewer may not see. Tasks have answers
+and hidden tests, and blobs, claims and cursors belong to programs, so none of them has this rule."""
 READY: Final = Rule(frozenset({"ready"}))
 """The rule of the only call of workers that stand ready."""
 WORK: Final = Rule(frozenset({"worker", "driver"}), "live")
@@ -48,6 +53,7 @@ REPORT: Final = Rule(frozenset({"worker", "driver"}), "gone")
 """The rule of reports of leases. They are judged by the rollout alone and must be answered however late
 they arrive."""
 
+TINY: Final = 4 << 10
 SMALL: Final = 1 << 20
 FAILURES: Final = 4 << 20
 BEATS: Final = 16 << 20
@@ -64,9 +70,14 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", "/healthz"): OPEN,
     ("GET", "/readyz"): OPEN,
     ("GET", "/metrics"): METRICS,
-    ("GET", "/docs"): ADMIN,
-    ("GET", "/docs/oauth2-redirect"): ADMIN,
-    ("GET", "/openapi.json"): ADMIN,
+    ("GET", "/docs"): VIEW,
+    ("GET", "/docs/{name}"): VIEW,
+    ("GET", "/openapi.json"): VIEW,
+    ("POST", "/v1/session"): replace(OPEN, max_body=TINY),
+    ("GET", "/v1/session"): VIEW,
+    ("DELETE", "/v1/session"): VIEW,
+    ("POST", "/v1/session/codes"): replace(VIEW, max_body=TINY),
+    ("DELETE", "/v1/sessions"): VIEW,
     ("POST", "/v1/leases"): replace(LEARN, max_body=SMALL),
     ("GET", "/v1/leases/job"): LEARN,
     ("GET", "/v1/leases/images"): WORK,
@@ -84,9 +95,9 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", "/v1/workers/died"): replace(DRIVER, max_body=SMALL),
     ("POST", "/v1/workers/offers"): replace(DRIVER, max_body=SMALL),
     ("POST", "/v1/workers/assignment"): replace(READY, max_body=SMALL),
-    ("GET", JOBS): DRIVER,
+    ("GET", JOBS): READ,
     ("POST", JOBS): ADMIN,
-    ("GET", f"{JOBS}/{{name}}"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}"): READ,
     ("PUT", f"{JOBS}/{{name}}"): DRIVER,
     ("PATCH", f"{JOBS}/{{name}}"): ADMIN,
     ("DELETE", f"{JOBS}/{{name}}"): DRIVER,
@@ -96,33 +107,44 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", f"{JOBS}/{{name}}/close"): ADMIN,
     ("POST", f"{JOBS}/{{name}}/cancel"): DRIVER,
     ("PUT", f"{JOBS}/{{name}}/status"): DRIVER,
-    ("GET", f"{JOBS}/{{name}}/trajectories"): DRIVER,
-    ("GET", f"{JOBS}/{{name}}/groups"): DRIVER,
-    ("GET", f"{JOBS}/{{name}}/events"): DRIVER,
-    ("GET", f"{JOBS}/{{name}}/rollouts"): DRIVER,
-    ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}/trajectories"): READ,
+    ("GET", f"{JOBS}/{{name}}/groups"): READ,
+    ("GET", f"{JOBS}/{{name}}/events"): READ,
+    ("GET", f"{JOBS}/{{name}}/rollouts"): READ,
+    ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}"): READ,
     ("GET", f"{JOBS}/{{name}}/cursors"): ADMIN,
     ("GET", f"{JOBS}/{{name}}/cursors/{{cursor}}"): ADMIN,
     ("PUT", f"{JOBS}/{{name}}/cursors/{{cursor}}"): replace(ADMIN, max_body=SMALL),
     ("DELETE", f"{JOBS}/{{name}}/cursors/{{cursor}}"): ADMIN,
     ("PUT", f"{BLOBS}/{{sha256}}"): ADMIN,
     ("GET", f"{BLOBS}/{{sha256}}"): DRIVER,
-    ("GET", POOLS): DRIVER,
+    ("GET", "/v1/overview"): VIEW,
+    ("GET", "/v1/jobs"): VIEW,
+    ("GET", "/v1/workers/{name}/rollouts"): VIEW,
+    ("GET", "/v1/events"): VIEW,
+    ("GET", f"{JOBS}/{{name}}/grid"): VIEW,
+    ("GET", f"{JOBS}/{{name}}/gantt"): VIEW,
+    ("GET", f"{JOBS}/{{name}}/statistics"): VIEW,
+    **{
+        ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}/{piece}"): VIEW
+        for piece in ("brief", "messages", "messages/{number}", "tokens", "difference", "live")
+    },
+    ("GET", POOLS): READ,
     ("POST", POOLS): DRIVER,
-    ("GET", f"{POOLS}/{{name}}"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}"): READ,
     ("PUT", f"{POOLS}/{{name}}"): DRIVER,
     ("PATCH", f"{POOLS}/{{name}}"): DRIVER,
     ("DELETE", f"{POOLS}/{{name}}"): DRIVER,
-    ("GET", f"{POOLS}/{{name}}/tokenizer"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}/tokenizer"): READ,
     ("PUT", f"{POOLS}/{{name}}/backends"): DRIVER,
     ("PUT", f"{POOLS}/{{name}}/status"): DRIVER,
     ("POST", f"{POOLS}/{{name}}/pause"): DRIVER,
     ("POST", f"{POOLS}/{{name}}/resume"): DRIVER,
-    ("GET", f"{POOLS}/{{name}}/weights"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}/weights"): READ,
     ("POST", f"{POOLS}/{{name}}/weights"): DRIVER,
-    ("GET", f"{POOLS}/{{name}}/weights/{{number}}"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}/weights/{{number}}"): READ,
 }
-DOCS: Final = frozenset({"/docs", "/docs/oauth2-redirect", "/openapi.json"})
+DOCS: Final = frozenset({"/docs", "/docs/{name}", "/openapi.json"})
 _PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
 
 

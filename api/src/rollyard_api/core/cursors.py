@@ -16,9 +16,15 @@ from typing import Final, Literal
 
 from rollyard_api.core.problems import Conflict, Gone, QueryRefused
 
-Kind = Literal["trajectories", "groups", "rollouts", "events"]
+Kind = Literal["trajectories", "groups", "rollouts", "events", "views"]
 
-_LETTERS: Final[dict[Kind, str]] = {"trajectories": "t", "groups": "g", "rollouts": "r", "events": "e"}
+_LETTERS: Final[dict[Kind, str]] = {
+    "trajectories": "t",
+    "groups": "g",
+    "rollouts": "r",
+    "events": "e",
+    "views": "v",
+}
 _VERSION = "v1"
 MAX_LENGTH = 256
 _MAX_DIGITS = 18

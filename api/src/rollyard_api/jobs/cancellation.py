@@ -28,6 +28,7 @@ from rollyard_api.storage.schema import (
     rollouts,
     sampling_targets,
 )
+from rollyard_api.trajectories import view_rows
 
 DEADLINE = "DeadlineExceeded"
 """The reason of a job that was cancelled at its deadline."""
@@ -200,7 +201,7 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
         some = ids[at : at + 500]
         tx.conn.execute(sa.delete(payloads).where(payloads.c.rollout_id.in_(some)))
         tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
-    if len(ids) == BATCH:
+    if not view_rows.forget(tx, job_id, BATCH) or len(ids) == BATCH:
         return False
     for table in (groups, dynamic_sampling, sampling_targets, cursors):
         tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))

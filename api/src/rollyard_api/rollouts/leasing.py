@@ -23,6 +23,7 @@ from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import GroupRow, LeasableJob, PayloadRow, WaitingRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+from rollyard_api.trajectories import spans
 from rollyard_api.trajectories.records import fitting
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
@@ -207,7 +208,15 @@ def _granted(
                 "b_worker": ask.worker,
                 "b_expires": tx.now + lease_seconds,
                 "b_now": tx.now,
-                "b_timings": timing.add(row.timings, stage, queued=queued, attempts=1),
+                "b_timings": timing.add(
+                    row.timings,
+                    stage,
+                    queued=queued,
+                    attempts=1,
+                    step=timing.Step(
+                        RolloutState.queued(stage), row.since, RolloutState.leased(stage), tx.now
+                    ),
+                ),
                 "b_backend": backend,
                 "b_policy_index": policy_index,
             }
@@ -234,6 +243,7 @@ def _granted(
         tx.emit(row.job_id, rollout=row.id, stage=stage, status="leased", reward=None, reason="")
         tx.count("leases", stage)
         tx.count("queue_seconds", stage, value=queued)
+        spans.waited(tx, row.id, stage, row.since)
     if changes:
         tx.conn.execute(_GRANT, changes)
     return leases, total

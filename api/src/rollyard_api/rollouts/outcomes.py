@@ -20,6 +20,7 @@ from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import payloads, rollouts
+from rollyard_api.trajectories import spans
 
 _HELD = (
     sa.select(*HELD_COLUMNS)
@@ -85,6 +86,7 @@ def _advanced(row: HeldRollout, now: float, state: RolloutState, **changes: Any)
     }
 
 
+_FOLLOWING = {"init": RolloutState.QUEUED_RUN, "run": RolloutState.QUEUED_EVAL}
 _BACKENDS_FAULT = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 
@@ -158,8 +160,16 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
     times = item.get("times") or {}
     settled = f"{row.settled} c{item['token']}".strip()
     active = max(0.0, tx.now - row.since)
-    timings = timing.add(row.timings, stage, active=active, worker=times)
+    timings = timing.add(
+        row.timings,
+        stage,
+        active=active,
+        worker=times,
+        step=None if stage == "eval" else timing.Step(row.state, row.since, _FOLLOWING[stage], tx.now),
+        counted=item.get("counted"),
+    )
     tx.count("stage_seconds", stage, value=active)
+    spans.worked(tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node)
     if stage == "eval":
         components = item.get("reward_components") or None
         batch.endings.append(

@@ -30,7 +30,7 @@ from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, columns
 from rollyard_api.storage.schema import jobs, payloads, rollouts
-from rollyard_api.trajectories import attempts
+from rollyard_api.trajectories import attempts, spans
 
 MAX_EXPIRIES = 10
 """The default number of leases of a rollout that may be lost. One more ends it."""
@@ -165,9 +165,10 @@ def requeue(tx: Transaction, items: Sequence[Return], *, max_expiries: int = MAX
     dropped: list[dict[str, str]] = []
     endings: list[Ending] = []
     for item in ordered:
+        _trace(tx, item)
         row = item.row
         verdict = _judge(item, limits, max_expiries)
-        timings = _timings(tx, item)
+        timings = _timings(tx, item, verdict.to)
         changes.append(_changed(tx, item, verdict, timings))
         if verdict.to is None:
             endings.append(_ending(item, timings))
@@ -192,11 +193,12 @@ def _limits(tx: Transaction, ids: Iterable[int]) -> dict[int, Any]:
     return {row.id: loads(row.limits) for row in tx.conn.execute(_LIMITS, {"b_ids": wanted})}
 
 
-def _timings(tx: Transaction, item: Return) -> str:
+def _timings(tx: Transaction, item: Return, to: StageName | None) -> str:
     row, since = item.row, _seconds(tx, item.row)
+    step = None if to is None else timing.Step(row.state, row.since, RolloutState.queued(to), tx.now)
     if row.state.is_leased:
-        return timing.add(row.timings, _stage(row), active=since, worker=item.times)
-    return timing.add(row.timings, _stage(row), queued=since)
+        return timing.add(row.timings, _stage(row), active=since, worker=item.times, step=step)
+    return timing.add(row.timings, _stage(row), queued=since, step=step)
 
 
 def _seconds(tx: Transaction, row: HeldRollout) -> float:
@@ -227,6 +229,8 @@ def _changed(tx: Transaction, item: Return, verdict: _Verdict, timings: str) -> 
 
 def _attempt(tx: Transaction, item: Return, counted: bool) -> dict[str, Any]:
     row, stage = item.row, _stage(item.row)
+    if row.state.is_leased and row.worker:
+        tx.trouble(row.job_id, row.worker, row.id, item.reason, item.message)
     return attempts.attempt(
         stage=stage,
         number=timing.tries(row.timings, stage),
@@ -256,3 +260,14 @@ def _ending(item: Return, timings: str) -> Ending:
         timings=timings,
         settled=row.settled if item.settled is None else item.settled,
     )
+
+
+def _trace(tx: Transaction, item: Return) -> None:
+    """Add the span of the state that ends now."""
+    row, stage = item.row, _stage(item.row)
+    if row.state.is_leased:
+        spans.worked(
+            tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node, error=item.reason
+        )
+    else:
+        spans.waited(tx, row.id, stage, row.since, reason=item.reason)

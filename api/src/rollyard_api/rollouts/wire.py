@@ -20,6 +20,7 @@ from rollyard_crds.trajectory import MAX_REWARD, Trajectory
 from rollyard_api.core.codec import check_plain, dumps, pack
 from rollyard_api.core.problems import Invalid
 from rollyard_api.core.validation import MAX_PROBLEMS
+from rollyard_api.trajectories import traces
 
 MAX_CARRY_BYTES = 1 << 20
 _FAILURES = TypeAdapter(list[StageFailure])
@@ -87,6 +88,7 @@ def check_results(document: Any) -> list[dict[str, Any]]:
             trajectory = item["trajectory"]
             item["packed"] = pack(dumps(trajectory))
             item["template_breaks"] = trajectory.get("template_breaks", 0)
+            item["counted"] = traces.counts_of(trajectory)
             item["sampled_tokens"] = sum(sum(s["loss_mask"]) for s in trajectory.get("segments", []))
     return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from rollyard_api.routes.common import (
     body_of,
     body_schema,
     bound_of,
+    client_number,
     others_among,
     plane_of,
     refuse_other_job,
@@ -51,10 +53,14 @@ from rollyard_api.routes.common import (
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.database import Transaction
+from rollyard_api.views.rollout import live
 
 log = logging.getLogger("rollyard.api")
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
+
+WATCHED_SINCE = 3
+"""The number of the first client that accepts `watched` in the answer to a heartbeat."""
 
 
 def _reply(request: Request, document: Any) -> Response:
@@ -78,6 +84,7 @@ async def lease(request: Request) -> Response:
     refuse_other_job(request, asked.namespace or "default", asked.job)
     job = bound_of(request)
     job_id = None if job is None else job.id
+    plane.views.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
     ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace, job_id)
     stages = sorted(stage for stage, places in ask.capacity.items() if places > 0)
     with plane.worker_polls.held(ask.namespace or "") if asked.wait > 0 else nullcontext():
@@ -127,21 +134,31 @@ async def heartbeat(request: Request) -> Response:
     job_id = None if job is None else job.id
     # The list of one job's workers is kept apart, so it does not replace what other workers listed.
     place = beat.node if job is None else f"{beat.node} {job_id}"
+    tells = client_number(request) >= WATCHED_SINCE and plane.views.watching.possible(time.time())
 
-    def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float]:
+    def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
         lost, cancelled = lease_expiry.renew(tx, held, plane.settings.lease_seconds)
         unnamed, oldest = lease_expiry.claims(tx, beat.node, beat.sandboxes)
         node_loss.heard(tx, beat.node, job_id)
         unused = node_loss.give_up(tx, beat.ending) if beat.ending else []
-        return lost, cancelled, unnamed, oldest, unused, tx.now
+        watched: list[str] = []
+        if tells or beat.live:
+            gone = {rollout for rollout, _ in (*lost, *cancelled)}
+            kept = {rollout: token for rollout, token in held if rollout not in gone}
+            live.take(tx, beat.live, kept)
+            watched = live.watched(tx, kept) if tells else []
+        return lost, cancelled, unnamed, oldest, unused, tx.now, watched
 
-    lost, cancelled, unnamed, oldest, unused, now = await plane.database.write(op, durable=False)
+    plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
+    told = await plane.database.write(op, durable=False)
+    lost, cancelled, unnamed, oldest, unused, now, watched = told
     return _reply(
         request,
         {
             "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
             "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
             "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
+            **({"watched": watched} if watched else {}),
         },
     )
 

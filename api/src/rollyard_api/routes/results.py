@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from rollyard_crds.rolloutjob import StageName
+from fastapi import APIRouter, Depends, Query, Request
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
-from rollyard_api.core.problems import Conflict, Invalid, NotFound, TooLarge
-from rollyard_api.core.states import ENDED, RolloutState
+from rollyard_api.core.problems import Invalid, TooLarge
+from rollyard_api.core.states import ENDED
 from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import Namespace, Wait, answer, is_older_client, plane_of
+from rollyard_api.routes.page.records import record_line
+from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.routes.result_pages import ResultPage, result_page
 from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
-from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import attempts, delivery, group_records, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
+from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
 
@@ -158,25 +159,28 @@ async def _large_group(
 async def list_rollouts(
     request: Request,
     name: str,
+    asked: Annotated[RolloutFilter, Depends(rollout_filter)],
     namespace: Namespace = "default",
-    stage: StageName | None = None,
-    status: Literal["queued", "leased", "succeeded", "failed", "cancelled"] | None = None,
-    retried: bool = False,
+    slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
 ) -> Response:
     """List rollouts in brief: stage, status, attempts so far, reward, timings and worker.
 
-    `retried=true` leaves out those without an attempt that did not end well.
+    `retried=true` leaves out those without an attempt that did not end well. With `slim=true` rows are
+    shorter, at most 200 come at once, and they are sorted and filtered: an order by what only ended
+    rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
     plane = plane_of(request)
-    wanted = RolloutState.matching(stage, status)
+    if slim:
+        return await slim_page(plane, namespace, name, asked, min(limit, MAX_ROWS), after)
+    check_plain_list(asked)
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
         job = jobs.find(conn, namespace, name)
         begin = _rollout_after(after, job)
-        found, more = records.summaries(conn, job.id, wanted, limit, begin, most, retried=retried)
+        found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
     async with plane.looks.held(namespace):
@@ -195,37 +199,27 @@ def _rollout_after(given: str, job: JobRow) -> str:
 
 @router.get("/{name}/rollouts/{rollout}")
 async def get_rollout(
-    request: Request, name: str, rollout: str, namespace: Namespace = "default"
+    request: Request, name: str, rollout: str, namespace: Namespace = "default", download: bool = False
 ) -> Response:
-    """Return the trajectory of a rollout that has ended."""
+    """Return the trajectory of a rollout that has ended.
+
+    With `download=true` a browser saves it as a text, and shows and runs nothing of it.
+    """
     plane = plane_of(request)
-
-    def query(conn: Connection) -> tuple[JobRow, RolloutSize]:
-        job = jobs.find(conn, namespace, name)
-        short = records.sizes().add_columns(rollouts.c.state)
-        row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
-        if row is None:
-            raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
-        if row.end_seq is None:
-            raise Conflict(
-                f"rollout {rollout!r} has not ended: {row.state.status} in stage "
-                f"{row.state.stage}; its trajectory is there once it has",
-                reason="RolloutNotEnded",
-            )
-        *size, _state = row
-        return job, RolloutSize(*size)
-
     async with AsyncExitStack() as held:
-        job, short = await plane.database.read(query)
-        await held.enter_async_context(plane.pages_of([short]).held(namespace))
-        at = short.end_seq
-        every = ENDED
-        rows = await plane.database.read(
-            partial(records.rows_of, job_id=job.id, cursor=at - 1, wanted=every, last=at)
-        )
-        if not rows:
-            raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
-        (line,) = await plane.archive.lines(rows, namespace, name, job.uid, plane.settings.page_bytes)
+        _, line = await record_line(plane, held, namespace, name, rollout)
         if is_older_client(request):
             line = attempts.without(line)
-        return Delivery(line, "application/json", {}, held.pop_all())
+        if not download:
+            return Delivery(line, "application/json", {}, held.pop_all())
+        headers = {
+            "Content-Disposition": f'attachment; filename="{_file_name(rollout)}.json"',
+            "X-Content-Type-Options": "nosniff",
+        }
+        return Delivery(line, "text/plain; charset=utf-8", headers, held.pop_all())
+
+
+def _file_name(rollout: str) -> str:
+    return "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "_" for letter in rollout
+    )

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
+from rollyard_crds.telemetry.spans import TraceSpan
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
@@ -50,6 +51,10 @@ Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
 
 
+Trouble = tuple[int, str, str, str, str]
+"""A stage that did not end well while a worker had it: job, worker, rollout, reason and message."""
+
+
 @dataclass(slots=True)
 class Transaction:
     """What one op is given: the connection, the time, and lists of what to announce after the commit."""
@@ -60,9 +65,14 @@ class Transaction:
     wakes: set[str] = field(default_factory=set)
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
+    """The spans that end with this transaction; see `trajectories.spans`."""
+    trace_sample: float = 0.0
+    """The fraction of groups whose rollouts are traced; 0 if nothing is."""
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
     """The active rollouts by backend, if this transaction counted them."""
+    troubles: list[Trouble] = field(default_factory=list)
 
     def wake(self, topic: str) -> None:
         """Make long polls on this topic check again after the commit."""
@@ -75,6 +85,10 @@ class Transaction:
     def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
         """Add to a counter, or observe a value, under these labels."""
         self.counted.append((metric, labels, value))
+
+    def trouble(self, job_id: int, worker: str, rollout: str, reason: str, message: str) -> None:
+        """Record that a stage did not end well while this worker had the rollout."""
+        self.troubles.append((job_id, worker, rollout, reason, message))
 
     def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
         """Record that a rollout sampled `tokens` on this backend, in seconds of model time and of Run."""
@@ -201,6 +215,8 @@ class Database:
         self._watches_jobs = False
         self._touches_jobs = False
         self._job_changes = 0
+        self.trace_sample = 0.0
+        """The fraction of groups whose rollouts are traced; 0 if nothing is."""
         if self.sqlite:
             event.listen(self.writer, "connect", self._watch_jobs)
 
@@ -356,7 +372,7 @@ class Database:
         try:
             with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
                 for item in batch:
-                    item.tx = Transaction(conn, now, self.sqlite)
+                    item.tx = Transaction(conn, now, self.sqlite, trace_sample=self.trace_sample)
                     item.result = item.op(item.tx)
         finally:
             if self._touches_jobs:

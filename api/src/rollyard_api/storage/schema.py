@@ -23,7 +23,7 @@ metadata = sa.MetaData(
 )
 
 
-class _State(sa.TypeDecorator[RolloutState]):
+class StateNumber(sa.TypeDecorator[RolloutState]):
     """A RolloutState, stored as its number."""
 
     impl = sa.SmallInteger
@@ -119,7 +119,7 @@ rollouts = sa.Table(
     sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), nullable=False),
     sa.Column("group_no", sa.Integer, nullable=False),
     sa.Column("sample", sa.Integer, nullable=False),
-    sa.Column("state", _State, nullable=False),
+    sa.Column("state", StateNumber, nullable=False),
     # While queued, the only node whose workers may lease it, or "" for any. While leased, the worker's node.
     sa.Column("node", sa.String(253), nullable=False),
     sa.Column("place", sa.BigInteger, nullable=False),

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
@@ -26,7 +27,8 @@ from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavaila
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
-from rollyard_api.trajectories import packed, records
+from rollyard_api.storage.view_tables import rollout_words
+from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore
 from rollyard_api.trajectories.part_places import PartRange, arrays_path, part_path, ranges_of
@@ -141,9 +143,21 @@ def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: in
     return lines
 
 
-def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> tuple[list[bytes], bytes]:
-    """Return the lines of a part, as many as fit, and its object with raw arrays."""
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """What is made of the members of a part, as many as fit into it."""
+
+    lines: list[bytes]
+    """The records, each with its newline."""
+    words: list[bytes]
+    """The hashes of the words of each record."""
+    arrays: bytes
+    """The object with the raw arrays."""
+
+
+def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects:
     lines: list[bytes] = []
+    hashes: list[bytes] = []
     arrays: list[bytes] = []
     total = 0
     for row in rows:
@@ -153,8 +167,9 @@ def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> tuple[li
         if lines and total > PART_BYTES:
             break
         lines.append(line)
+        hashes.append(words.hashes(words.texts_of(document)))
         arrays.append(packed.packed(document))
-    return lines, packed.joined(lines, arrays)
+    return _Objects(lines, hashes, packed.joined(lines, arrays))
 
 
 def _packed(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
@@ -170,7 +185,21 @@ def _packed(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: i
     return found
 
 
-def _place(tx: Transaction, part: Part, lines: Sequence[tuple[str, int]]) -> None:
+def _words(module: Any) -> Any:
+    return module.insert(rollout_words).on_conflict_do_nothing()
+
+
+_WORDS = {"sqlite": _words(sqlite), "postgresql": _words(postgresql)}
+
+
+def _place(
+    tx: Transaction, part: Part, lines: Sequence[tuple[str, int]], of_words: Sequence[tuple[int, bytes]]
+) -> None:
+    kept = [
+        {"job_id": part.job_id, "end_seq": place, "words": hashes} for place, hashes in of_words if hashes
+    ]
+    if kept:
+        tx.conn.execute(_WORDS["sqlite" if tx.sqlite else "postgresql"], kept)
     offset, places = 0, []
     for rollout, length in lines:
         places.append({"b_id": rollout, "b_offset": offset, "b_length": length})
@@ -253,7 +282,8 @@ class Archive:
         content = await self._database.read(partial(_content, part=part))
         if content is None or not content.rows:
             return 0
-        lines, arrays = await self.builds.run(partial(_objects, content.rows, content.namespace, content.job))
+        made = await self.builds.run(partial(_objects, content.rows, content.namespace, content.job))
+        lines, arrays = made.lines, made.arrays
         path = part_path(content.namespace, content.job, content.uid, part.number)
         try:
             await self.writes.run(partial(self._store.write, path, b"".join(lines)))
@@ -262,7 +292,8 @@ class Archive:
             self.refused = error
             raise
         placed = [(row.id, len(line)) for row, line in zip(content.rows, lines, strict=False)]
-        await self._database.write(partial(_place, part=part, lines=placed))
+        of_words = [(row.end_seq, hashes) for row, hashes in zip(content.rows, made.words, strict=False)]
+        await self._database.write(partial(_place, part=part, lines=placed, of_words=of_words))
         return len(lines)
 
     async def unstored(self) -> int:

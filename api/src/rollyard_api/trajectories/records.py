@@ -17,7 +17,7 @@ from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
-from rollyard_api.trajectories import attempts
+from rollyard_api.trajectories import attempts, traces
 
 _ROW_BYTES = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
@@ -39,7 +39,7 @@ def select() -> sa.Select[Any]:
 
 def timings(text: str) -> dict[str, Any]:
     """Return a row's accumulated timings in the form of the record."""
-    return {
+    document = {
         "init": _STAGE,
         "run": _STAGE,
         "eval": _STAGE,
@@ -48,6 +48,8 @@ def timings(text: str) -> dict[str, Any]:
         "own_seconds": 0.0,
         **loads(text),
     }
+    document.pop(traces.KEY, None)
+    return document
 
 
 def record(row: EndedRollout, job: str, namespace: str) -> bytes:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rollyard import terminal
-from rollyard.connection import connect, server_options
+from rollyard.connection import connection, server_options
+
+if TYPE_CHECKING:
+    from rollyard_client import Client
 
 MAX_RETRIED = 10_000
 """The number of retried rollouts whose attempts are counted."""
@@ -25,6 +29,7 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
     from rollyard_crds import RolloutJob
 
     from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
+    from rollyard.page.links import link_if_any
     from rollyard.render.describe import describe_job, describe_pool
 
     if name is None and kind in (*JOB_WORDS, *POOL_WORDS):
@@ -32,18 +37,36 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
             f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
         )
     console = terminal.console()
-    with connect(url, home, namespace) as client:
+    with connection(url, home, namespace) as made:
+        client = made.client
         thing = find(client, kind, name, namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
-            failed = client.rollouts(meta.name, status="failed", namespace=meta.namespace)
-            reasons = Counter((item.reason, item.message) for item in failed)
+            reasons: Counter[tuple[str, str]] = Counter(_failures(client, meta.name, meta.namespace))
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
                 (one.stage, one.reason, one.counted)
                 for item in islice(retried, MAX_RETRIED)
                 for one in item.attempts
             )
-            describe_job(console, thing, reasons, attempts)
+            link = link_if_any(made, meta.namespace, meta.name)
+            describe_job(console, thing, reasons, attempts, link)
         else:
             describe_pool(console, thing)
+
+
+def _failures(client: Client, name: str, namespace: str) -> dict[tuple[str, str], int]:
+    """Return the number of failed rollouts for each reason, with the message of the newest one.
+
+    A control plane of an earlier release keeps no statistics. Its failed rollouts are counted here.
+    """
+    from collections import Counter
+
+    from rollyard_client.errors import NotFound
+
+    try:
+        kept = client.statistics(name, namespace)["failures"]
+    except NotFound:
+        failed = client.rollouts(name, status="failed", namespace=namespace)
+        return Counter((item.reason, item.message) for item in failed)
+    return {(one["reason"], one.get("message", "")): one["n"] for one in kept}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
 
     from rollyard.render.trajectory import Decode
+
+
+SORTS = ("id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,15 @@ class Choice:
 )
 @click.option("--failed", is_flag=True, help="Only rollouts that failed or have reward 0, and why.")
 @click.option("--list", "listing", is_flag=True, help="List the rollouts instead of showing one.")
+@click.option("--sort", type=click.Choice(SORTS), help="With --list: the order; `-` begins with the largest.")
+@click.option("--status", help="With --list: queued, leased, succeeded, failed or cancelled.")
+@click.option("--reason", help="With --list: only rollouts that ended for this reason.")
+@click.option("--min-reward", type=float, help="With --list: only rewards from this one on.")
+@click.option("--max-reward", type=float, help="With --list: only rewards up to this one.")
+@click.option("--task", help="With --list: only the samples of the task with this id.")
+@click.option("--search", help="With --list: only conversations with all of these words.")
 @click.option("--step", is_flag=True, help="Show them one after another.")
+@click.option("--web", is_flag=True, help="Print the link of the page instead; `rollyard open` signs in.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder, to show the exact tokens.")
 @server_options
 def command(
@@ -48,17 +59,29 @@ def command(
     failed: bool,
     listing: bool,
     step: bool,
+    web: bool,
     tokenizer: Path | None,
     url: str | None,
     home: Path | None,
     namespace: str,
+    **filters: Any,
 ) -> None:
     """Read a trajectory turn by turn, sampled tokens marked (coloured; «…» without a terminal).
 
     ROLLOUT is an id, the end of one, or a task's id; without it, a solved one is chosen.
-    `--failed` lists what failed or has reward 0, and why.
+    `--failed` lists what failed or has reward 0, and why. With `--list`, the control plane sorts, filters
+    and searches, however many rollouts there are.
     """
     choice = Choice(failed, listing, step)
+    filters = {key: value for key, value in filters.items() if value is not None}
+    if web:
+        if path is not None or failed or listing or step or filters or not 1 <= len(arguments) <= 2:
+            raise click.UsageError("--web goes with the job's NAME (and a ROLLOUT) alone")
+        _print_link(arguments[0], arguments[1:], url, home, namespace)
+        return
+    if filters and (path is not None or not listing or failed or len(arguments) != 1):
+        given = ", ".join(f"--{key.replace('_', '-')}" for key in filters)
+        raise click.UsageError(f"{given}: give it with NAME and --list, without ROLLOUT, --from and --failed")
     if path is not None:
         from rollyard.extras import require
         from rollyard.trajectories.reading import read_file, tokenizer_of
@@ -74,9 +97,33 @@ def command(
         raise click.UsageError("give the job's NAME (and a ROLLOUT), or --from FILE")
     name, rest = arguments[0], arguments[1:]
     with connect(url, home, namespace) as client:
+        if filters:
+            _list(client, name, filters)
+            return
         found = _of_job(client, name, rest, namespace)
         beside = partial(_tokenizer, client, name, namespace)
         _view(found, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
+
+
+def _print_link(name: str, rest: tuple[str, ...], url: str | None, home: Path | None, namespace: str) -> None:
+    from rollyard.connection import connection
+    from rollyard.page.links import job_link, rollout_id
+
+    with connection(url, home, namespace) as made:
+        client = made.client
+        client.job(name, namespace)
+        rollout = rollout_id(client, name, rest[0], namespace) if rest else ""
+        terminal.echo_line(job_link(made, namespace, name, rollout))
+
+
+def _list(client: Client, name: str, filters: dict[str, Any]) -> None:
+    """Print the rows of the rollouts that the options select."""
+    from rollyard_client import RolloutQuery
+
+    from rollyard.render.rollout_rows import rows_table
+    from rollyard.render.tables import print_table
+
+    print_table(terminal.console(), rows_table(client.rollout_rows(name, RolloutQuery(**filters))))
 
 
 def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) -> Iterable[Trajectory]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle
+from rollyard_crds.lease import Lease, LeaseRef, LiveTurn, SandboxHandle
+
+if TYPE_CHECKING:
+    from rollyard_crds.telemetry.scope import RolloutScope
 
 Stop = Literal["cancelled", "lost", "drained"]
 
@@ -23,6 +26,8 @@ class HeldLease:
     task: asyncio.Task[None] | None = None
     stop: Stop | None = None
     """The reason why its task was stopped from outside."""
+    scope: RolloutScope | None = None
+    """The rollout, for log lines and spans."""
     begun: bool = False
     """Whether its task has begun to run. A task that is cancelled earlier would never clean up."""
     reporting: bool = False
@@ -31,6 +36,8 @@ class HeldLease:
     """The rollout's sandbox, even while Init has not reported it yet."""
     eval_sandbox: SandboxHandle | None = None
     """Eval's own fresh sandbox, while there is one."""
+    live: Callable[[int], list[LiveTurn]] | None = None
+    """Returns the conversation's messages from a number on, cut for people who watch; None before Run."""
     done_with_sandbox: bool = False
     """Whether to remove the sandbox once the control plane has answered for the outcome.
 

@@ -15,10 +15,12 @@ from rollyard_pipeline.control_plane.leases import LeaseTable
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.worker.live_turns import LiveTurnsToSend
 
 log = logging.getLogger(__name__)
 
 INTERVAL: Final = 2.0  # The time between beats in seconds, and the longest delay of a cancellation.
+WATCHED_INTERVAL: Final = 1.0  # The time between beats in seconds while somebody watches a rollout.
 _RENEW_EVERY: Final = 20.0  # seconds
 _SANDBOX_SECONDS: Final = 60.0
 """The time in seconds after which a sandbox that is not renewed ends by itself."""
@@ -50,6 +52,7 @@ class Heartbeat:
         self._worker = worker
         self._node = node
         self._sandboxes_end = sandboxes_end
+        self._live = LiveTurnsToSend()
         self._claimed: list[str] = []
         self._orphans: set[str] = set()
         self._told = asyncio.Event()
@@ -65,7 +68,8 @@ class Heartbeat:
                 began = clock()
                 await self.beat(began)
                 shortest = min((held.lease.lease_seconds for held in self._table), default=INTERVAL * 3)
-                await asyncio.sleep(max(0.05, min(INTERVAL, shortest / 3) - (clock() - began)))
+                usual = WATCHED_INTERVAL if self._live.watched else INTERVAL
+                await asyncio.sleep(max(0.05, min(usual, shortest / 3) - (clock() - began)))
 
     async def beat(self, now: float, ending: Sequence[str] = ()) -> None:
         """Send one heartbeat. `run` and `last` remove the orphaned sandboxes that its response names.
@@ -76,6 +80,7 @@ class Heartbeat:
         sandboxes = await self._scan(now)
         held = list(self._table)
         unreported = self._table.unreported_sandboxes()
+        live = self._live.take(held)
         try:
             answer = await self._control.heartbeat(
                 HeartbeatRequest(
@@ -84,6 +89,7 @@ class Heartbeat:
                     leases=[item.ref for item in held],
                     sandboxes=[name for name in sandboxes if name not in unreported],
                     ending=list(ending),
+                    live=live,
                 )
             )
         except (ControlPlaneUnavailable, ControlPlaneRefused) as error:
@@ -93,6 +99,7 @@ class Heartbeat:
                 item.end("cancelled")
             for item in self._table.find(answer.lost):
                 item.end("lost")
+            self._live.answered(live, answer.watched)
             self._orphans = set(answer.orphans) - self._table.unreported_sandboxes()
         self._told.set()
 

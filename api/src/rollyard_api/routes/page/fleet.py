@@ -1,0 +1,77 @@
+"""The fleet at a glance, its jobs as slim rows, and what a worker holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api.jobs import jobs
+from rollyard_api.routes.common import Plane, answer
+from rollyard_api.views.fleet import job_list
+from rollyard_api.views.fleet.job_list import JobSort, JobState
+from rollyard_api.views.job import rollout_list
+
+router = APIRouter(prefix="/v1", tags=["views"])
+
+MAX_ROWS = 200
+"""The largest number of slim rows in an answer."""
+_Namespace = Annotated[str | None, Query(max_length=63)]
+
+
+@router.get("/overview")
+async def overview(plane: Plane) -> Response:
+    """Return the fleet at a glance: jobs by phase, queues, rates, pools, nodes and workers.
+
+    All who ask within a second get the same answer. `time` says when it was read.
+    """
+    return answer((await plane.views.fleet.look()).overview)
+
+
+@router.get("/jobs")
+async def list_slim_jobs(
+    plane: Plane,
+    namespace: _Namespace = None,
+    state: JobState | None = None,
+    search: Annotated[str, Query(max_length=128)] = "",
+    sort: JobSort = "late",
+    limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
+    after: Annotated[str, Query(alias="continue", max_length=512)] = "",
+) -> Response:
+    """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
+    fleet = await plane.views.fleet.look()
+    rows, more = job_list.page(
+        fleet.jobs,
+        namespace=namespace,
+        state=state,
+        search=search,
+        sort=sort,
+        limit=limit,
+        given=after,
+    )
+    return answer({"items": rows, "metadata": {} if more is None else {"continue": more}})
+
+
+@router.get("/workers/{name}/rollouts")
+async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None) -> Response:
+    """List the rollouts that a worker of this name holds, as slim rows with `namespace` and `job`.
+
+    At most 200 are listed, those that it has held for longest first.
+    """
+
+    def query(conn: Connection) -> list[dict[str, Any]]:
+        found = rollout_list.held_by(conn, name, MAX_ROWS)
+        items = []
+        for job_id in dict.fromkeys(row.job_id for row in found):
+            job = jobs.by_id(conn, job_id)
+            if job is not None and namespace in (None, job.namespace):
+                rows = rollout_list.slim(conn, job, [row for row in found if row.job_id == job_id])
+                items += [row | {"namespace": job.namespace, "job": job.name} for row in rows]
+        return sorted(items, key=lambda row: row["since"])
+
+    async with plane.looks.held(namespace or ""):
+        items = await plane.database.read(partial(query))
+    return answer({"items": items, "metadata": {}})

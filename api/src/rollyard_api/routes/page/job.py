@@ -1,0 +1,106 @@
+"""What people look at of one job: its groups as a grid, its statistics, and its stages over time."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api.jobs import jobs
+from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.routes.common import Namespace, Plane, answer
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.views.job import gantt as gantt_rows
+from rollyard_api.views.job import grid as grid_rows
+from rollyard_api.views.job import kept
+from rollyard_api.views.job.gantt import GanttSort
+from rollyard_api.views.job.grid import GridSort, GroupFilter
+from rollyard_api.views.job.rollout_list import Status
+
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"])
+
+FOLDS = 20
+"""The number of transactions with which a request folds what has just ended, before it answers."""
+After = Annotated[str, Query(alias="continue", max_length=256)]
+
+
+async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
+    """Return a job after what has ended of it was folded, as far as FOLDS transactions go.
+
+    Raises:
+        NotFound: There is no such job.
+    """
+
+    def query(conn: Connection) -> tuple[JobRow, bool]:
+        job = jobs.find(conn, namespace, name)
+        return job, kept.is_behind(conn, job)
+
+    job, behind = await plane.database.read(query)
+    if behind:
+        await plane.views.folding.fold(job.id, FOLDS)
+    return job
+
+
+@router.get("/{name}/grid")
+async def grid(
+    plane: Plane,
+    name: str,
+    namespace: Namespace = "default",
+    sort: GridSort = "no",
+    informative: bool | None = None,
+    status: Status | None = None,
+    task: Annotated[str | None, Query(max_length=128)] = None,
+    search: Annotated[str, Query(max_length=128)] = "",
+    limit: Annotated[int, Query(ge=1, le=grid_rows.MAX_GROUPS)] = 100,
+    after: After = "",
+) -> Response:
+    """List groups with one cell a sample: [id after `prefix`, q|l|s|f|c, reward], without trajectories.
+
+    Any order but `no` lists the groups that have ended. `status` selects groups of which a sample has it.
+    """
+    asked = GroupFilter(sort, informative, status, task, search)
+    async with plane.looks.held(namespace):
+        job = await folded(plane, namespace, name)
+
+        def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
+            return grid_rows.page(conn, job, asked, limit, after)
+
+        items, more = await plane.database.read(query)
+    metadata = {} if more is None else {"continue": more}
+    return answer({"prefix": f"{prefix_of(job.name, job.uid)}-", "items": items, "metadata": metadata})
+
+
+@router.get("/{name}/statistics")
+async def statistics(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """Return the statistics that are kept of a job: rewards, versions, time, failures, stages.
+
+    `upto` is the number of ended rollouts that they hold. `by_time` has the width of its buckets in seconds.
+    """
+    async with plane.looks.held(namespace):
+        job = await folded(plane, namespace, name)
+        return answer(await plane.database.read(partial(kept.statistics, job=job)))
+
+
+@router.get("/{name}/gantt")
+async def gantt(
+    plane: Plane,
+    name: str,
+    namespace: Namespace = "default",
+    sort: GanttSort = "-duration",
+    limit: Annotated[int, Query(ge=1, le=gantt_rows.MAX_ROWS)] = 100,
+) -> Response:
+    """List rollouts with their time in each state: [state, begin, end] in seconds since the epoch.
+
+    Those that worked longest come first, or with `sort=started` the newest in the order of their begins. A
+    rollout that has not ended has `open` and ends at `time`.
+    """
+    now = time.time()
+    async with plane.looks.held(namespace):
+        job = await folded(plane, namespace, name)
+        look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
+        items = await plane.database.read(look)
+    return answer({"time": now, "items": items, "metadata": {}})

@@ -1,0 +1,106 @@
+"""When a rollout entered each of its states, as its row keeps it for pages that draw time.
+
+The key `_` of the row's timings holds it, and records leave it out. The times are whole milliseconds after
+the first of them, in one flat list: the first time in seconds since the epoch, then a state's number and a
+time for each state that the rollout entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rollyard_api.core.codec import loads
+from rollyard_api.core.states import BY_NUMBER, RolloutState
+
+KEY: Final = "_"
+MAX_STATES: Final = 64
+"""The number of states that are kept. Of a rollout that entered more, the second and later ones are lost."""
+MAX_REASON: Final = 64
+_STAGES: Final = ("init", "run", "eval")
+
+
+def note(
+    document: dict[str, Any], before: RolloutState, since: float, after: RolloutState, now: float
+) -> None:
+    """Add to decoded timings that a rollout, which was in one state since a time, has entered another."""
+    kept = document.setdefault(KEY, {})
+    places = kept.setdefault("at", [round(since, 3), int(before), 0])
+    places += (int(after), max(0, round((now - places[0]) * 1000)))
+    if len(places) > 1 + 2 * MAX_STATES:
+        del places[3:5]
+
+
+def counts_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a Run's trajectory, which was checked: turns, calls and why it was cut."""
+    turns = trajectory.get("turns") or ()
+    found: dict[str, Any] = {"turns": len(turns)}
+    calls = sum(len(turn.get("tool_calls") or ()) for turn in turns)
+    if calls:
+        found["calls"] = calls
+    if trajectory.get("truncated_reason"):
+        found["cut"] = trajectory["truncated_reason"][:MAX_REASON]
+    return found
+
+
+def count(document: dict[str, Any], counted: Mapping[str, Any]) -> None:
+    """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
+    kept = document.setdefault(KEY, {})
+    for name in ("turns", "calls", "cut"):
+        kept.pop(name, None)
+    kept.update(counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The time that a rollout spent in one state, in seconds since the epoch."""
+
+    state: RolloutState
+    start: float
+    end: float
+
+    @property
+    def name(self) -> str:
+        """The stage, with `-queue` if the rollout waited for it."""
+        return f"{self.state.stage}-queue" if not self.state.is_leased else str(self.state.stage)
+
+
+def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
+    """Return the spans of decoded timings in their order; the last ends at `end`, in seconds of the epoch.
+
+    The rows of earlier releases have no times of states. Their spans are made from the sums, one after the
+    other up to `end`, which is right for a rollout whose attempts all succeeded.
+    """
+    kept = timings.get(KEY, {}).get("at")
+    if not kept:
+        return _of_sums(timings, end)
+    first = float(kept[0])
+    entered = [
+        (BY_NUMBER[number], first + milliseconds / 1000)
+        for number, milliseconds in zip(kept[1::2], kept[2::2], strict=True)
+    ]
+    ends = [start for _, start in entered[1:]] + [max(end, entered[-1][1])]
+    return [Span(state, start, until) for (state, start), until in zip(entered, ends, strict=True)]
+
+
+def _of_sums(timings: Mapping[str, Any], end: float) -> list[Span]:
+    lengths = []
+    for place, stage in enumerate(_STAGES):
+        entry = timings.get(stage) or {}
+        lengths += [
+            (BY_NUMBER[2 * place], float(entry.get("queued_seconds", 0.0))),
+            (BY_NUMBER[2 * place + 1], float(entry.get("active_seconds", 0.0))),
+        ]
+    start, found = end - sum(seconds for _, seconds in lengths), []
+    for state, seconds in lengths:
+        if seconds > 0:
+            found.append(Span(state, start, start + seconds))
+        start += seconds
+    return found
+
+
+def last_state(timings: str) -> RolloutState | None:
+    """Return the state that a row's timings name last, or None if they name none."""
+    kept = loads(timings).get(KEY, {}).get("at")
+    return BY_NUMBER[kept[-2]] if kept else None

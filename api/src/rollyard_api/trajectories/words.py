@@ -1,0 +1,69 @@
+"""The words of a conversation as hashes, by which a search finds the rollouts that may have them.
+
+A word is a run of letters, digits and underscores, in any case of letters. The hashes are CRC-32, four bytes
+each, sorted and joined. Two words may share a hash, and one may be found across the bounds of two others, so
+a search reads the records that it finds.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from rollyard_api.core.codec import dumps
+
+MAX_WORDS: Final = 4096
+"""The number of words of one conversation that are kept: the first different ones."""
+MAX_CHARACTERS: Final = 256 << 10
+"""The number of characters of one conversation that are read for its words."""
+_BYTES: Final = 4
+_WORD: Final = re.compile(r"\w+")
+
+
+def words_in(text: str) -> Iterator[str]:
+    """Return the words of a text in lower case."""
+    return (found.group() for found in _WORD.finditer(text.lower()))
+
+
+def hash_of(word: str) -> bytes:
+    """Return the hash of a word in lower case."""
+    return zlib.crc32(word.encode("utf-8", "surrogatepass")).to_bytes(_BYTES)
+
+
+def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
+    """Return the texts of a record's conversation: those of its messages, and the arguments of its calls."""
+    for message in record.get("messages") or ():
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif content:
+            yield dumps(content).decode()
+        for call in message.get("tool_calls") or ():
+            yield dumps(call).decode()
+
+
+def hashes(texts: Iterable[str]) -> bytes:
+    """Return the sorted hashes of the different words of some texts."""
+    found: dict[bytes, None] = {}
+    room = MAX_CHARACTERS
+    for text in texts:
+        for word in words_in(text[:room]):
+            found[hash_of(word)] = None
+            if len(found) >= MAX_WORDS:
+                return b"".join(sorted(found))
+        room -= len(text)
+        if room <= 0:
+            break
+    return b"".join(sorted(found))
+
+
+def has_all(texts: Iterable[str], wanted: Iterable[str]) -> bool:
+    """Return whether the texts together have all of these words, which are in lower case."""
+    missing = set(wanted)
+    for text in texts:
+        if not missing:
+            return True
+        missing.difference_update(words_in(text))
+    return not missing

@@ -1,0 +1,1 @@
+"""The whole fleet at a glance: jobs, pools, workers and rates."""

@@ -1,0 +1,185 @@
+"""What has changed in the fleet, once a second, for everybody who follows it.
+
+One read serves all followers, and nothing is read while there are none. A follower that does not keep up is
+dropped, because the others must not wait for it; a page simply connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import dumps
+from rollyard_api.jobs import jobs as job_table
+from rollyard_api.storage.database import Database
+from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
+from rollyard_api.views.fleet.reader import FleetReader, FleetSnapshot
+from rollyard_api.views.job.rollout_list import slim_ended
+
+BUFFER: Final = 256
+"""The number of events that a follower may fall behind."""
+IDLE_SECONDS: Final = 10.0
+"""The time after which a stream without events gets a comment, so that nothing on the way closes it."""
+LOOK_SECONDS: Final = 1.0
+MAX_ENDED: Final = 50
+"""The number of ended rollouts of one job in one event."""
+MAX_ENDED_ALL: Final = 500
+"""The number of ended rollouts of all jobs in one second."""
+
+JobName = tuple[str, str]
+"""The namespace and the name of a job."""
+
+
+@dataclass(eq=False, slots=True)
+class _Follower:
+    only: JobName | None
+    events: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(BUFFER + 1))
+
+
+def event(name: str, document: Any) -> bytes:
+    """Return a server-sent event. JSON has no line feeds outside of escapes, so the data is one line."""
+    return b"event: " + name.encode() + b"\ndata: " + dumps(document) + b"\n\n"
+
+
+def glance(fleet: FleetSnapshot) -> dict[str, Any]:
+    """Return the overview without workers and nodes, of which a large fleet has many."""
+    return {key: value for key, value in fleet.overview.items() if key not in ("workers", "nodes", "more")}
+
+
+class FleetFeed:
+    """Tells followers what has changed between two reads.
+
+    Args:
+        reader: The reader of the fleet.
+        database: The database, for the rollouts that have ended.
+    """
+
+    def __init__(self, reader: FleetReader, database: Database) -> None:
+        self._reader = reader
+        self._database = database
+        self._followers: set[_Follower] = set()
+        self._last: FleetSnapshot | None = None
+        self._folded: dict[int, int] = {}
+
+    async def tick(self) -> None:
+        """Read the fleet if anybody follows it, and tell what has changed since the last call."""
+        if not self._followers:
+            self._last = None
+            return
+        before, now = self._last, await self._reader.look()
+        if before is None:
+            self._folded = await self._database.read(_folded)
+            self._last = now
+            return
+        if _content(before) != _content(now):
+            self._tell(event("overview", glance(now)), None)
+        for number, job in now.jobs.items():
+            if not _same(before.jobs.get(number), job):
+                self._tell(event("job", job), (job["namespace"], job["name"]))
+        for number in before.jobs.keys() - now.jobs.keys():
+            job = before.jobs[number]
+            name = (job["namespace"], job["name"])
+            self._tell(event("gone", {"namespace": name[0], "name": name[1]}), name)
+        self._last = now
+        await self._tell_ended(now)
+
+    async def _tell_ended(self, fleet: FleetSnapshot) -> None:
+        folded, self._folded = self._folded, await self._database.read(_folded)
+        wanted = {follower.only for follower in self._followers}
+        due = [
+            (number, folded.get(number, 0), self._folded[number])
+            for number, job in fleet.jobs.items()
+            if self._folded.get(number, 0) > folded.get(number, 0)
+            and (None in wanted or (job["namespace"], job["name"]) in wanted)
+        ]
+        if not due:
+            return
+        for number, found in await self._database.read(partial(_ended, due=due)):
+            job = fleet.jobs[number]
+            name = (job["namespace"], job["name"])
+            self._tell(event("ended", {"namespace": name[0], "name": name[1], **found}), name)
+
+    def _tell(self, data: bytes, of: JobName | None) -> None:
+        for follower in list(self._followers):
+            if of is not None and follower.only not in (None, of):
+                continue
+            if follower.events.qsize() >= BUFFER:
+                self._followers.discard(follower)
+                follower.events.put_nowait(None)
+            else:
+                follower.events.put_nowait(data)
+
+    async def follow(self, only: JobName | None, closing: Any) -> AsyncIterator[bytes]:
+        """Yield server-sent events until the client leaves, beginning with the overview.
+
+        Args:
+            only: The only job whose events are told, or None for all.
+            closing: Returns whether the control plane is about to stop.
+        """
+        follower = _Follower(only)
+        self._followers.add(follower)
+        try:
+            yield event("overview", glance(await self._reader.look()))
+            idle = 0.0
+            while not closing():
+                try:
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        data = await follower.events.get()
+                except TimeoutError:
+                    idle += LOOK_SECONDS
+                    if idle >= IDLE_SECONDS:
+                        idle = 0.0
+                        yield b": idle\n\n"
+                    continue
+                idle = 0.0
+                if data is None:
+                    yield event("dropped", {"reason": "SlowConsumer"})
+                    return
+                yield data
+        finally:
+            self._followers.discard(follower)
+
+
+def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+    """Return whether nothing of a slim row has changed but by how much the job is late."""
+    if before is now:
+        return True
+    if before is None or (before["late"] is None) != (now["late"] is None):
+        return False
+    return before | {"late": None} == now | {"late": None}
+
+
+def _content(fleet: FleetSnapshot) -> dict[str, Any]:
+    found = glance(fleet)
+    del found["time"]
+    return found
+
+
+def _folded(conn: Connection) -> dict[int, int]:
+    """Return the number of folded rollouts of each job."""
+    query = sa.select(job_statistics.c.job_id, job_statistics.c.rollouts)
+    return {row.job_id: row.rollouts for row in conn.execute(query)}
+
+
+def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[int, dict[str, Any]]]:
+    """Return {rollouts, more} of each job: the newest slim rows, and the number of those without room."""
+    found = []
+    room = MAX_ENDED_ALL
+    for number, after, upto in due:
+        job = job_table.by_id(conn, number)
+        if job is None:
+            continue
+        most = min(MAX_ENDED, room)
+        t = ended_rollouts.c
+        query = sa.select(ended_rollouts).where(t.job_id == number, t.end_seq > after, t.end_seq <= upto)
+        rows = conn.execute(query.order_by(t.end_seq.desc()).limit(most)).all() if most else []
+        room -= len(rows)
+        more = upto - after - len(rows)
+        found.append((number, {"rollouts": slim_ended(conn, job, rows), "more": more}))
+    return found

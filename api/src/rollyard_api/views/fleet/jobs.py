@@ -1,0 +1,191 @@
+"""Slim rows of jobs: how far each is, whether it is late, and what it waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import loads
+from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
+
+FINAL: Final = ("Succeeded", "Failed", "Cancelled")
+"""The phases that do not change any more."""
+STUCK_SECONDS: Final = 300.0
+"""The seconds without an end of a rollout after which a job that has begun counts as late."""
+_STAGES: Final = ("init", "run", "eval")
+_LOOKED_UP: Final = 500
+
+COLUMNS = (
+    jobs.c.id,
+    jobs.c.uid,
+    jobs.c.namespace,
+    jobs.c.name,
+    jobs.c.status,
+    jobs.c.pool,
+    jobs.c.suspended,
+    jobs.c.closed,
+    jobs.c.cancel_reason,
+    jobs.c.created_at,
+    jobs.c.started_at,
+    jobs.c.deadline_at,
+    jobs.c.finished_at,
+    jobs.c.total,
+    jobs.c.ended,
+    jobs.c.succeeded,
+    jobs.c.failed,
+    jobs.c.cancelled,
+    jobs.c.reward_sum,
+    jobs.c.outage_began,
+)
+
+
+def counts(conn: Connection, rows: list[Any]) -> dict[int, dict[RolloutState, int]]:
+    """Return the unfinished rollouts of jobs by state.
+
+    Those that wait for Init, who may be a million, are what remains of the total.
+    """
+    found: dict[int, dict[RolloutState, int]] = {row.id: {} for row in rows}
+    ids = [row.id for row in rows]
+    waiting = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
+    for at in range(0, len(ids), _LOOKED_UP):
+        query = (
+            sa.select(rollouts.c.job_id, rollouts.c.state, sa.func.count().label("n"))
+            .where(rollouts.c.job_id.in_(ids[at : at + _LOOKED_UP]), rollouts.c.state.in_(waiting))
+            .group_by(rollouts.c.job_id, rollouts.c.state)
+        )
+        for row in conn.execute(query):
+            found[row.job_id][row.state] = row.n
+    for row in rows:
+        left = row.total - row.ended - sum(found[row.id].values())
+        found[row.id][RolloutState.QUEUED_INIT] = max(0, left)
+    return found
+
+
+def last_ends(conn: Connection, rows: list[Any]) -> dict[int, float]:
+    """Return when the last folded rollout of each unfinished job ended, in seconds since the epoch."""
+    found: dict[int, float] = {}
+    ids = [row.id for row in rows]
+    for at in range(0, len(ids), _LOOKED_UP):
+        some = ids[at : at + _LOOKED_UP]
+        query = (
+            sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at)
+            .join(
+                job_statistics,
+                sa.and_(
+                    job_statistics.c.job_id == ended_rollouts.c.job_id,
+                    job_statistics.c.rollouts == ended_rollouts.c.end_seq,
+                ),
+            )
+            .where(job_statistics.c.job_id.in_(some))
+        )
+        found.update((row.job_id, row.ended_at) for row in conn.execute(query))
+    return found
+
+
+def slim(
+    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
+) -> dict[str, Any]:
+    """Return a job's slim row.
+
+    Args:
+        row: A row of COLUMNS.
+        states: The job's unfinished rollouts by state.
+        last_end: When its last rollout ended, or None.
+        held: Whether a worker of the job was heard lately.
+        now: The time, in seconds since the epoch.
+    """
+    status = loads(row.status)
+    stages: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"queued": 0, "active": 0})
+    for stage in _STAGES:
+        stages[stage]["queued"] = states.get(RolloutState.queued(stage), 0)
+        stages[stage]["active"] = states.get(RolloutState.leased(stage), 0)
+    active = sum(one["active"] for one in stages.values())
+    return {
+        "namespace": row.namespace,
+        "name": row.name,
+        "uid": row.uid,
+        "phase": phase(row, status),
+        "created_at": row.created_at,
+        "started_at": row.started_at,
+        "finished_at": row.finished_at,
+        "deadline_at": row.deadline_at,
+        "pool": row.pool,
+        "suspended": bool(row.suspended),
+        "total": row.total,
+        "succeeded": row.succeeded,
+        "failed": row.failed,
+        "cancelled": row.cancelled,
+        "stages": dict(stages),
+        "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
+        "late": late(row, last_end, now),
+        "waits_for": waits_for(row, status, stages, active, held),
+    }
+
+
+def phase(row: Any, status: Mapping[str, Any]) -> str:
+    """Return the phase that the driver reported, or what the counts say of a job that has just ended."""
+    reported: str = status.get("phase") or "Pending"
+    if row.finished_at is None or reported in FINAL:
+        return reported
+    if row.cancel_reason is not None:
+        return "Cancelled"
+    return reported
+
+
+def late(row: Any, last_end: float | None, now: float) -> float | None:
+    """Return for how many seconds a job is late, or None.
+
+    A job is late by the time since its deadline, or by the time that it is expected to need beyond it if it
+    continues as fast as so far. A job without a deadline that has begun is late once none of its rollouts
+    has ended for STUCK_SECONDS.
+    """
+    if row.finished_at is not None or row.suspended or row.ended >= row.total:
+        return None
+    if row.deadline_at is not None:
+        expected = now
+        if row.started_at is not None and row.ended:
+            expected += (now - row.started_at) / row.ended * (row.total - row.ended)
+        if expected > row.deadline_at:
+            return float(expected - row.deadline_at)
+    if row.started_at is None:
+        return None
+    silent = now - max(row.started_at, last_end or 0.0)
+    return float(silent) if silent > STUCK_SECONDS else None
+
+
+def waits_for(
+    row: Any, status: Mapping[str, Any], stages: Mapping[str, Mapping[str, int]], active: int, held: bool
+) -> dict[str, str] | None:
+    """Return {reason, message} of what keeps an unfinished job from working, or None if it works."""
+    if row.finished_at is not None or row.cancel_reason is not None:
+        return None
+    conditions = {one.get("type"): one for one in status.get("conditions") or ()}
+    if row.suspended:
+        return {"reason": "Suspended", "message": "the job is suspended; resume it to go on"}
+    admitted = conditions.get("Admitted")
+    if admitted is not None and admitted.get("status") != "True":
+        return {"reason": admitted.get("reason") or "NotAdmitted", "message": admitted.get("message") or ""}
+    queued = sum(one["queued"] for one in stages.values())
+    if row.outage_began is not None and stages["run"]["queued"]:
+        message = f"no backend of pool {row.pool!r} is ready"
+        return {"reason": "NoBackendReady", "message": message}
+    if active:
+        return None
+    if not queued:
+        if row.closed:
+            return None
+        return {"reason": "NoTasks", "message": "the stream is open, and nothing was pushed that is left"}
+    running = conditions.get("Running")
+    if running is not None and running.get("status") != "True" and running.get("reason"):
+        return {"reason": running["reason"], "message": running.get("message") or ""}
+    if admitted is None:
+        return {"reason": "NoDriver", "message": "no driver has looked at the job yet"}
+    if not held:
+        return {"reason": "NoWorker", "message": "no worker of the job was heard lately"}
+    return None

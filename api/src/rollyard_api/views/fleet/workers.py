@@ -1,0 +1,280 @@
+"""The stage workers that were heard lately, with their places and their last trouble.
+
+Requests note their worker in memory, which costs them next to nothing, and a background task writes what has
+changed into a small table every few seconds, so that each replica knows the workers of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import sqlalchemy as sa
+from rollyard_crds.rolloutjob import StageName
+from rollyard_crds.security.log_text import one_line
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from rollyard_api.storage.database import Database, Transaction, Trouble
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import seen_workers
+
+MAX_NOTED: Final = 16_384
+"""The number of workers that are noted between two writes. Further ones are noted later."""
+MAX_TROUBLES: Final = 1024
+ALIVE_SECONDS: Final = 120.0
+"""The seconds for which a worker that is not heard counts as there."""
+TROUBLE_SECONDS: Final = 900.0
+"""The seconds for which the last trouble of a worker is shown."""
+KEPT_SECONDS: Final = 3600.0
+MAX_SHOWN: Final = 500
+"""The number of workers and of nodes in an answer."""
+_MAX_MESSAGE: Final = 512
+_STAGES: Final = ("init", "run", "eval")
+
+
+@dataclass(slots=True)
+class _Noted:
+    node: str
+    heard_at: float
+    places: dict[str, int] = field(default_factory=dict)
+    """The most places per stage that were free at once."""
+    written: float = 0.0
+
+
+def _upsert(module: Any) -> Any:
+    insert = module.insert(seen_workers)
+    names = ("node", "stages", "heard_at")
+    return insert.on_conflict_do_update(
+        index_elements=[seen_workers.c.job_id, seen_workers.c.name],
+        set_={name: insert.excluded[name] for name in names},
+    )
+
+
+_HEARD = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+_TROUBLE = (
+    sa.update(seen_workers)
+    .where(seen_workers.c.job_id.in_((0, bindparam("b_job"))), seen_workers.c.name == bindparam("b_name"))
+    .values(
+        error_at=bindparam("b_at"),
+        error_reason=bindparam("b_reason"),
+        error_message=bindparam("b_message"),
+        error_rollout=bindparam("b_rollout"),
+    )
+)
+
+
+class SeenWorkers:
+    """What this process heard of workers since the last write.
+
+    Args:
+        database: The database.
+        seconds: The shortest time between two writes about one worker that has only been heard again.
+    """
+
+    def __init__(self, database: Database, seconds: float) -> None:
+        self._database = database
+        self._seconds = seconds
+        self._noted: dict[tuple[int, str], _Noted] = {}
+        self._troubles: dict[tuple[int, str], tuple[Trouble, float]] = {}
+
+    def heard(
+        self,
+        job_id: int | None,
+        name: str,
+        node: str,
+        now: float,
+        capacity: Mapping[StageName, int] | None = None,
+    ) -> None:
+        """Note that a worker has sent a request.
+
+        Args:
+            job_id: The only job that its token reaches, or None.
+            name: The worker's name.
+            node: Its node.
+            now: The time, in seconds since the epoch.
+            capacity: The places per stage that are free, if the request says so.
+        """
+        key = (job_id or 0, name)
+        noted = self._noted.get(key)
+        if noted is None:
+            if len(self._noted) >= MAX_NOTED:
+                return
+            noted = self._noted[key] = _Noted(node, now)
+        noted.node, noted.heard_at = node, now
+        for stage, places in (capacity or {}).items():
+            if places > noted.places.get(stage, 0):
+                noted.places[stage] = places
+                noted.written = 0.0
+
+    def troubled(self, troubles: Sequence[Trouble], now: float) -> None:
+        """Note stages that did not end well. Only the last one of a worker is kept."""
+        for one in troubles:
+            key = one[:2]
+            if key in self._troubles or len(self._troubles) < MAX_TROUBLES:
+                self._troubles[key] = (one, now)
+
+    async def write(self) -> None:
+        """Write what was noted."""
+        due = {
+            key: noted
+            for key, noted in self._noted.items()
+            if noted.heard_at - noted.written >= self._seconds
+        }
+        troubles, self._troubles = self._troubles, {}
+        if due or troubles:
+            rows = [
+                {
+                    "job_id": job_id,
+                    "name": name,
+                    "node": noted.node,
+                    "stages": ",".join(f"{s}={noted.places[s]}" for s in _STAGES if s in noted.places),
+                    "heard_at": noted.heard_at,
+                }
+                for (job_id, name), noted in sorted(due.items())
+            ]
+            changes = [
+                {
+                    "b_job": one[0],
+                    "b_name": one[1],
+                    "b_rollout": one[2],
+                    "b_reason": one_line(one[3])[:128],
+                    "b_message": one_line(one[4][:_MAX_MESSAGE])[:_MAX_MESSAGE],
+                    "b_at": at,
+                }
+                for _, (one, at) in sorted(troubles.items())
+            ]
+
+            def op(tx: Transaction) -> None:
+                if rows:
+                    tx.conn.execute(_HEARD["sqlite" if tx.sqlite else "postgresql"], rows)
+                if changes:
+                    tx.conn.execute(_TROUBLE, changes)
+                old = seen_workers.c.heard_at < tx.now - KEPT_SECONDS
+                tx.conn.execute(sa.delete(seen_workers).where(old))
+
+            await self._database.write(op, durable=False)
+        for key, noted in list(self._noted.items()):
+            if key in due:
+                noted.written = noted.heard_at
+            elif noted.heard_at < noted.written + self._seconds:
+                continue
+        silent = [
+            key for key, noted in self._noted.items() if key not in due and _is_silent(noted, self._noted)
+        ]
+        for key in silent:
+            del self._noted[key]
+
+
+def _is_silent(noted: _Noted, all_of_them: Mapping[Any, _Noted]) -> bool:
+    newest = max(one.heard_at for one in all_of_them.values())
+    return noted.heard_at < newest - KEPT_SECONDS
+
+
+_SEEN = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).outerjoin(
+    jobs, jobs.c.id == seen_workers.c.job_id
+)
+_ACTIVE = (
+    sa.select(
+        rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state, sa.func.count().label("n")
+    )
+    # The comparison selects all leases, and lets the planner find their small index.
+    .where(rollouts.c.lease_expires > 0)
+    .group_by(rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersView:
+    """The workers and nodes as the API answers them, and what follows from them for the rest of the fleet."""
+
+    nodes: list[dict[str, Any]]
+    workers: list[dict[str, Any]]
+    more: int
+    """The number of workers for which there was no room."""
+    slots: dict[str, int]
+    """The places of all workers per stage, as far as they are known."""
+    jobs: frozenset[int]
+    """The jobs of which a worker was heard lately. 0 stands for all jobs."""
+
+
+def view(conn: Connection, now: float) -> WorkersView:
+    """Return what is known of the workers at the time `now`, in seconds since the epoch."""
+    active: dict[tuple[int, str], dict[str, int]] = {}
+    of_node: dict[str, int] = {}
+    for row in conn.execute(_ACTIVE):
+        stage = row.state.stage or ""
+        held = active.setdefault((row.job_id, row.worker or ""), {})
+        held[stage] = held.get(stage, 0) + row.n
+        of_node[row.node] = of_node.get(row.node, 0) + row.n
+    recent = sa.or_(
+        seen_workers.c.heard_at > now - ALIVE_SECONDS, seen_workers.c.error_at > now - TROUBLE_SECONDS
+    )
+    rows = conn.execute(_SEEN.where(recent)).all()
+    slots = dict.fromkeys(_STAGES, 0)
+    nodes: dict[str, dict[str, Any]] = {}
+    workers = []
+    alive = set()
+    for row in rows:
+        held = _held(active, row)
+        busy = sum(held.values())
+        is_alive = row.heard_at > now - ALIVE_SECONDS
+        places = _places(row.stages)
+        if is_alive:
+            alive.add(row.job_id)
+            for stage in _STAGES:
+                slots[stage] += max(places.get(stage, 0), held.get(stage, 0))
+            node = nodes.setdefault(
+                row.node,
+                {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node.get(row.node, 0)},
+            )
+            node["heard_at"] = max(node["heard_at"], row.heard_at)
+            node["workers"] += 1
+        workers.append(
+            {
+                "name": row.name,
+                "node": row.node,
+                "namespace": row.namespace,
+                "job": row.job,
+                "stages": [stage for stage in _STAGES if stage in places or stage in held],
+                "active": busy,
+                "heard_at": row.heard_at,
+                "last_error": None if row.error_at is None else _error(row),
+            }
+        )
+    workers.sort(key=lambda one: (-(one["last_error"] or {}).get("time", 0.0), -one["active"], one["name"]))
+    found = sorted(nodes.values(), key=lambda one: one["name"])
+    return WorkersView(
+        found[:MAX_SHOWN],
+        workers[:MAX_SHOWN],
+        max(0, len(workers) - MAX_SHOWN),
+        slots,
+        frozenset(alive),
+    )
+
+
+def _held(active: Mapping[tuple[int, str], dict[str, int]], row: Any) -> dict[str, int]:
+    if row.job_id:
+        return active.get((row.job_id, row.name), {})
+    held: dict[str, int] = {}
+    for (_, name), counts in active.items():
+        if name == row.name:
+            for stage, n in counts.items():
+                held[stage] = held.get(stage, 0) + n
+    return held
+
+
+def _places(stages: str) -> dict[str, int]:
+    pairs = (part.partition("=") for part in stages.split(",") if part)
+    return {stage: int(number) for stage, _, number in pairs}
+
+
+def _error(row: Any) -> dict[str, Any]:
+    return {
+        "time": row.error_at,
+        "reason": row.error_reason or "",
+        "message": row.error_message or "",
+        "rollout": row.error_rollout or "",
+    }

@@ -1,0 +1,255 @@
+"""Fold ended rollouts into what is kept for people: narrow rows, statistics of jobs, and rates of the fleet.
+
+The place up to which a job's rollouts were folded is kept with its statistics, and both change in one
+transaction. A rollout is therefore counted once, however often a process is killed. Places are given in the
+order of the commits (see `rollouts.ending`), so none is passed over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import dumps, loads, pack, unpack
+from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.schema import groups, jobs, rollouts
+from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
+from rollyard_api.views.job.statistics import EndedView, Statistics
+
+BATCH: Final = 500
+"""The number of rollouts and of groups that one transaction folds. Requests of others run in between."""
+RATE_SECONDS: Final = 10
+"""The width of a bucket of the fleet's rates, in seconds."""
+RATE_KEPT: Final = 900
+"""The seconds for which rates are kept."""
+
+_STATISTICS = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
+_JOB = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
+    jobs.c.id == bindparam("b_job"), jobs.c.deleted_at.is_(None)
+)
+_ENDED = (
+    sa.select(
+        rollouts.c.end_seq,
+        rollouts.c.id,
+        rollouts.c.group_no,
+        rollouts.c.sample,
+        rollouts.c.state,
+        rollouts.c.reward,
+        rollouts.c.sampled_tokens,
+        rollouts.c.since,
+        (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
+        rollouts.c.policy_index,
+        rollouts.c.reason,
+        rollouts.c.message,
+        rollouts.c.worker,
+        rollouts.c.timings,
+    )
+    .where(rollouts.c.job_id == bindparam("b_job"), rollouts.c.end_seq > bindparam("b_after"))
+    .order_by(rollouts.c.end_seq)
+    .limit(BATCH)
+)
+_GROUPS = (
+    sa.select(groups.c.no, groups.c.seq, groups.c.informative, groups.c.reason)
+    .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
+    .order_by(groups.c.seq)
+    .limit(BATCH)
+)
+_MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
+    rollouts.c.job_id == bindparam("b_job"),
+    rollouts.c.group_no.in_(bindparam("b_nos", expanding=True)),
+    rollouts.c.reward.is_not(None),
+)
+_STAGES: Final = ("init", "run", "eval")
+
+
+def _first(module: Any) -> Any:
+    """Return the statement that makes a job's row of statistics unless it is there."""
+    return module.insert(job_statistics).on_conflict_do_nothing()
+
+
+def _added(module: Any) -> Any:
+    insert = module.insert(rates)
+    return insert.on_conflict_do_update(
+        index_elements=[rates.c.start],
+        set_={
+            "rollouts": rates.c.rollouts + insert.excluded.rollouts,
+            "tokens": rates.c.tokens + insert.excluded.tokens,
+        },
+    )
+
+
+_FIRST = {"sqlite": _first(sqlite), "postgresql": _first(postgresql)}
+_RATES = {"sqlite": _added(sqlite), "postgresql": _added(postgresql)}
+
+
+def behind(conn: Connection) -> list[int]:
+    """Return the numbers of the jobs with ended rollouts that are not folded yet."""
+    query = (
+        sa.select(jobs.c.id)
+        .outerjoin(job_statistics, job_statistics.c.job_id == jobs.c.id)
+        .where(
+            jobs.c.deleted_at.is_(None),
+            sa.or_(
+                jobs.c.ended > sa.func.coalesce(job_statistics.c.rollouts, 0),
+                jobs.c.groups_ended > sa.func.coalesce(job_statistics.c.groups, 0),
+            ),
+        )
+        .order_by(jobs.c.id)
+    )
+    return list(conn.scalars(query))
+
+
+def fold(tx: Transaction, job_id: int) -> bool:
+    """Fold up to BATCH rollouts and groups of a job, and return whether there are more of them."""
+    job = tx.conn.execute(_JOB, {"b_job": job_id}).one_or_none()
+    if job is None:
+        return False
+    dialect = "sqlite" if tx.sqlite else "postgresql"
+    empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
+    tx.conn.execute(_FIRST[dialect], empty)
+    kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
+    found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
+    if not ended and not found:
+        return False
+    document = kept.document
+    if ended:
+        document = _fold_rollouts(tx, job_id, unpack(document), ended, dialect)
+    if found:
+        _fold_groups(tx, job_id, found)
+    tx.conn.execute(
+        sa.update(job_statistics)
+        .where(job_statistics.c.job_id == job_id)
+        .values(
+            rollouts=ended[-1].end_seq if ended else kept.rollouts,
+            groups=found[-1].seq if found else kept.groups,
+            document=document,
+        )
+    )
+    return len(ended) == BATCH or len(found) == BATCH
+
+
+def _fold_rollouts(
+    tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any], dialect: str
+) -> bytes:
+    statistics = Statistics(loads(document))
+    recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    rows = []
+    for row in ended:
+        timings = loads(row.timings)
+        tokens = row.sampled_tokens or 0
+        statistics.add(
+            EndedView(
+                id=row.id,
+                state=row.state,
+                reward=row.reward,
+                reason=row.reason,
+                message=row.message,
+                tokens=tokens,
+                ended_at=row.since,
+                policy_index=row.policy_index,
+                timings=timings,
+            )
+        )
+        rows.append(
+            {
+                "job_id": job_id,
+                "end_seq": row.end_seq,
+                "id": row.id,
+                "group_no": row.group_no,
+                "sample": row.sample,
+                "state": row.state,
+                "reward": row.reward,
+                "seconds": active_seconds(timings),
+                "tokens": tokens,
+                "ended_at": row.since,
+                "attempts": row.attempts,
+                "policy_index": row.policy_index,
+                "reason": row.reason,
+                "worker": row.worker,
+            }
+        )
+        if row.since > tx.now - RATE_KEPT:
+            bucket = recent[int(row.since // RATE_SECONDS) * RATE_SECONDS]
+            bucket[0] += 1
+            bucket[1] += tokens
+    tx.conn.execute(sa.insert(ended_rollouts), rows)
+    if recent:
+        # Two replicas take the buckets in the same order, since they could deadlock otherwise.
+        added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
+        tx.conn.execute(_RATES[dialect], added)
+        tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
+    return pack(dumps(statistics.document()))
+
+
+def active_seconds(timings: dict[str, Any]) -> float:
+    """Return the seconds of work in all stages of decoded timings."""
+    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in _STAGES)
+    return round(sum(seconds), 6)
+
+
+def _fold_groups(tx: Transaction, job_id: int, found: Sequence[Any]) -> None:
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": [group.no for group in found]}):
+        rewards[row.group_no].append(row.reward)
+    rows = []
+    for group in found:
+        values = rewards[group.no]
+        mean = sum(values) / len(values) if values else None
+        variance = None if mean is None else sum((value - mean) ** 2 for value in values) / len(values)
+        rows.append(
+            {
+                "job_id": job_id,
+                "no": group.no,
+                "seq": group.seq,
+                "mean": mean,
+                "variance": variance,
+                "informative": bool(group.informative),
+                "reason": group.reason,
+            }
+        )
+    tx.conn.execute(sa.insert(ended_groups), rows)
+
+
+class Folding:
+    """The jobs of this process whose rollouts have ended and are not folded yet.
+
+    Args:
+        database: The database.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._jobs: dict[int, None] = {}
+        self._looked = False
+
+    def note(self, job_ids: Iterable[int]) -> None:
+        """Remember jobs with rollouts that have just ended."""
+        self._jobs.update(dict.fromkeys(job_ids))
+
+    async def round(self) -> None:
+        """Fold everything that is known to be left. The first round adds what earlier processes left."""
+        if not self._looked:
+            self.note(await self._database.read(behind))
+            self._looked = True
+        for job_id in list(self._jobs):
+            # A rollout that ends during the fold notes the job again.
+            del self._jobs[job_id]
+            try:
+                await self.fold(job_id)
+            except BaseException:
+                self.note((job_id,))
+                raise
+
+    async def fold(self, job_id: int, batches: int = 1_000_000) -> None:
+        """Fold what is left of one job, in at most so many transactions."""
+        for _ in range(batches):
+            if not await self._database.write(partial(fold, job_id=job_id), durable=False):
+                return

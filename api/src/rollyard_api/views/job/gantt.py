@@ -1,0 +1,92 @@
+"""The stages of rollouts over time, so that stragglers can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import loads
+from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import ended_rollouts
+from rollyard_api.trajectories import traces
+from rollyard_api.views.job.rollout_list import task_ids
+
+GanttSort = Literal["-duration", "started"]
+MAX_ROWS: Final = 500
+_LOOKED_UP: Final = 500
+_BEGUN = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
+_COLUMNS = (
+    rollouts.c.id,
+    rollouts.c.group_no,
+    rollouts.c.sample,
+    rollouts.c.state,
+    rollouts.c.reward,
+    rollouts.c.since,
+    rollouts.c.timings,
+)
+
+
+def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float) -> list[dict[str, Any]]:
+    """Return the rollouts of a job that took longest, or those that began last.
+
+    Rollouts that have begun and not ended come with the others; what they do now ends at `now`, in seconds
+    since the epoch. By `started`, the newest of both kinds are chosen and come in the order of their begins.
+    """
+    items = [
+        _item(row, now) for row in [*_open(conn, job.id, sort, limit), *_ended(conn, job.id, sort, limit)]
+    ]
+    if sort == "started":
+        items = sorted(items, key=_begin, reverse=True)[:limit]
+        items.reverse()
+    else:
+        items = sorted(items, key=lambda item: (-_busy(item), item["id"]))[:limit]
+    tasks = task_ids(conn, job.id, {item["group_no"] for item in items})
+    return [{"id": item["id"], "task_id": tasks.get(item.pop("group_no"), ""), **item} for item in items]
+
+
+def _open(conn: Connection, job_id: int, sort: GanttSort, limit: int) -> Sequence[Any]:
+    since = rollouts.c.since.desc() if sort == "started" else rollouts.c.since
+    query = sa.select(*_COLUMNS).where(rollouts.c.job_id == job_id, rollouts.c.state.in_(_BEGUN))
+    return conn.execute(query.order_by(since).limit(limit)).all()
+
+
+def _ended(conn: Connection, job_id: int, sort: GanttSort, limit: int) -> list[Any]:
+    t = ended_rollouts.c
+    order = (t.end_seq.desc(),) if sort == "started" else (t.seconds.desc(), t.end_seq.desc())
+    chosen = sa.select(t.id).where(t.job_id == job_id).order_by(*order).limit(limit)
+    ids = list(conn.scalars(chosen))
+    found: list[Any] = []
+    for at in range(0, len(ids), _LOOKED_UP):
+        found += conn.execute(sa.select(*_COLUMNS).where(rollouts.c.id.in_(ids[at : at + _LOOKED_UP])))
+    return found
+
+
+def _item(row: Any, now: float) -> dict[str, Any]:
+    timings = loads(row.timings)
+    ended = row.state.has_ended
+    spans = [(one.name, one.start, one.end) for one in traces.spans(timings, row.since if ended else now)]
+    if not spans and not ended:
+        spans = [(traces.Span(row.state, row.since, now).name, row.since, now)]
+    item = {
+        "id": row.id,
+        "group_no": row.group_no,
+        "sample": row.sample,
+        "status": row.state.status,
+        "reward": row.reward,
+        "spans": spans,
+    }
+    return item if ended else item | {"open": True}
+
+
+def _begin(item: dict[str, Any]) -> float:
+    return item["spans"][0][1] if item["spans"] else 0.0
+
+
+def _busy(item: dict[str, Any]) -> float:
+    """Return the seconds of work in all stages."""
+    return float(sum(end - start for name, start, end in item["spans"] if not name.endswith("-queue")))

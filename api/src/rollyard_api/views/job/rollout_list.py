@@ -1,0 +1,339 @@
+"""Slim rows of a job's rollouts, sorted and filtered in the database, page by page.
+
+Rollouts that have ended come from `ended_rollouts`, whose indexes sort them, and the others from `rollouts`,
+of which far fewer are in the hands of workers. An order by what only ended rollouts have lists these alone,
+and `since` lists those that have not ended, the ones that have been in their state for longest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+import sqlalchemy as sa
+from rollyard_crds.rolloutjob import StageName
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import cursors
+from rollyard_api.core.codec import loads
+from rollyard_api.core.states import ENDED, UNFINISHED, RolloutState
+from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
+from rollyard_api.storage.view_tables import ended_rollouts
+from rollyard_api.views import keyset
+from rollyard_api.views.job.folding import active_seconds
+from rollyard_api.views.keyset import ListPlace
+
+Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"]
+Status = Literal["queued", "leased", "succeeded", "failed", "cancelled"]
+MAX_ROWS: Final = 200
+
+_COLUMN: Final = {"ended": "end_seq", "reward": "reward", "duration": "seconds", "tokens": "tokens"}
+_LABELS = (
+    sa.select(weight_updates.c.policy_index, weight_updates.c.policy_version)
+    .join(pools, pools.c.id == weight_updates.c.pool_id)
+    .where(pools.c.namespace == sa.bindparam("b_namespace"), pools.c.name == sa.bindparam("b_pool"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter:
+    """Which rollouts of a job are listed; None and "" stand for no restriction."""
+
+    sort: Sort = "id"
+    stage: StageName | None = None
+    status: Status | None = None
+    reason: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    task: str | None = None
+    after_time: float | None = None
+    """The earliest end, in seconds since the epoch."""
+    before_time: float | None = None
+    """The time before which the rollouts ended."""
+    search: str = ""
+    """Words that the conversation must have, all of them."""
+    retried: bool = False
+
+    @property
+    def states(self) -> list[RolloutState]:
+        """The states of the rollouts that can be listed."""
+        wanted = RolloutState.matching(self.stage, self.status)
+        if self.sort == "since":
+            return [state for state in wanted if not state.has_ended]
+        if self.of_ended:
+            return [state for state in wanted if state.has_ended]
+        return wanted
+
+    @property
+    def of_ended(self) -> bool:
+        """Whether only rollouts that have ended can match."""
+        ended_only = (self.reason, self.min_reward, self.max_reward, self.after_time, self.before_time)
+        return (
+            self.sort not in ("id", "since")
+            or any(value is not None for value in ended_only)
+            or bool(self.search)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPage:
+    """Some slim rows, and the `continue` of the next page, or None if there are no more."""
+
+    rows: list[dict[str, Any]]
+    more: str | None
+
+
+def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+    """Return a page of a job's rollouts as slim rows; `given` is the `continue` of the page before.
+
+    Raises:
+        QueryRefused: `given` is not one of this list.
+        Gone: It belongs to another job.
+    """
+    if asked.sort == "id" and not asked.of_ended:
+        return _by_id(conn, job, asked, limit, given)
+    if not asked.states:
+        return RolloutPage([], None)
+    if asked.sort == "since":
+        return _unfinished(conn, job, asked, limit, given)
+    place = keyset.place(given, job.uid, job.name, asdict(asked), float)
+    group = group_of(conn, job.id, asked.task)
+    if group == ():
+        return RolloutPage([], None)
+    rows, last = ended_after(conn, job.id, asked, group, limit, place)
+    more = None if last is None else keyset.text(job.uid, asdict(asked), last)
+    return RolloutPage(slim_ended(conn, job, rows), more)
+
+
+def group_of(conn: Connection, job_id: int, task: str | None) -> tuple[int, ...] | None:
+    """Return the number of a task's group in a tuple, () if there is no such task, or None for all groups."""
+    if task is None:
+        return None
+    query = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == task)
+    return tuple(conn.scalars(query))
+
+
+def ended_after(
+    conn: Connection,
+    job_id: int,
+    asked: RolloutFilter,
+    group: tuple[int, ...] | None,
+    limit: int,
+    place: ListPlace | None,
+) -> tuple[list[Any], ListPlace | None]:
+    """Return rows of `ended_rollouts` after a place, and the place of the last one if there are more."""
+    t = ended_rollouts.c
+    where: list[sa.ColumnElement[bool]] = [t.job_id == job_id, *_restrictions(asked, group)]
+    name = asked.sort.lstrip("-")
+    falls = asked.sort.startswith("-")
+    # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
+    column = t[_COLUMN.get(name, "end_seq")]
+    if column is t.end_seq:
+        if place is not None:
+            where.append(t.end_seq < place.number if falls else t.end_seq > place.number)
+        order = t.end_seq.desc() if falls else t.end_seq
+        rows = conn.execute(sa.select(ended_rollouts).where(*where).order_by(order).limit(limit + 1)).all()
+        return _cut(rows, limit, "end_seq")
+    # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
+    # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
+    key: sa.ColumnElement[Any] = column if len(where) == 1 else column + 0
+    rows = []
+    if place is None or place.key is not None:
+        valued = list(where)
+        if column.nullable:
+            valued.append(key.is_not(None))
+        if place is not None:
+            beyond = key < place.key if falls else key > place.key
+            # The first condition alone lets the index begin at the place.
+            near = key <= place.key if falls else key >= place.key
+            valued += [near, sa.or_(beyond, t.end_seq < place.number if falls else t.end_seq > place.number)]
+        order_by = (key.desc(), t.end_seq.desc()) if falls else (key, t.end_seq)
+        rows = list(
+            conn.execute(sa.select(ended_rollouts).where(*valued).order_by(*order_by).limit(limit + 1))
+        )
+    if column.nullable and len(rows) <= limit:
+        missing = [*where, (column + 0).is_(None)]
+        if place is not None and place.key is None:
+            missing.append(t.end_seq > place.number)
+        left = limit + 1 - len(rows)
+        rows += conn.execute(sa.select(ended_rollouts).where(*missing).order_by(t.end_seq).limit(left)).all()
+    return _cut(rows, limit, column.name)
+
+
+def _cut(rows: Sequence[Any], limit: int, name: str) -> tuple[list[Any], ListPlace | None]:
+    if len(rows) <= limit:
+        return list(rows), None
+    return list(rows[:limit]), _place(rows[limit - 1], name)
+
+
+def _place(row: Any, name: str) -> ListPlace:
+    key = getattr(row, name)
+    return ListPlace(None if key is None else float(key), row.end_seq)
+
+
+def place_of(row: Any, sort: Sort) -> ListPlace:
+    """Return the place of a row of `ended_rollouts` in a list with this order."""
+    return _place(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
+
+
+def _restrictions(asked: RolloutFilter, group: tuple[int, ...] | None) -> list[sa.ColumnElement[bool]]:
+    t = ended_rollouts.c
+    found: list[sa.ColumnElement[bool]] = []
+    if set(asked.states) != set(ENDED):
+        found.append(t.state.in_(asked.states))
+    if group is not None:
+        found.append(t.group_no.in_(group))
+    if asked.reason is not None:
+        found.append(t.reason == asked.reason)
+    if asked.min_reward is not None:
+        found.append(t.reward + 0 >= asked.min_reward)
+    if asked.max_reward is not None:
+        found.append(t.reward + 0 <= asked.max_reward)
+    if asked.after_time is not None:
+        found.append(t.ended_at >= asked.after_time)
+    if asked.before_time is not None:
+        found.append(t.ended_at < asked.before_time)
+    if asked.retried:
+        found.append(t.attempts > 0)
+    return found
+
+
+def labels(conn: Connection, job: JobRow) -> dict[int, str]:
+    """Return the policy version of each index of the job's pool."""
+    if job.pool is None:
+        return {}
+    found = conn.execute(_LABELS, {"b_namespace": job.namespace, "b_pool": job.pool})
+    return {row.policy_index: row.policy_version for row in found}
+
+
+def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
+    """Return the task of each of these groups."""
+    query = sa.select(groups.c.no, groups.c.task_id).where(groups.c.job_id == job_id, groups.c.no.in_(nos))
+    return {row.no: row.task_id for row in conn.execute(query)}
+
+
+def slim_ended(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return rows of `ended_rollouts` as the API answers them."""
+    if not rows:
+        return []
+    tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
+    return [
+        {
+            "id": row.id,
+            "task_id": tasks.get(row.group_no, ""),
+            "sample": row.sample,
+            "status": row.state.status,
+            "stage": None,
+            "reason": row.reason or "",
+            "reward": row.reward,
+            "since": row.ended_at,
+            "ended_at": row.ended_at,
+            "seconds": row.seconds,
+            "tokens": row.tokens,
+            "attempts": row.attempts,
+            "worker": row.worker or "",
+            "node": "",
+            "policy_version": versions.get(row.policy_index, ""),
+        }
+        for row in rows
+    ]
+
+
+_ROWS = sa.select(
+    rollouts.c.id,
+    rollouts.c.group_no,
+    rollouts.c.sample,
+    rollouts.c.state,
+    rollouts.c.reason,
+    rollouts.c.reward,
+    rollouts.c.since,
+    rollouts.c.timings,
+    rollouts.c.sampled_tokens,
+    (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
+    rollouts.c.worker,
+    rollouts.c.node,
+    rollouts.c.policy_index,
+    rollouts.c.job_id,
+)
+
+
+def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return rows of `rollouts` in any state as the API answers them."""
+    if not rows:
+        return []
+    tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
+    return [
+        {
+            "id": row.id,
+            "task_id": tasks.get(row.group_no, ""),
+            "sample": row.sample,
+            "status": row.state.status,
+            "stage": row.state.stage,
+            "reason": row.reason or "",
+            "reward": row.reward,
+            "since": row.since,
+            "ended_at": row.since if row.state.has_ended else None,
+            "seconds": active_seconds(loads(row.timings)),
+            "tokens": row.sampled_tokens or 0,
+            "attempts": row.attempts,
+            # While a rollout waits in a queue, its row names the worker of the stage before.
+            "worker": (row.worker or "") if row.state.is_leased or row.state.has_ended else "",
+            "node": row.node if row.state.is_leased else "",
+            "policy_version": versions.get(row.policy_index, ""),
+        }
+        for row in rows
+    ]
+
+
+def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+    prefix = f"{prefix_of(job.name, job.uid)}-"
+    after = given
+    if given and not given.startswith(prefix):
+        after = cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
+    # The ids of a job lie together, so SQLite need not look for them by the job. PostgreSQL may order them by
+    # other rules, and plans by what it knows of the table.
+    by_job = rollouts.c.job_id + 0 if conn.dialect.name == "sqlite" else rollouts.c.job_id
+    if RolloutState.SUCCEEDED not in asked.states:
+        by_job = rollouts.c.job_id
+    where = [by_job == job.id, rollouts.c.id > max(after, prefix)]
+    if len(asked.states) < len(RolloutState):
+        where.append(rollouts.c.state.in_(asked.states))
+    if asked.retried:
+        where.append(rollouts.c.attempts.is_not(None))
+    if (group := group_of(conn, job.id, asked.task)) is not None:
+        where.append(rollouts.c.group_no.in_(group))
+    rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
+    more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
+    return RolloutPage(slim(conn, job, rows[:limit]), more)
+
+
+def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+    place = keyset.place(given, job.uid, job.name, asdict(asked), float)
+    number = rollouts.c.place
+    where = [rollouts.c.job_id == job.id, rollouts.c.state.in_(asked.states or UNFINISHED)]
+    if (group := group_of(conn, job.id, asked.task)) is not None:
+        where.append(rollouts.c.group_no.in_(group))
+    if asked.retried:
+        where.append(rollouts.c.attempts.is_not(None))
+    if place is not None:
+        where += [
+            rollouts.c.since >= place.key,
+            sa.or_(rollouts.c.since > place.key, number > place.number),
+        ]
+    query = _ROWS.add_columns(number).where(*where).order_by(rollouts.c.since, number).limit(limit + 1)
+    rows = conn.execute(query).all()
+    more = None
+    if len(rows) > limit:
+        last = rows[limit - 1]
+        more = keyset.text(job.uid, asdict(asked), ListPlace(last.since, last.place))
+    return RolloutPage(slim(conn, job, rows[:limit]), more)
+
+
+def held_by(conn: Connection, worker: str, most: int) -> list[Any]:
+    """Return the rows of the rollouts that a worker of this name holds, the oldest leases first."""
+    # The comparison selects all leases, and lets the planner find their small index.
+    query = _ROWS.where(rollouts.c.lease_expires > 0, rollouts.c.worker == worker)
+    return list(conn.execute(query.order_by(rollouts.c.since).limit(most)))

@@ -1,0 +1,1 @@
+"""One rollout piece by piece: its messages, its tokens, and its turns while it runs."""

@@ -1,0 +1,180 @@
+"""Rollouts that somebody watches while they run.
+
+A look marks its rollout as watched for some seconds. The worker learns it from the answer to its heartbeat,
+and sends with the next ones what is new in the conversation. What it sent is kept in one small row, which
+ends with the watch. Everything is bounded, because workers and those who look are not trusted with memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import sqlalchemy as sa
+from rollyard_crds.lease import LiveTurns
+from sqlalchemy import bindparam
+
+from rollyard_api.core.codec import dumps, loads, pack, unpack
+from rollyard_api.core.problems import Conflict, NotFound, TooManyWaits
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import watched_rollouts
+
+WATCH_SECONDS: Final = 10.0
+"""The seconds for which a look makes its rollout watched."""
+KEPT_SECONDS: Final = 60.0
+"""The seconds for which the turns are kept after the last look."""
+MAX_WATCHED: Final = 128
+"""The number of rollouts that are watched at once."""
+MAX_WATCHED_OF_JOB: Final = 32
+MAX_BYTES: Final = 64 << 10
+"""The bytes of the turns of one rollout that are kept. The oldest ones give way."""
+_W = watched_rollouts.c
+_WATCHED = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
+_KEPT = (
+    sa.select(_W.rollout_id, _W.job_id, _W.token, _W.turns)
+    .where(_W.until > bindparam("b_now"), _W.rollout_id.in_(bindparam("b_ids", expanding=True)))
+    .order_by(_W.rollout_id)
+    .with_for_update()
+)
+_STORE = (
+    sa.update(watched_rollouts)
+    .where(_W.rollout_id == bindparam("b_id"))
+    .values(token=bindparam("b_token"), turns=bindparam("b_turns"))
+)
+_FIND = (
+    sa.select(
+        rollouts.c.id,
+        rollouts.c.job_id,
+        rollouts.c.state,
+        rollouts.c.since,
+        rollouts.c.worker,
+        rollouts.c.token,
+        rollouts.c.end_seq,
+    )
+    .join(jobs, jobs.c.id == rollouts.c.job_id)
+    .where(
+        rollouts.c.id == bindparam("b_id"),
+        jobs.c.namespace == bindparam("b_namespace"),
+        jobs.c.name == bindparam("b_name"),
+        jobs.c.deleted_at.is_(None),
+    )
+)
+
+
+def watched(tx: Transaction, held: Collection[str]) -> list[str]:
+    """Return which of the rollouts that a worker holds somebody watches."""
+    found = set(tx.conn.scalars(_WATCHED, {"b_now": tx.now}))
+    return sorted(found.intersection(held))
+
+
+def take(tx: Transaction, given: Sequence[LiveTurns], held: Mapping[str, int]) -> None:
+    """Keep what a worker sends of rollouts that are watched.
+
+    Args:
+        given: The turns by rollout.
+        held: The fencing tokens of the leases that the worker still holds. Turns of other rollouts, and those
+            under other tokens, are dropped.
+    """
+    new = {one.rollout: one for one in given if held.get(one.rollout) == one.token}
+    if not new:
+        return
+    changes = []
+    for row in tx.conn.execute(_KEPT, {"b_now": tx.now, "b_ids": sorted(new)}):
+        one = new[row.rollout_id]
+        # Another attempt begins with an empty conversation.
+        kept = {} if row.turns is None or row.token != one.token else loads(unpack(row.turns))
+        turns = {turn["no"]: turn for turn in kept.get("turns", ())}
+        turns |= {turn.no: turn.model_dump() for turn in one.turns}
+        changes.append(
+            {
+                "b_id": row.rollout_id,
+                "b_token": one.token,
+                "b_turns": pack(_bounded(turns, kept.get("dropped", 0))),
+            }
+        )
+    if changes:
+        tx.conn.execute(_STORE, changes)
+
+
+def _bounded(turns: Mapping[int, dict[str, Any]], dropped: int) -> bytes:
+    """Return the newest turns that have room, as JSON."""
+    chosen: list[dict[str, Any]] = []
+    room = MAX_BYTES
+    for no in sorted(turns, reverse=True):
+        room -= len(dumps(turns[no]))
+        if room < 0:
+            break
+        chosen.append(turns[no])
+    chosen.reverse()
+    return dumps({"turns": chosen, "dropped": dropped + len(turns) - len(chosen)})
+
+
+def look(tx: Transaction, namespace: str, name: str, rollout: str) -> dict[str, Any]:
+    """Return a running rollout as far as it is known, and mark it as watched.
+
+    Raises:
+        NotFound: There is no such rollout.
+        Conflict: It has ended.
+        TooManyWaits: As many rollouts as may be are watched.
+    """
+    asked = {"b_id": rollout, "b_namespace": namespace, "b_name": name}
+    row = tx.conn.execute(_FIND, asked).one_or_none()
+    if row is None:
+        raise NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
+    if row.end_seq is not None:
+        raise Conflict(f"rollout {rollout!r} has ended; its record is there", reason="RolloutEnded")
+    kept = tx.conn.execute(sa.select(watched_rollouts).where(_W.rollout_id == rollout)).one_or_none()
+    until = tx.now + WATCH_SECONDS
+    if kept is None:
+        _check_room(tx, row.job_id)
+        values = {"rollout_id": rollout, "job_id": row.job_id, "until": until, "token": row.token}
+        tx.conn.execute(sa.insert(watched_rollouts), values)
+    elif kept.until < tx.now + WATCH_SECONDS / 2:
+        tx.conn.execute(sa.update(watched_rollouts).where(_W.rollout_id == rollout).values(until=until))
+    else:
+        until = kept.until
+    document: dict[str, Any] = {"turns": [], "dropped": 0}
+    if kept is not None and kept.turns is not None and kept.token == row.token:
+        document = loads(unpack(kept.turns))
+    return {
+        "id": row.id,
+        "status": row.state.status,
+        "stage": row.state.stage,
+        "since": row.since,
+        "worker": (row.worker or "") if row.state.is_leased else "",
+        **document,
+        "watched_until": until,
+    }
+
+
+def _check_room(tx: Transaction, job_id: int) -> None:
+    tx.conn.execute(sa.delete(watched_rollouts).where(_W.until < tx.now - KEPT_SECONDS))
+    found = tx.conn.execute(sa.select(_W.job_id).where(_W.until > tx.now)).all()
+    own = sum(row.job_id == job_id for row in found)
+    if len(found) >= MAX_WATCHED or own >= MAX_WATCHED_OF_JOB:
+        raise TooManyWaits(
+            f"{len(found)} rollouts are watched, {own} of them of this job; at most {MAX_WATCHED} and "
+            f"{MAX_WATCHED_OF_JOB} may be",
+            headers={"Retry-After": str(int(WATCH_SECONDS))},
+        )
+
+
+class Watching:
+    """Whether anybody may watch a rollout, so that heartbeats ask the database only then.
+
+    Args:
+        alone: Whether no other process writes to the database.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self._until = 0.0
+
+    def note(self, now: float) -> None:
+        """Note a look, at a time in seconds since the epoch."""
+        self._until = now + WATCH_SECONDS
+
+    def possible(self, now: float) -> bool:
+        """Return whether a rollout may be watched at this time."""
+        return not self._alone or now < self._until

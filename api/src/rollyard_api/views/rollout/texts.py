@@ -1,0 +1,187 @@
+"""The texts of tokens, byte for byte, from the tokenizer of a pool where this machine has it.
+
+A token may be a part of a character. Such bytes are shown as escapes, so that the texts of all tokens
+together lose nothing and invent nothing. The vocabulary is read from the file itself, with the rules that
+byte-level and SentencePiece tokenizers have for their pieces, because decoders of whole texts repair what is
+broken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from rollyard_crds.reading.vocabulary import MAX_FILE
+from rollyard_crds.reading.vocabulary import find as find_tokenizer
+
+from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import ApiError
+
+MAX_KEPT: Final = 4
+"""The number of vocabularies in memory."""
+MAX_PIECES: Final = 1 << 20
+"""The number of tokens of a vocabulary. Larger ones are refused."""
+MAX_PIECE_BYTES: Final = 256
+"""The bytes of a token that are shown."""
+LOOK_SECONDS: Final = 30.0
+"""The time after which a tokenizer that could not be read is looked for again."""
+_SPACE: Final = "\u2581"
+
+
+class TextsMissing(ControlPlaneError):
+    """The texts of a tokenizer's tokens cannot be shown. The message says why."""
+
+    reason = "TextsMissing"
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The bytes of each token by its id; ids that the vocabulary lacks have none."""
+
+    by_id: Mapping[int, bytes]
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each of these tokens."""
+        return [shown(self.by_id.get(number)) for number in ids]
+
+
+def shown(piece: bytes | None) -> str:
+    r"""Return a token's bytes as text: those that are no UTF-8 as \xNN, and an unknown token as `<?>`."""
+    if piece is None:
+        return "<?>"
+    return piece[:MAX_PIECE_BYTES].decode("utf-8", "backslashreplace")
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the byte for each letter of byte-level vocabularies.
+
+    They write each byte as a printable character: GPT-2's table keeps the printable ones of Latin-1 and
+    shifts the others to 256 and beyond.
+    """
+    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in kept}
+    shifted = (byte for byte in range(256) if byte not in kept)
+    table |= {chr(256 + place): byte for place, byte in enumerate(shifted)}
+    return table
+
+
+_BYTES = _byte_letters()
+
+
+def read(path: Path) -> Pieces:
+    """Return the pieces of a tokenizer.json. This call belongs in a thread.
+
+    Raises:
+        TextsMissing: The file cannot be read, is too large, or has no vocabulary of a known kind.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise TextsMissing(f"its tokenizer.json has more than {MAX_FILE} bytes")
+        document = orjson.loads(data)
+        return _pieces(document)
+    except TextsMissing:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # What is wrong is not quoted, because a path may be that of another file.
+        raise TextsMissing(f"its tokenizer.json has no vocabulary ({type(error).__name__})") from error
+
+
+def _pieces(document: Any) -> Pieces:
+    entries = document["model"]["vocab"]
+    pairs = list(entries.items()) if isinstance(entries, dict) else [(e[0], n) for n, e in enumerate(entries)]
+    added = [(token["content"], token["id"]) for token in document.get("added_tokens") or ()]
+    if len(pairs) + len(added) > MAX_PIECES:
+        raise TextsMissing(f"its vocabulary has more than {MAX_PIECES} tokens")
+    kinds = _kinds(document.get("decoder"))
+    of = _of_letters if "ByteLevel" in kinds else partial(_of_text, fallback="ByteFallback" in kinds)
+    by_id = {number: of(token) for token, number in pairs if type(number) is int}
+    # Added tokens are written as they are, in either kind of vocabulary.
+    by_id |= {number: token.encode("utf-8", "replace") for token, number in added if type(number) is int}
+    return Pieces(by_id)
+
+
+def _kinds(decoder: Any) -> set[str]:
+    """Return the types of a decoder and of the decoders in it."""
+    if not isinstance(decoder, dict):
+        return set()
+    inner = decoder.get("decoders")
+    listed = [one for one in inner if isinstance(one, dict)] if isinstance(inner, list) else []
+    return {str(one.get("type")) for one in (decoder, *listed)}
+
+
+def _of_letters(token: str) -> bytes:
+    found = [_BYTES.get(letter) for letter in token]
+    if None in found:
+        return token.encode("utf-8", "replace")
+    return bytes(byte for byte in found if byte is not None)
+
+
+def _of_text(token: str, *, fallback: bool) -> bytes:
+    if fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(_SPACE, " ").encode("utf-8", "replace")
+
+
+class TokenTexts:
+    """The vocabularies that were used last, by the tokenizer that pools name.
+
+    Args:
+        threads: The threads in which files are read.
+    """
+
+    def __init__(self, threads: Bulkhead) -> None:
+        self._threads = threads
+        self._kept: OrderedDict[str, tuple[float, Pieces | str]] = OrderedDict()
+
+    async def of(self, tokenizer: str, namespace: str) -> Pieces:
+        """Return the pieces of a pool's tokenizer.
+
+        Raises:
+            TextsMissing: They cannot be read here.
+        """
+        found = self._known(tokenizer)
+        if found is None:
+            # Two requests at once may both read the file, which is better than one that waits for a disk that
+            # the other asks for in vain.
+            found = await self._look(tokenizer, namespace)
+            self._kept[tokenizer] = (time.monotonic(), found)
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        if isinstance(found, str):
+            raise TextsMissing(found)
+        return found
+
+    def _known(self, tokenizer: str) -> Pieces | str | None:
+        kept = self._kept.get(tokenizer)
+        if kept is None or (isinstance(kept[1], str) and time.monotonic() - kept[0] > LOOK_SECONDS):
+            return None
+        self._kept.move_to_end(tokenizer)
+        return kept[1]
+
+    async def _look(self, tokenizer: str, namespace: str) -> Pieces | str:
+        def look() -> Pieces | None:
+            path = find_tokenizer(tokenizer)
+            return None if path is None else read(path)
+
+        try:
+            found = await self._threads.run(look, namespace)
+        except (TextsMissing, ApiError) as error:
+            return str(error)
+        return (
+            "the control plane sees no tokenizer.json of it: set spec.tokenizer of the pool to a folder that "
+            "it can read"
+            if found is None
+            else found
+        )

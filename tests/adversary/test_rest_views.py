@@ -1,0 +1,271 @@
+"""Attacks on the calls that people look with: by viewers, by workers, and by what a policy wrote."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_api.access import permissions
+from rollyard_api.views.job.sketch import MAX_KEYS, Sketch
+from rollyard_api.views.rollout import live, texts
+from rollyard_crds.lease import MAX_LIVE_TEXT, MAX_LIVE_TURNS
+from rollyard_testing.adversary.restplane import Yard, control_plane, result
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+HOSTILE = "<script>alert(1)</script>\u202e\u0007\x1b[2J\x1b]0;owned\x07%s%n' OR 1=1 --"
+
+
+@pytest.fixture
+async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
+    """Yield a control plane with the jobs `mine` and `other` of three rollouts each."""
+    async with control_plane(tmp_path, fleet_seconds=0.0, folding_seconds=3600.0) as made:
+        await made.submit("mine", tasks=3)
+        await made.submit("other", tasks=3)
+        yield made
+
+
+def viewer(yard: Yard) -> Any:
+    return yard.client(yard.plane.tokens.by_role["viewer"][0])
+
+
+def _dump(conn: Any) -> list[Any]:
+    tables = (
+        "jobs",
+        "groups",
+        "rollouts",
+        "pools",
+        "backends",
+        "claims",
+        "cursors",
+        "blobs",
+        "weight_updates",
+    )
+    return [tuple(row) for table in tables for row in conn.exec_driver_sql(f"SELECT * FROM {table}").all()]
+
+
+async def test_a_viewer_reads_and_changes_nothing(yard: Yard) -> None:
+    """Every route is tried with every method, and the tables are the same afterwards."""
+    http = viewer(yard)
+    (lease,) = await yard.lease(yard.worker, "mine", init=1)
+    before = await yard.plane.database.read(_dump)
+    names = {"name": "mine", "rollout": lease["rollout"], "claim": "c1", "cursor": "c", "number": "1"}
+    names["sha256"] = "0" * 64
+    allowed = 0
+    for template in sorted({path for _, path in permissions.RULES} | {"/", "/redoc", "/v1", "/v1/nothing"}):
+        path = template.format(**names)
+        for method in METHODS:
+            if (method, path) in (("GET", "/v1/events"), ("HEAD", "/v1/events")) or path.endswith("/events"):
+                continue  # Streams that do not end; the viewer may follow them.
+            answer = await http.request(method, path, json={"x": 1} if method != "GET" else None)
+            rule = permissions.RULES.get(("GET" if method == "HEAD" else method, template))
+            may = rule is not None and (rule.open or "viewer" in rule.roles)
+            if may and method == "GET":
+                allowed += 1
+                assert answer.status_code not in (401, 403), (method, path)
+            if not may:
+                assert answer.status_code == 403, (method, path, answer.status_code)
+    assert allowed >= 20
+    assert await yard.plane.database.read(_dump) == before
+    reading = {key for key, rule in permissions.RULES.items() if "viewer" in rule.roles}
+    assert {method for method, _ in reading} == {"GET"}
+    for word in ("blobs", "claims", "leases", "cursors", "tasks", "openapi"):
+        assert not any(word in path for _, path in reading), word
+
+
+async def test_a_viewer_reaches_a_rollout_by_its_own_job_only(yard: Yard) -> None:
+    (lease,) = await yard.lease(yard.worker, "other", init=1)
+    failure = {k: lease[k] for k in ("rollout", "token", "stage")} | {"reason": "Broken", "retryable": False}
+    await yard.worker.post("/v1/leases/fail", json={"worker": "w", "failures": [failure]})
+    (running,) = await yard.lease(yard.worker, "other", init=1)
+    http = viewer(yard)
+    for rollout in (lease["rollout"], running["rollout"], "..", "%2e%2e", "x' OR '1'='1", "x" * 5000):
+        for piece in ("brief", "messages", "messages/0", "tokens", "difference?other=x", "live"):
+            for where in ("mine", "missing"):
+                path = f"/v1/rolloutjobs/{where}/rollouts/{rollout}/{piece}"
+                answer = await http.get(path)
+                assert answer.status_code in (403, 404), (path[:80], answer.status_code)
+            joiner = "&" if "?" in piece else "?"
+            path = f"/v1/rolloutjobs/other/rollouts/{rollout}/{piece}{joiner}namespace=theirs"
+            assert (await http.get(path)).status_code in (403, 404), path[:80]
+
+
+async def test_searches_and_filters_are_no_patterns(yard: Yard) -> None:
+    """What would blow up a regular expression, or mean something to SQL, is a text like others."""
+    http = viewer(yard)
+    for text in ("(a+)+$" * 20, "%" * 128, "_" * 128, "\x00", "' OR 1=1 --", "a" * 256, "\u202e", "[" * 100):
+        began = time.monotonic()
+        for path, name in (
+            ("/v1/jobs", "search"),
+            ("/v1/rolloutjobs/mine/grid", "search"),
+            ("/v1/rolloutjobs/mine/rollouts?slim=true", "search"),
+            ("/v1/rolloutjobs/mine/rollouts?slim=true&sort=-reward", "reason"),
+            ("/v1/rolloutjobs/mine/rollouts?slim=true&sort=-reward", "task"),
+        ):
+            joiner = "&" if "?" in path else "?"
+            answer = await http.get(f"{path}{joiner}x=1", params={name: text} if "?" not in path else None)
+            assert answer.status_code in (200, 400, 422), (path, text[:20], answer.text[:200])
+            answer = await http.get(path.partition("?")[0], params={"slim": True, name: text})
+            assert answer.status_code in (200, 400, 422), (path, text[:20], answer.text[:200])
+        assert time.monotonic() - began < 30
+    assert (await http.get("/v1/rolloutjobs/mine/grid", params={"search": "%"})).json()["items"] == []
+
+
+async def test_a_worker_s_texts_reach_the_overview_escaped_and_short(yard: Yard) -> None:
+    (lease,) = await yard.lease(yard.worker, "mine", init=1)
+    failure = {k: lease[k] for k in ("rollout", "token", "stage")}
+    failure |= {"reason": "Bad\x1bReason" + "R" * 100, "message": HOSTILE * 40}
+    sent = await yard.worker.post("/v1/leases/fail", json={"worker": "w-mine", "failures": [failure]})
+    assert sent.status_code == 200, sent.text
+    await yard.plane.views.seen_workers.write()
+    found = (await viewer(yard).get("/v1/overview")).json()
+    (seen,) = [one for one in found["workers"] if one["name"] == "w-mine"]
+    error = seen["last_error"]
+    for text in (error["message"], error["reason"]):
+        assert not any(ord(letter) < 32 or letter in "\u202e\x7f" for letter in text)
+    assert len(error["message"]) <= 512
+    assert len(error["reason"]) <= 128
+
+
+async def test_a_flood_of_workers_is_bounded(yard: Yard) -> None:
+    """A token that may lease names a new worker with each request."""
+    plane = yard.plane
+    for number in range(40_000):
+        plane.views.seen_workers.heard(None, f"w{number}", "n" * 253, time.time(), {"run": 4096})
+    await plane.views.seen_workers.write()
+    answer = await viewer(yard).get("/v1/overview")
+    assert len(answer.json()["workers"]) == 500
+    assert len(answer.content) < 2 << 20
+
+
+async def test_a_job_s_worker_sends_turns_of_its_own_rollouts_only(yard: Yard) -> None:
+    (victim,) = await yard.lease(yard.worker, "other", init=1)
+    http = yard.client(yard.job_token("mine"))
+    (own,) = await yard.lease(http, "mine", init=1)
+    watcher = viewer(yard)
+    path = f"/v1/rolloutjobs/other/rollouts/{victim['rollout']}/live"
+    assert (await watcher.get(path)).status_code == 200
+    turn = {"no": 0, "role": "assistant", "text": "forged"}
+    beat = {"worker": "w", "node": "n", "leases": [{"rollout": own["rollout"], "token": own["token"]}]}
+    forged = {"rollout": victim["rollout"], "token": victim["token"], "turns": [turn]}
+    sent = await http.post("/v1/leases/heartbeat", json=beat | {"live": [forged]})
+    assert sent.status_code == 200, sent.text
+    named = beat | {"leases": [{"rollout": victim["rollout"], "token": victim["token"]}], "live": [forged]}
+    assert (await http.post("/v1/leases/heartbeat", json=named)).status_code == 403
+    assert (await watcher.get(path)).json()["turns"] == []
+
+
+async def test_a_worker_cannot_fill_memory_with_turns(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WATCH_SECONDS", 3600.0)
+    (lease,) = await yard.lease(yard.worker, "mine", init=1)
+    watcher, path = viewer(yard), f"/v1/rolloutjobs/mine/rollouts/{lease['rollout']}/live"
+    await watcher.get(path)
+    ref = {"rollout": lease["rollout"], "token": lease["token"]}
+    beat = {"worker": "w", "node": "n", "leases": [ref]}
+
+    async def send(turns: list[dict[str, Any]]) -> int:
+        sent = await yard.worker.post("/v1/leases/heartbeat", json=beat | {"live": [{**ref, "turns": turns}]})
+        return int(sent.status_code)
+
+    turn = {"no": 0, "role": "assistant", "text": "x"}
+    assert await send([turn | {"text": "x" * (MAX_LIVE_TEXT + 1)}]) == 422
+    assert await send([turn | {"no": number} for number in range(MAX_LIVE_TURNS + 1)]) == 422
+    assert await send([turn | {"no": -1}]) == 422
+    assert await send([turn | {"text": "x" * (17 << 20)}]) == 413
+    for first in range(0, 20 * MAX_LIVE_TURNS, MAX_LIVE_TURNS):
+        many = [
+            turn | {"no": first + place, "text": "\u0000" * MAX_LIVE_TEXT} for place in range(MAX_LIVE_TURNS)
+        ]
+        assert await send(many) == 200
+    answer = await watcher.get(path)
+    assert len(answer.content) < 2 * live.MAX_BYTES
+    assert answer.json()["dropped"] > 1000
+    assert answer.json()["turns"][-1]["no"] == 20 * MAX_LIVE_TURNS - 1
+
+
+async def test_a_viewer_watches_a_bounded_number_of_rollouts(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "WATCH_SECONDS", 3600.0)
+    await yard.submit("large", tasks=200)
+    leases = []
+    while more := await yard.lease(yard.worker, "large", init=64):
+        leases += more
+    watcher = viewer(yard)
+    told = [
+        (await watcher.get(f"/v1/rolloutjobs/large/rollouts/{one['rollout']}/live")).status_code
+        for one in leases
+    ]
+    assert told.count(200) == live.MAX_WATCHED_OF_JOB
+    assert set(told) == {200, 429}
+
+
+async def test_hostile_tokenizers_are_refused_or_shown_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    hostile: list[Any] = [
+        b"[" * 100_000,
+        b"{}",
+        b"\xff\xfe",
+        json.dumps({"model": {"vocab": 7}}).encode(),
+        json.dumps({"model": {"vocab": [["a"], []]}}).encode(),
+        json.dumps({"model": {"vocab": {}}, "added_tokens": [7]}).encode(),
+        json.dumps({"model": {"vocab": {str(n): n for n in range(texts.MAX_PIECES + 1)}}}).encode(),
+    ]
+    for data in hostile:
+        path.write_bytes(data)
+        with pytest.raises(texts.TextsMissing):
+            texts.read(path)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # The file is sparse, and most of it is never read.
+    with pytest.raises(texts.TextsMissing, match="more than"):
+        texts.read(path)
+    vocabulary = {"<script>": 1, "\u202e": 2, "x" * 100_000: 3, "neg": -5, "half": 1.5}
+    path.write_text(json.dumps({"model": {"vocab": vocabulary}, "decoder": {"type": "ByteFallback"}}))
+    found = texts.read(path).texts([1, 2, 3, 99, -1])
+    assert found == ["<script>", "\u202e", "x" * texts.MAX_PIECE_BYTES, "<?>", "<?>"]
+
+
+def test_rewards_of_any_size_take_bounded_room() -> None:
+    sketch = Sketch()
+    for number in range(20_000):
+        sketch.add((-1) ** number * 1.01 ** (number % 1300))
+        if number % 1000 == 0:
+            sketch = Sketch(json.loads(json.dumps(sketch.document())))
+    assert len(sketch.counts) <= MAX_KEYS
+    assert sum(sketch.histogram()["bins"]) == 20_000
+
+
+async def test_ids_that_no_tokenizer_has_do_no_harm(yard: Yard) -> None:
+    """A worker may report any whole number as a token."""
+    (lease,) = await yard.lease(yard.worker, "mine", init=1)
+    prepared = result(lease, sandbox=None)
+    await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [prepared]})
+    (lease,) = await yard.lease(yard.worker, "mine", run=1)
+    n = 4
+    segment = {
+        "prompt_ids": [-1, 2**64 - 1],
+        "response_ids": [2**63, -(2**63), 2**31, 5],
+        "loss_mask": [1] * n,
+        "logprobs": [-1e308, 1e308, 0, -1e-308],
+        "policy_versions": ["x" * 10_000] * n,
+    }
+    trajectory = {
+        "id": lease["rollout"],
+        "job": "mine",
+        "task_id": lease["task"]["id"],
+        "group_id": lease["group_id"],
+        "sample_index": 0,
+        "segments": [segment],
+    }
+    done = {k: lease[k] for k in ("rollout", "token", "stage")} | {"trajectory": trajectory}
+    sent = await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [done]})
+    assert sent.status_code == 200, sent.text
+    (lease,) = await yard.lease(yard.worker, "mine", eval=1)
+    await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [result(lease)]})
+    answer = await viewer(yard).get(f"/v1/rolloutjobs/mine/rollouts/{lease['rollout']}/tokens")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["ids"] == [-1, -1, -1, -1, 2**31, 5]
+    assert answer.json()["versions"][1] == ["x" * 10_000, n]

@@ -42,7 +42,7 @@ from tokenizers import Tokenizer  # noqa: E402
 from tinygrpo.batch import Row, advantages, rows_of  # noqa: E402
 from tinygrpo.onnx_folder import OnnxTemplate  # noqa: E402
 from tinygrpo.policy import load_policy  # noqa: E402
-from tinygrpo.rollouts import episode, sampling  # noqa: E402
+from tinygrpo.rollouts import StreamSettings, episode, sampling  # noqa: E402
 from tinygrpo.tasks import training_tasks  # noqa: E402
 from tinygrpo.update import UpdateSettings, make_optimizer, update_policy  # noqa: E402
 from tinygrpo.versions import PolicyVersions  # noqa: E402
@@ -93,7 +93,7 @@ class RollyardSide:
             "kind": "RolloutJob",
             "metadata": {"name": "bench"},
             "spec": {
-                **episode(CONCURRENCY),
+                **episode(StreamSettings(concurrency=CONCURRENCY)),
                 "tasks": {"stream": True},
                 "samplesPerTask": SAMPLES,
                 "sampling": sampling(SEED),

@@ -107,12 +107,12 @@ class SpanExport:
                 self._inner: Any = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
 
             def export(self, spans: Any) -> SpanExportResult:
-                result: SpanExportResult = SpanExportResult.FAILURE
+                taken = False
                 try:
-                    result = self._inner.export(spans)
+                    taken = self._inner.export(spans) is SpanExportResult.SUCCESS
                 finally:
-                    export._count(len(spans), result is SpanExportResult.SUCCESS)
-                return result
+                    export._count(len(spans), taken)
+                return SpanExportResult.SUCCESS if taken else SpanExportResult.FAILURE
 
             def shutdown(self) -> None:
                 self._inner.shutdown()

@@ -87,7 +87,7 @@ def test_links_of_a_job_and_of_a_rollout(url: str, capsys: pytest.CaptureFixture
     )
     assert shown(capsys, "view", "job", second, "--web", "-n", "team") == f"{of_job}/rollouts/{second}"
     assert shown(capsys, "view", "job", "--web", "-n", "team") == of_job
-    assert f"Page:         {of_job}\n" in shown(capsys, "describe", "job", "-n", "team")
+    assert f"Page:         {of_job}\n" in shown(capsys, "describe", "rj", "job", "-n", "team")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 /**
- * Builds the page's bundle, or its tests.
+ * Build the page's bundle, or its tests.
  *
  *   node build.mjs [--out FOLDER]   writes index.html and assets/ (default: the control plane's package)
  *   node build.mjs --tests          compiles tests/ into a temporary folder and runs them with node

@@ -26,7 +26,7 @@ from rollyard_bench.results import Baseline
 PAGES: Final = 20
 BROWSERS: Final = 2
 """The number of pages that are open in a real browser; the others repeat all calls of these."""
-PACE: Final = 5.0
+PACE: Final = 5
 """The number of rollouts that end in a second."""
 SETTLE_SECONDS: Final = 3.0
 NAME: Final = "pace"
@@ -34,7 +34,7 @@ SAMPLES: Final = 8
 
 
 class _Job(threading.Thread):
-    """A job that ends PACE rollouts a second, until `stop` is called."""
+    """A job that ends PACE rollouts each second, together, until `stop` is called."""
 
     def __init__(self, served: Served, rollouts: int) -> None:
         super().__init__(name="pace", daemon=True)
@@ -45,7 +45,7 @@ class _Job(threading.Thread):
         self.problem: Exception | None = None
 
     def run(self) -> None:
-        """Submit the job, and end one rollout after the other at its time."""
+        """Submit the job, and end its rollouts at their time."""
         try:
             with self._served.http() as http:
                 http.post(
@@ -55,8 +55,9 @@ class _Job(threading.Thread):
                 begin = time.monotonic()
                 while not self._halt.is_set():
                     for stage in ("init", "run", "eval"):
-                        worker.complete(worker.lease(stage), float(self.ended % 2))
-                    self.ended += 1
+                        leases = worker.lease_some(stage, PACE)
+                        worker.complete_some([(lease, place % 2) for place, lease in enumerate(leases)])
+                    self.ended += PACE
                     self._halt.wait(max(0.0, begin + self.ended / PACE - time.monotonic()))
         except Exception as error:
             self.problem = error
@@ -215,7 +216,7 @@ def measure(plane: Plane, browser: Browser, cookies: Any, *, seconds: float, rou
     costs = [some - none for some, none in zip(with_pages, without, strict=True)]
     streams = rounds * (PAGES - BROWSERS) * seconds
     how = (
-        f"the control plane's CPU time with {PAGES} pages less without, while a job ends {PACE:.0f} rollouts "
+        f"the control plane's CPU time with {PAGES} pages less without, while a job ends {PACE} rollouts "
         f"a second, {rounds} × {seconds:.0f} s each in turns; {BROWSERS} pages are in a real browser, at the "
         f"job and at the overview, and {PAGES - BROWSERS} have a stream each and repeat these pages' calls; "
         f"per page {events / streams:.2f} events and {calls / streams:.2f} calls a second; with "

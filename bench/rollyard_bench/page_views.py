@@ -18,8 +18,8 @@ from rollyard_bench.results import Baseline
 
 LIMIT_MS: Final = 120_000
 """The time after which a step in the browser has failed."""
-SCROLL_PIXELS: Final = 600
-"""How far each frame of a scroll moves: some twenty rows."""
+SCROLL_PIXELS: Final = 240
+"""How far each frame of a scroll moves, which is two notches of a usual wheel."""
 _CELLS: Final = "document.querySelectorAll('[role=grid] [data-row] [data-key=sample]').length >= 40"
 _JOB_SHOWN: Final = f"{_CELLS} && document.querySelectorAll('.panel').length >= 2"
 _TOKENS_SHOWN: Final = "document.querySelectorAll('.token-line [data-start]').length >= 20"
@@ -163,10 +163,10 @@ def filters(stage: Stage) -> Measurement:
     steps: list[tuple[str, str, dict[str, str]]] = [
         ("Order", "-reward", {"sort": "-reward"}),
         ("Order", "reward", {"sort": "reward"}),
-        ("State", "failed", {"sort": "reward", "status": "failed"}),
+        ("With samples", "failed", {"sort": "reward", "status": "failed"}),
         ("Order", "variance", {"sort": "variance", "status": "failed"}),
         ("Signal", "true", {"sort": "variance", "status": "failed", "informative": "true"}),
-        ("State", "", {"sort": "variance", "informative": "true"}),
+        ("With samples", "", {"sort": "variance", "informative": "true"}),
         ("Order", "ended", {"sort": "ended", "informative": "true"}),
         ("Signal", "", {"sort": "ended"}),
         ("Order", "no", {"sort": "no"}),

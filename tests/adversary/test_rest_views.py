@@ -120,7 +120,7 @@ async def test_a_worker_s_texts_reach_the_overview_escaped_and_short(yard: Yard)
     failure |= {"reason": "Bad\x1bReason" + "R" * 100, "message": HOSTILE * 40}
     sent = await yard.worker.post("/v1/leases/fail", json={"worker": "w-mine", "failures": [failure]})
     assert sent.status_code == 200, sent.text
-    await yard.plane.seen_workers.write()
+    await yard.plane.views.seen_workers.write()
     found = (await viewer(yard).get("/v1/overview")).json()
     (seen,) = [one for one in found["workers"] if one["name"] == "w-mine"]
     error = seen["last_error"]
@@ -134,8 +134,8 @@ async def test_a_flood_of_workers_is_bounded(yard: Yard) -> None:
     """A token that may lease names a new worker with each request."""
     plane = yard.plane
     for number in range(40_000):
-        plane.seen_workers.heard(None, f"w{number}", "n" * 253, time.time(), {"run": 4096})
-    await plane.seen_workers.write()
+        plane.views.seen_workers.heard(None, f"w{number}", "n" * 253, time.time(), {"run": 4096})
+    await plane.views.seen_workers.write()
     answer = await viewer(yard).get("/v1/overview")
     assert len(answer.json()["workers"]) == 500
     assert len(answer.content) < 2 << 20
@@ -158,7 +158,8 @@ async def test_a_job_s_worker_sends_turns_of_its_own_rollouts_only(yard: Yard) -
     assert (await watcher.get(path)).json()["turns"] == []
 
 
-async def test_a_worker_cannot_fill_memory_with_turns(yard: Yard) -> None:
+async def test_a_worker_cannot_fill_memory_with_turns(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WATCH_SECONDS", 3600.0)
     (lease,) = await yard.lease(yard.worker, "mine", init=1)
     watcher, path = viewer(yard), f"/v1/rolloutjobs/mine/rollouts/{lease['rollout']}/live"
     await watcher.get(path)
@@ -185,7 +186,10 @@ async def test_a_worker_cannot_fill_memory_with_turns(yard: Yard) -> None:
     assert answer.json()["turns"][-1]["no"] == 20 * MAX_LIVE_TURNS - 1
 
 
-async def test_a_viewer_watches_a_bounded_number_of_rollouts(yard: Yard) -> None:
+async def test_a_viewer_watches_a_bounded_number_of_rollouts(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "WATCH_SECONDS", 3600.0)
     await yard.submit("large", tasks=200)
     leases = []
     while more := await yard.lease(yard.worker, "large", init=64):
@@ -237,7 +241,8 @@ def test_rewards_of_any_size_take_bounded_room() -> None:
 async def test_ids_that_no_tokenizer_has_do_no_harm(yard: Yard) -> None:
     """A worker may report any whole number as a token."""
     (lease,) = await yard.lease(yard.worker, "mine", init=1)
-    await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [result(lease)]})
+    prepared = result(lease, sandbox=None)
+    await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [prepared]})
     (lease,) = await yard.lease(yard.worker, "mine", run=1)
     n = 4
     segment = {

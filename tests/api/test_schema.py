@@ -14,7 +14,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from rollyard_api.storage import migrate, rows
+from rollyard_api.storage import migrate, rows, view_tables
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.sign_in_tables import metadata
 
@@ -29,6 +29,7 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def test_upgraded_schema_is_the_metadata(empty: str) -> None:
+    assert view_tables.rates.name in metadata.tables, "the tables of views are among them"
     database = Database(empty)
     try:
         migrate.upgrade(database.writer)

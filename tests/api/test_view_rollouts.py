@@ -279,19 +279,19 @@ async def _events(stream: Any, names: set[str]) -> dict[str, Any]:
 
 async def test_followers_share_one_reader(served: Any, worker_of: Any, make_manifest: Any) -> None:
     plane = served.plane
-    followers = [plane.feed.follow(None, lambda: False) for _ in range(3)]
-    followers.append(plane.feed.follow(("default", "other"), lambda: False))
+    followers = [plane.views.feed.follow(None, lambda: False) for _ in range(3)]
+    followers.append(plane.views.feed.follow(("default", "other"), lambda: False))
     for follower in followers:
         assert (await anext(follower)).startswith(b"event: overview")
-    await plane.feed.tick()
-    before = plane.fleet.reads
+    await plane.views.feed.tick()
+    before = plane.views.fleet.reads
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
     worker = worker_of(served.worker)
     while leases := await worker.lease(init=9, run=9, eval=9):
         await worker.complete(*map(worker.result, leases))
-    await plane.folding.round()
-    await plane.feed.tick()
-    assert plane.fleet.reads == before + 1
+    await plane.views.folding.round()
+    await plane.views.feed.tick()
+    assert plane.views.fleet.reads == before + 1
     for follower in followers[:3]:
         found = await asyncio.wait_for(_events(follower, {"overview", "job", "ended"}), 10)
         assert found["job"]["succeeded"] == 2
@@ -299,18 +299,18 @@ async def test_followers_share_one_reader(served: Any, worker_of: Any, make_mani
     assert (await anext(followers[3])).startswith(b"event: overview")
     await plane.flush()
     await served.admin.delete("/v1/rolloutjobs/job")
-    await plane.feed.tick()
+    await plane.views.feed.tick()
     found = await asyncio.wait_for(_events(followers[0], {"gone"}), 10)
     assert found["gone"] == {"namespace": "default", "name": "job"}
     for _ in range(BUFFER + 5):
-        plane.feed._tell(b"event: x\ndata: {}\n\n", None)
+        plane.views.feed._tell(b"event: x\ndata: {}\n\n", None)
     late = [data async for data in followers[1]]
     assert late[-1] == b'event: dropped\ndata: {"reason":"SlowConsumer"}\n\n'
     for follower in followers:
         await follower.aclose()
-    reads = plane.fleet.reads
-    await plane.feed.tick()
-    assert plane.fleet.reads == reads, "nothing is read while nobody follows"
+    reads = plane.views.fleet.reads
+    await plane.views.feed.tick()
+    assert plane.views.fleet.reads == reads, "nothing is read while nobody follows"
 
 
 async def test_the_stream_of_the_fleet_answers(served: Any) -> None:

@@ -194,7 +194,7 @@ async def test_statistics_are_kept_and_count_each_rollout_once(
     assert failure["example"] == (await rows(served, status="failed"))[0]["id"]
     assert found["tokens"] == 22
     assert {stage: one["n"] for stage, one in found["stages"].items()} == {"init": 12, "run": 12, "eval": 11}
-    await served.plane.folding.round()
+    await served.plane.views.folding.round()
     assert (await served.viewer.get("/v1/rolloutjobs/job/statistics")).json() == found
 
 
@@ -206,8 +206,8 @@ async def test_the_overview_shows_jobs_queues_rates_and_workers(
     worker = worker_of(served.worker, "w2", "n2")
     first, second = await worker.lease(init=2, run=8)
     await worker.fail(first, "TestBroken", message="it broke\x1b[31m", retryable=True)
-    await served.plane.folding.round()
-    await served.plane.seen_workers.write()
+    await served.plane.views.folding.round()
+    await served.plane.views.seen_workers.write()
     found = (await served.viewer.get("/v1/overview")).json()
     assert sum(found["phases"].values()) == 2
     assert found["queues"]["init"] == {"queued": 5, "active": 1, "slots": 18}
@@ -264,7 +264,7 @@ async def test_jobs_come_late_ones_first_and_page_by_page(served: Any, make_mani
 
 async def test_what_is_kept_of_a_job_goes_with_it(served: Any, worker_of: Any, make_manifest: Any) -> None:
     await a_job(served, worker_of, make_manifest)
-    await served.plane.folding.round()
+    await served.plane.views.folding.round()
     await served.plane.flush()
     await served.admin.delete("/v1/rolloutjobs/job")
     await served.plane.sweep()

@@ -28,7 +28,7 @@ def test_orders_and_filters_of_groups_come_from_the_server(
             ("Order", "-reward", {"sort": "-reward"}),
             ("Order", "variance", {"sort": "variance"}),
             ("Signal", "true", {"sort": "variance", "informative": "true"}),
-            ("State", "failed", {"sort": "variance", "informative": "true", "status": "failed"}),
+            ("With samples", "failed", {"sort": "variance", "informative": "true", "status": "failed"}),
         ):
             page.get_by_role("tabpanel").get_by_role("combobox", name=label).select_option(value)
             path = f"/v1/rolloutjobs/{ENDED}/grid"
@@ -44,7 +44,7 @@ def test_orders_and_filters_of_groups_come_from_the_server(
     expect(other.locator(FIRST_TASK)).to_have_text(items[0]["task_id"])
     # The back button takes back one choice after the other.
     page.go_back()
-    expect(page.get_by_role("tabpanel").get_by_role("combobox", name="State")).to_have_value("")
+    expect(page.get_by_role("tabpanel").get_by_role("combobox", name="With samples")).to_have_value("")
     page.go_back()
     expect(page.get_by_role("tabpanel").get_by_role("combobox", name="Signal")).to_have_value("")
 
@@ -83,6 +83,7 @@ def test_a_reason_of_failures_leads_to_its_rollouts(
 ) -> None:
     page = look(plane.served).at(plane.served.job(ENDED))
     failures = page.get_by_role("region", name="Failures by reason")
+    expect(failures.locator("li a").first).to_be_visible()
     counts = [int(text) for text in failures.locator("li b.number").all_inner_texts()]
     assert sum(counts) == store.ended.failed
     link = failures.locator("li a").first
@@ -118,6 +119,6 @@ def test_what_waits_is_shown_as_waiting(plane: Plane, look: Callable[..., Any], 
     waiting = store.half.rollouts // 2
     expect(page.locator("[data-row] .cell").first).to_be_visible()
     expect(page.get_by_role("main")).to_contain_text(re.compile(rf"waiting\s*{waiting}"))
-    page.get_by_role("tabpanel").get_by_role("combobox", name="State").select_option("waiting")
+    page.get_by_role("tabpanel").get_by_role("combobox", name="With samples").select_option("queued")
     expect(page.locator("[data-row] .cell-q").first).to_be_visible()
     expect(page.locator("[data-row] [class*=shade]")).to_have_count(0)

@@ -61,7 +61,7 @@ def test_a_worker_leads_to_the_rollouts_that_it_holds(own_plane: Plane, look: Ca
         page = look(served).at(f"{served.url}/")
         node = page.get_by_role("list", name="Nodes").get_by_role("button").filter(has_text="node-of-puppets")
         expect(node).to_contain_text("1 rollout")
-        table = page.get_by_role("region", name="Workers")
+        table = page.get_by_role("region", name="Workers", exact=True)
         if not table.is_visible():
             node.click()
         table.get_by_role("button", name="node-of-puppets").click()

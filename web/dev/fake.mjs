@@ -174,7 +174,7 @@ function statistics() {
   };
 }
 
-/** Returns the answer to a call, or undefined where there is none. */
+/** Return the answer to a call, or undefined where there is none. */
 export function answer(path, query) {
   const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
   if (path === "/session") return { role: "admin", expires_at: now() + 3600, cancel: true };
@@ -189,7 +189,7 @@ export function answer(path, query) {
     return { metadata: { name: row.name, namespace: "default" }, spec: { handler: "swe", samplesPerTask: SAMPLES }, status: { phase: row.phase, conditions } };
   }
   if (parts[2] === "statistics") return statistics();
-  if (parts[2] === "grid") return paged(query, query.get("search") ? 30 : TASKS, LIMIT, group);
+  if (parts[2] === "grid") return { prefix: "", ...paged(query, query.get("search") ? 30 : TASKS, LIMIT, group) };
   if (parts[2] === "gantt") return paged(query, 1500, LIMIT, (i) => ({ ...rollout(i >> 3, i % 8), spans: spans(i >> 3, i % 8) }));
   if (parts[2] !== "rollouts") return undefined;
   if (parts.length === 3) {

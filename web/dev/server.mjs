@@ -1,5 +1,5 @@
 /**
- * Serves the page while it is being written. It is not shipped, and it is for this machine only.
+ * Serve the page while it is being written. It is not shipped, and it is for this machine only.
  *
  *   node dev/server.mjs                        made-up answers
  *   ROLLYARD_TOKEN=… node dev/server.mjs URL   passes calls on to a control plane, with the token

@@ -11,9 +11,10 @@ import { Empty, Failure, Waiting } from "./parts/feedback";
 import { Link } from "./parts/Link";
 import { Shell } from "./parts/Shell";
 import { asCallError } from "./state/resource";
-import { pathOf } from "./state/place";
+import { type Place, pathOf } from "./state/place";
 import { Router } from "./state/router";
 import { type Services, ServicesContext, useLocation, useServices } from "./state/services";
+import { WhileThere } from "./views/Gone";
 import { GroupView } from "./views/group/GroupView";
 import { JobView } from "./views/job/JobView";
 import { OverviewView } from "./views/overview/OverviewView";
@@ -56,7 +57,7 @@ export function App({ prefix }: { prefix: string }): JSX.Element {
   );
 }
 
-/** Exchanges the code of a link for a session, if there is one, and asks for the session. */
+/** Exchange the code of a link for a session, if there is one, and ask for the session. */
 async function enter(calls: Calls): Promise<Entry> {
   const code = new URLSearchParams(window.location.hash.slice(1)).get("code");
   if (code !== null) {
@@ -92,6 +93,18 @@ function Placed(): JSX.Element {
   );
 }
 
+function JobPlace({ place }: { place: Exclude<Place, { view: "overview" | "unknown" }> }): JSX.Element {
+  const { namespace, name } = place;
+  switch (place.view) {
+    case "job":
+      return <JobView namespace={namespace} name={name} />;
+    case "group":
+      return <GroupView key={place.task} namespace={namespace} name={name} task={place.task} />;
+    default:
+      return <RolloutView namespace={namespace} name={name} id={place.id} />;
+  }
+}
+
 function View(): JSX.Element {
   const { live, router } = useServices();
   const { place } = useLocation();
@@ -100,15 +113,16 @@ function View(): JSX.Element {
   useEffect(() => {
     document.title = "name" in place ? `${"id" in place ? `${place.id} · ` : ""}${place.name} · Rollyard` : "Rollyard";
   }, [place]);
+  if (place.view !== "overview" && place.view !== "unknown") {
+    return (
+      <WhileThere key={job} namespace={place.namespace} name={place.name}>
+        <JobPlace place={place} />
+      </WhileThere>
+    );
+  }
   switch (place.view) {
     case "overview":
       return <OverviewView />;
-    case "job":
-      return <JobView key={job} namespace={place.namespace} name={place.name} />;
-    case "group":
-      return <GroupView key={`${job} ${place.task}`} namespace={place.namespace} name={place.name} task={place.task} />;
-    case "rollout":
-      return <RolloutView key={job} namespace={place.namespace} name={place.name} id={place.id} />;
     default:
       return (
         <Empty title="There is nothing at this address.">

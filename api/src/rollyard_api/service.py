@@ -29,7 +29,6 @@ from rollyard_api.browsers.sessions import Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
-from rollyard_api.core.states import ENDED
 from rollyard_api.core.wakeups import Bus
 from rollyard_api.jobs import cancellation
 from rollyard_api.jobs.events import EventHub
@@ -44,13 +43,7 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
-from rollyard_api.views.fleet.feed import FleetFeed
-from rollyard_api.views.fleet.reader import FleetReader
-from rollyard_api.views.fleet.workers import SeenWorkers
-from rollyard_api.views.job.folding import Folding
-from rollyard_api.views.rollout.live import Watching
-from rollyard_api.views.rollout.records import KeptRecords
-from rollyard_api.views.rollout.texts import TokenTexts
+from rollyard_api.views.objects import ViewObjects
 from rollyard_api.weights import verification
 from rollyard_api.weights.coordinator import Coordinator
 
@@ -72,8 +65,6 @@ about as much as ten results, and results that wait are delivered from the datab
 BACKLOG = 64
 """The number of results that wait after a round of storing and make the next round follow at once."""
 FLUSH_RETRY_SECONDS = 2.0
-HEARD_SECONDS = 5.0
-"""The time between two writes that a worker is still heard, in seconds."""
 
 
 class ControlPlane:
@@ -124,16 +115,8 @@ class ControlPlane:
         self.looks = Turns("looks at the database", each=LOOKS, total=64 * LOOKS)
         self.grants = Turns("requests for leases", each=GRANTS, total=64 * GRANTS)
         self.idle = Idle()
-        self.fleet = FleetReader(database, settings.fleet_seconds)
-        self.feed = FleetFeed(self.fleet, database)
-        self.folding = Folding(database)
-        self.record_threads = Bulkhead("reading of records", threads=2, waiting=256, seconds=DISK_SECONDS)
-        """The threads in which records are parsed for those who look at a piece of one."""
-        self.kept_records = KeptRecords()
-        self.token_texts = TokenTexts(self.disk)
+        self.views = ViewObjects(database, self.disk, settings.fleet_seconds)
         self.searches = Turns("searches", each=2, total=4, seconds=settings.store_seconds)
-        self.watching = Watching(alone=database.sqlite)
-        self.seen_workers = SeenWorkers(database, HEARD_SECONDS)
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.sandbox_hosts = settings.sandbox_hosts
@@ -176,7 +159,7 @@ class ControlPlane:
         self.disk.close()
         self.parsing.close()
         self.token_reads.close()
-        self.record_threads.close()
+        self.views.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
         """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
@@ -190,10 +173,7 @@ class ControlPlane:
                     self.traces.add(span)
             self.metrics.add(tx.counted)
             self.speeds.add(tx.measured, tx.loads)
-            if tx.events:
-                self.folding.note(job_id for job_id, data in tx.events if data["status"] in _ENDS)
-            if tx.troubles:
-                self.seen_workers.troubled(tx.troubles, tx.now)
+            self.views.after_commit(tx)
         if wakes:
             self.bus.wake(wakes)
 
@@ -307,9 +287,6 @@ class ControlPlane:
         await self.poller.poll(self.database, self.transport)
 
 
-_ENDS = frozenset(state.status for state in ENDED)
-
-
 def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
     """Return what `cancellation.left_over` returns, and whether there are old assignments."""
     return *cancellation.left_over(conn), assignments.has_old(conn)
@@ -421,9 +398,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
         (given.speeds_seconds, given.stats_seconds, "measured speeds", plane.write_speeds),
-        (given.folding_seconds, given.stats_seconds, "statistics", plane.folding.round),
-        (given.folding_seconds, given.stats_seconds, "events of the fleet", plane.feed.tick),
-        (given.folding_seconds, given.stats_seconds, "workers", plane.seen_workers.write),
+        *((given.folding_seconds, given.stats_seconds, what, work) for what, work in plane.views.rounds()),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]
 

@@ -35,7 +35,7 @@ export class Calls {
     private readonly onSignedOut: () => void,
   ) {}
 
-  /** Returns the address of a call on the server that served the page. */
+  /** Return the address of a call on the server that served the page. */
   address(path: string, params: Params = {}): string {
     const query = new URLSearchParams();
     for (const [name, value] of Object.entries(params)) {
@@ -45,18 +45,18 @@ export class Calls {
     return `${this.prefix}/v1${path}${text ? `?${text}` : ""}`;
   }
 
-  /** Returns the path of a job's call; each part is percent-encoded. */
+  /** Return the path of a job's call; each part is percent-encoded. */
   static job(name: string, ...rest: (string | number)[]): string {
     return ["/rolloutjobs", ...[name, ...rest].map((part) => encodeURIComponent(String(part)))].join("/");
   }
 
-  /** Asks for JSON. Raises `CallError`, or the signal's reason where the caller gave up. */
+  /** Ask for JSON. Raises `CallError`, or the signal's reason where the caller gave up. */
   async get<T>(path: string, params: Params = {}, signal?: AbortSignal): Promise<T> {
     const answer = await this.#send("GET", this.address(path, params), undefined, signal);
     return (await this.#read(answer.json() as Promise<unknown>, signal)) as T;
   }
 
-  /** Asks for the beginning of an answer's text, and says whether that is all of it. */
+  /** Ask for the beginning of an answer's text, and say whether that is all of it. */
   async start(path: string, params: Params, signal?: AbortSignal): Promise<{ text: string; whole: boolean }> {
     const answer = await this.#send("GET", this.address(path, params), undefined, signal);
     const reader = answer.body?.getReader();
@@ -72,7 +72,7 @@ export class Calls {
     return { text: text.slice(0, MOST_RAW), whole: false };
   }
 
-  /** Changes something. The header shows that this page asks, and no form of another site. */
+  /** Change something. The header shows that this page asks, and no form of another site. */
   async post(path: string, params: Params = {}, body?: unknown): Promise<void> {
     await this.#send("POST", this.address(path, params), body === undefined ? undefined : JSON.stringify(body));
   }

@@ -6,18 +6,18 @@ const COARSE_SECONDS = 2;
 export class ServerClock {
   #offset = 0;
 
-  /** Takes the time of an answer's header Date. */
+  /** Take the time of an answer's header Date. */
   heardDate(header: string | null): void {
     const time = header === null ? NaN : Date.parse(header) / 1000;
     if (Number.isFinite(time) && Math.abs(time - this.now()) > COARSE_SECONDS) this.heard(time);
   }
 
-  /** Takes an exact time of an answer, in seconds since the epoch. */
+  /** Take an exact time of an answer, in seconds since the epoch. */
   heard(time: number): void {
     this.#offset = time - Date.now() / 1000;
   }
 
-  /** Returns the server's time in seconds since the epoch. */
+  /** Return the server's time in seconds since the epoch. */
   now(): number {
     return Date.now() / 1000 + this.#offset;
   }

@@ -48,7 +48,7 @@ export class Live {
     document.addEventListener("visibilitychange", () => this.#visibility());
   }
 
-  /** Follows one job, as in `namespace/name`, or with null the whole fleet. */
+  /** Follow one job, as in `namespace/name`, or with null the whole fleet. */
   follow(job: string | null): void {
     if (this.#source && job === this.#job) return;
     this.#job = job;
@@ -57,7 +57,7 @@ export class Live {
     this.#connect();
   }
 
-  /** Ends the stream, as when the reader has no session. */
+  /** End the stream, as when the reader has no session. */
   stop(): void {
     this.#stopped = true;
     this.#close();

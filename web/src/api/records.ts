@@ -4,7 +4,7 @@ import type { Brief, StageTiming, Timings } from "./types";
 
 const NO_TIME: StageTiming = { queued_seconds: 0, active_seconds: 0, attempts: 0 };
 
-/** Returns a brief with every field, from an answer of the control plane. */
+/** Return a brief with every field, from an answer of the control plane. */
 export function filledBrief(answer: Partial<Brief>): Brief {
   const timings: Partial<Timings> = answer.timings ?? {};
   return {

@@ -85,8 +85,9 @@ export interface LastError {
 export interface Worker {
   name: string;
   node: string;
-  namespace: string;
-  job: string;
+  /** The job and its namespace are null if the worker's token reaches every job. */
+  namespace: string | null;
+  job: string | null;
   stages: string[];
   active: number;
   heard_at: number | null;
@@ -132,7 +133,7 @@ export interface RolloutRow {
   job?: string;
 }
 
-/** A sample in the grid: its id, a letter (q queued, l leased, s succeeded, f failed, c cancelled), its reward. */
+/** A sample in the grid: its id without the page's prefix, a letter (q queued, l leased, s succeeded, f failed, c cancelled), its reward. */
 export type GridSample = [id: string, letter: string, reward: number | null];
 
 export interface GridRow {
@@ -144,6 +145,11 @@ export interface GridRow {
   reason: string;
   mean: number | null;
   samples: GridSample[];
+}
+
+export interface GridPage extends Page<GridRow> {
+  /** The beginning of the ids of all samples. */
+  prefix: string;
 }
 
 export interface Statistics {

@@ -1,4 +1,4 @@
-/** Catches a fault of a view, so that the rest of the page stays, and the reader learns of it. */
+/** Catch a fault of a view, so that the rest of the page stays, and the reader learns of it. */
 
 import { type ComponentChildren, Component, type JSX } from "preact";
 import { CallError } from "../api/calls";

@@ -104,7 +104,7 @@ function rangeOf(least: number | null, most: number | null): [number, number] {
   return [low, high === low + 1e-9 ? low + 1 : high + (high - low) * 0.08];
 }
 
-/** Returns a word that changes with the theme, upon which colours of a canvas are read again. */
+/** Return a word that changes with the theme, upon which colours of a canvas are read again. */
 export function useLook(): string {
   const [look, set] = useState(0);
   useEffect(() => {

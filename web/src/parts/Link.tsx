@@ -22,7 +22,7 @@ export function Link({ href, children, label, data, ...rest }: LinkProps): JSX.E
 }
 
 /**
- * Follows a click on a link of the page without loading a document. One listener does so for all of them, since a
+ * Follow a click on a link of the page without loading a document. One listener does so for all of them, since a
  * grid has thousands.
  */
 export function followLink(event: MouseEvent, router: Router): void {

@@ -1,9 +1,10 @@
 /** The frame around every view: where one is, whether the page is live, and what it can do. */
 
 import type { ComponentChildren, JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import type { LiveState } from "../api/live";
 import { useKeys } from "../state/keys";
+import { pathOf } from "../state/place";
 import { useLocation, useServices } from "../state/services";
 import { type Theme, applyTheme, nextTheme, savedTheme } from "../state/theme";
 import { shortened, visibleLine } from "../text/visible";
@@ -30,6 +31,15 @@ export function Shell({ children }: { children: ComponentChildren }): JSX.Elemen
     document.addEventListener("click", clicked);
     return () => document.removeEventListener("click", clicked);
   }, [router]);
+  const { place } = useLocation();
+  const path = pathOf(place);
+  const before = useRef(path);
+  useEffect(() => {
+    if (before.current === path) return;
+    before.current = path;
+    // Another view is read from its beginning, also by who does not see it.
+    document.getElementById("content")?.focus({ preventScroll: true });
+  }, [path]);
   useKeys({
     "?": () => setHelp(true),
     d: () => setTheme(nextTheme(theme)),

@@ -12,7 +12,7 @@ interface FieldProps {
   onChange: (text: string) => void;
 }
 
-/** Returns the text of a field and what its input does; Enter does not wait. */
+/** Return the text of a field and what its input does; Enter does not wait. */
 function useTyped({ value, onChange }: FieldProps) {
   const [text, setText] = useState(value);
   const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);

@@ -8,7 +8,7 @@ export type Tone = "queued" | "active" | "good" | "bad" | "gone" | "warn";
 
 const MARKS: Record<Tone, string> = { queued: "○", active: "▸", good: "✓", bad: "✕", gone: "–", warn: "!" };
 
-/** Returns the tone of a rollout's status, a job's phase or a pool's phase. */
+/** Return the tone of a rollout's status, a job's phase or a pool's phase. */
 export function toneOf(status: string): Tone {
   switch (status.toLowerCase()) {
     case "succeeded":

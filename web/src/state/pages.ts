@@ -13,10 +13,14 @@ export interface PagedList<T> {
   ready: boolean;
   slow: boolean;
   problem: CallError | null;
-  /** Reads the next page, unless one is being read. */
+  /** Read the next page, unless one is being read. */
   next: () => void;
-  /** Reads from the first page on again; what is shown stays until the answer comes. */
+  /** Read from the first page on again; what is shown stays until the answer comes. */
   reload: () => void;
+  /**
+   * Read again the page that an item lies in. It is of use where the order does not change, as that of submission.
+   */
+  refreshAt: (index: number) => void;
   patch: (change: (items: T[]) => T[]) => void;
 }
 
@@ -24,13 +28,15 @@ interface State<T> {
   key: string;
   items: T[];
   cursor: string | null;
+  /** The cursor by which each page was read, and the index of its first item. */
+  pages: { cursor: string | null; start: number }[];
   ready: boolean;
   problem: CallError | null;
 }
 
-/** Returns the list that `load` reads. A change of `key`, which holds sort and filters, begins it again. */
+/** Return the list that `load` reads. A change of `key`, which holds sort and filters, begins it again. */
 export function usePages<T>(key: string, load: (cursor: string | null, signal: AbortSignal) => Promise<Page<T>>): PagedList<T> {
-  const empty: State<T> = { key, items: [], cursor: null, ready: false, problem: null };
+  const empty: State<T> = { key, items: [], cursor: null, pages: [], ready: false, problem: null };
   const [state, set] = useState(empty);
   const [slow, setSlow] = useState(false);
   const loader = useRef(load);
@@ -51,6 +57,7 @@ export function usePages<T>(key: string, load: (cursor: string | null, signal: A
         key: forKey,
         items: cursor === null ? page.items : before.items.concat(page.items),
         cursor: page.metadata.continue || null,
+        pages: cursor === null ? [{ cursor, start: 0 }] : [...before.pages, { cursor, start: before.items.length }],
         ready: true,
         problem: null,
       }));
@@ -70,7 +77,7 @@ export function usePages<T>(key: string, load: (cursor: string | null, signal: A
   }, []);
 
   useEffect(() => {
-    if (latest.current.key !== key) set({ key, items: [], cursor: null, ready: false, problem: null });
+    if (latest.current.key !== key) set({ key, items: [], cursor: null, pages: [], ready: false, problem: null });
     again.current = false;
     void read(key, null);
     return () => {
@@ -88,7 +95,28 @@ export function usePages<T>(key: string, load: (cursor: string | null, signal: A
     if (busy.current === null) void read(latest.current.key, null);
     else again.current = true;
   }, [read]);
+  const refreshAt = useCallback((index: number) => {
+    const { key: forKey, items, pages } = latest.current;
+    const place = pages.findLastIndex((page) => page.start <= index);
+    const page = pages[place];
+    if (!page || busy.current !== null) return;
+    const controller = new AbortController();
+    busy.current = controller;
+    const length = (pages[place + 1]?.start ?? items.length) - page.start;
+    loader
+      .current(page.cursor, controller.signal)
+      .then((fresh) => {
+        if (controller.signal.aborted || fresh.items.length !== length) return;
+        set((before) => (before.key === forKey ? { ...before, items: before.items.toSpliced(page.start, length, ...fresh.items) } : before));
+      })
+      .catch(() => {
+        // What is shown stays; the next reading of the list says what is wrong.
+      })
+      .finally(() => {
+        if (busy.current === controller) busy.current = null;
+      });
+  }, []);
   const patch = useCallback((change: (items: T[]) => T[]) => set((before) => ({ ...before, items: change(before.items) })), []);
   const shown = state.key === key ? state : empty;
-  return { items: shown.items, more: shown.cursor !== null, ready: shown.ready, slow, problem: shown.problem, next, reload, patch };
+  return { items: shown.items, more: shown.cursor !== null, ready: shown.ready, slow, problem: shown.problem, next, reload, refreshAt, patch };
 }

@@ -11,7 +11,7 @@ export type Place =
   | { view: "rollout"; namespace: string; name: string; id: string }
   | { view: "unknown"; path: string };
 
-/** Reads a path below the prefix. */
+/** Read a path below the prefix. */
 export function placeOf(path: string): Place {
   const parts = path.split("/").filter((part) => part !== "");
   const decoded = parts.map(decode);
@@ -25,7 +25,7 @@ export function placeOf(path: string): Place {
   return { view: "unknown", path };
 }
 
-/** Writes the path of a place, without the prefix. */
+/** Write the path of a place, without the prefix. */
 export function pathOf(place: Place): string {
   switch (place.view) {
     case "overview":
@@ -46,13 +46,13 @@ export function cleanPrefix(prefix: string): string {
   return inner === "" ? "" : `/${inner}`;
 }
 
-/** Removes the prefix from a location's path. */
+/** Remove the prefix from a location's path. */
 export function withoutPrefix(path: string, prefix: string): string {
   if (prefix !== "" && (path === prefix || path.startsWith(`${prefix}/`))) return path.slice(prefix.length) || "/";
   return path || "/";
 }
 
-/** Returns the query with some values changed; null, false or an empty text removes one. Names are sorted. */
+/** Return the query with some values changed; null, false or an empty text removes one. Names are sorted. */
 export function changedQuery(query: URLSearchParams, changes: Record<string, string | number | boolean | null>): URLSearchParams {
   const values = new Map(query.entries());
   for (const [name, value] of Object.entries(changes)) {

@@ -13,12 +13,12 @@ export interface Resource<T> {
   /** Whether a call is under way for longer than `SLOW`. */
   slow: boolean;
   reload: () => void;
-  /** Changes the data without a call, as an event of the stream does. */
+  /** Change the data without a call, as an event of the stream does. */
   patch: (change: (data: T) => T) => void;
 }
 
 /**
- * Returns what `load` answers. A change of `key` asks again, and drops the answer before; a null key asks nothing.
+ * Return what `load` answers. A change of `key` asks again, and drops the answer before; a null key asks nothing.
  */
 export function useResource<T>(key: string | null, load: (signal: AbortSignal) => Promise<T>): Resource<T> {
   const [state, set] = useState<{ key: string | null; data: T | null; problem: CallError | null }>({ key, data: null, problem: null });
@@ -79,7 +79,7 @@ export function asCallError(error: unknown): CallError {
   return new CallError(-1, "PageError", error instanceof Error ? error.message : String(error));
 }
 
-/** Returns a function that calls `work` at most once in so many milliseconds, and not while nobody looks. */
+/** Return a function that calls `work` at most once in so many milliseconds, and not while nobody looks. */
 export function useCoalesced(work: () => void, milliseconds: number): () => void {
   const current = useRef(work);
   current.current = work;
@@ -116,18 +116,29 @@ export function useCoalesced(work: () => void, milliseconds: number): () => void
   return ask;
 }
 
-/** Asks again when something of a job has changed, and after each new connection. */
-export function useJobRefresh(namespace: string, name: string, reload: () => void, milliseconds = 1_000): void {
+/**
+ * Ask again when something of a job has changed, and after each new connection, but not oftener than once in so many
+ * milliseconds; and at once when the job has ended, since nothing comes after that.
+ */
+export function useJobRefresh(namespace: string, name: string, reload: () => void, milliseconds: number): void {
   const ask = useCoalesced(reload, milliseconds);
-  const same = (data: { namespace: string; name: string }) => {
-    if (data.namespace === namespace && data.name === name) ask();
-  };
-  useLive("job", same, [namespace, name, ask]);
-  useLive("ended", same, [namespace, name, ask]);
+  const finished = useRef(false);
+  useLive("job", (job) => {
+    if (job.namespace !== namespace || job.name !== name) return;
+    if (job.finished_at !== null && !finished.current) {
+      finished.current = true;
+      reload();
+    } else {
+      ask();
+    }
+  }, [namespace, name, ask, reload]);
+  useLive("ended", (ended) => {
+    if (ended.namespace === namespace && ended.name === name) ask();
+  }, [namespace, name, ask]);
   useReopened(ask);
 }
 
-/** Calls `reload` when the stream is open again: what happened in between was missed. */
+/** Call `reload` when the stream is open again: what happened in between was missed. */
 export function useReopened(reload: () => void): void {
   useLive("open", reload, [reload]);
 }

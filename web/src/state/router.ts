@@ -2,6 +2,9 @@
 
 import { type Place, changedQuery, pathOf, placeOf, withoutPrefix } from "./place";
 
+/** Addresses whose scroll positions are kept. */
+const MOST_POSITIONS = 50;
+
 export interface Location {
   place: Place;
   query: URLSearchParams;
@@ -9,6 +12,8 @@ export interface Location {
 
 export class Router {
   #listeners = new Set<() => void>();
+  /** Scroll positions of lists, by address and the list's name. */
+  readonly #positions = new Map<string, Map<string, number>>();
   current: Location;
 
   constructor(readonly prefix: string) {
@@ -16,7 +21,7 @@ export class Router {
     window.addEventListener("popstate", () => this.#moved());
   }
 
-  /** Returns the address of a place. */
+  /** Return the address of a place. */
   href(place: Place, query?: Record<string, string | number | boolean | null>): string {
     // Most links have no query, and a grid makes thousands of links.
     if (query === undefined) return this.prefix + pathOf(place);
@@ -24,7 +29,7 @@ export class Router {
     return `${this.prefix}${pathOf(place)}${text ? `?${text}` : ""}`;
   }
 
-  /** Goes to an address of the page, as a new entry of the history. */
+  /** Go to an address of the page, as a new entry of the history. */
   go(href: string): void {
     window.history.pushState(null, "", href);
     this.#moved();
@@ -32,7 +37,7 @@ export class Router {
   }
 
   /**
-   * Changes values of the query. A selection, as of a tab, is a new entry of the history; what changes with each
+   * Change values of the query. A selection, as of a tab, is a new entry of the history; what changes with each
    * letter that is typed replaces the current one.
    */
   change(changes: Record<string, string | number | boolean | null>, replace = false): void {
@@ -42,6 +47,17 @@ export class Router {
     if (replace) window.history.replaceState(null, "", href);
     else window.history.pushState(null, "", href);
     this.#moved();
+  }
+
+  /** The scroll positions at the present address. Only those of some addresses are kept. */
+  positions(): Map<string, number> {
+    const address = window.location.pathname + window.location.search;
+    const known = this.#positions.get(address) ?? new Map<string, number>();
+    this.#positions.delete(address);
+    this.#positions.set(address, known);
+    const [oldest] = this.#positions.keys();
+    if (this.#positions.size > MOST_POSITIONS && oldest !== undefined) this.#positions.delete(oldest);
+    return known;
   }
 
   listen(listener: () => void): () => void {

@@ -24,7 +24,7 @@ export function useServices(): Services {
   return services;
 }
 
-/** Returns where the reader is, and draws the view again when that changes. */
+/** Return where the reader is, and draw the view again when that changes. */
 export function useLocation(): Location {
   const { router } = useServices();
   const [location, set] = useState(router.current);
@@ -35,7 +35,7 @@ export function useLocation(): Location {
   return location;
 }
 
-/** Returns the server's time, and draws the view again every so many seconds. */
+/** Return the server's time, and draw the view again every so many seconds. */
 export function useNow(seconds: number): number {
   const { clock } = useServices();
   const [now, set] = useState(clock.now());
@@ -48,7 +48,7 @@ export function useNow(seconds: number): number {
   return now;
 }
 
-/** Listens to an event while the view is drawn. */
+/** Listen to an event while the view is drawn. */
 export function useLive<K extends keyof LiveEvents>(name: K, listener: (data: LiveEvents[K]) => void, deps: unknown[]): void {
   const { live } = useServices();
   useEffect(() => live.on(name, listener), [live, name, ...deps]);

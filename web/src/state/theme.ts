@@ -13,7 +13,7 @@ export function savedTheme(): Theme {
   }
 }
 
-/** Applies a theme, and keeps it for the next visit. */
+/** Apply a theme, and keep it for the next visit. */
 export function applyTheme(theme: Theme): void {
   const root = document.documentElement;
   if (theme === "system") delete root.dataset["theme"];
@@ -26,7 +26,7 @@ export function applyTheme(theme: Theme): void {
   }
 }
 
-/** Returns the theme that follows a theme when the reader asks for another. */
+/** Return the theme that follows a theme when the reader asks for another. */
 export function nextTheme(theme: Theme): Theme {
   return theme === "system" ? "dark" : theme === "dark" ? "light" : "system";
 }

@@ -4,7 +4,7 @@
 const MOST_ARGUMENTS = 50;
 
 /**
- * Returns the arguments with one name a line. A text of several lines stands below its name. What is no JSON object,
+ * Return the arguments with one name a line. A text of several lines stands below its name. What is no JSON object,
  * as when it was cut or the model wrote something else, is returned as it is.
  */
 export function argumentsText(sent: string): string {

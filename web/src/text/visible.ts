@@ -19,7 +19,7 @@ const CONTROLS = (
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff0-\ufffb\u{1bca0}-\u{1bca3}\u{1d173}-\u{1d17a}\u{e0000}-\u{e0fff}\ud800-\udfff]/gu;
 
-/** Returns the text in which every character that hides or reorders others can be seen. */
+/** Return the text in which every character that hides or reorders others can be seen. */
 export function visible(text: string): string {
   return text.replace(HIDDEN, mark);
 }
@@ -29,7 +29,7 @@ export function visibleLine(text: string): string {
   return visible(text).replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5");
 }
 
-/** Cuts a text to at most so many lines and UTF-16 units. Returns the text itself where it is short enough. */
+/** Cut a text to at most so many lines and UTF-16 units. Return the text itself where it is short enough. */
 export function folded(text: string, lines: number, most: number): string {
   let end = -1;
   for (let line = 0; line < lines; line += 1) {
@@ -39,7 +39,7 @@ export function folded(text: string, lines: number, most: number): string {
   return end + 1 < text.length ? `${text.slice(0, end)}\n…` : text;
 }
 
-/** Cuts a text to at most `most` UTF-16 units without splitting a pair, and says so with an ellipsis. */
+/** Cut a text to at most `most` UTF-16 units without splitting a pair, and say so with an ellipsis. */
 export function shortened(text: string, most: number): string {
   if (text.length <= most) return text;
   const last = text.charCodeAt(most - 1);

@@ -37,7 +37,7 @@ export interface LoadedChunk {
 
 export type Row = { kind: "tokens"; chunk: number; start: number; end: number } | { kind: "border"; text: string } | { kind: "awaited"; chunk: number };
 
-/** Cuts segments into chunks. Prompt and response never share one, since a border stands between them. */
+/** Cut segments into chunks. Prompt and response never share one, since a border stands between them. */
 export function chunksOf(segments: readonly { prompt: number; response: number }[]): Chunk[] {
   const chunks: Chunk[] = [];
   segments.forEach(({ prompt, response }, segment) => {
@@ -53,7 +53,7 @@ export function chunksOf(segments: readonly { prompt: number; response: number }
   return chunks;
 }
 
-/** Decodes an answer; indices of the result are relative to the chunk's start. */
+/** Decode an answer; indices of the result are relative to the chunk's start. */
 export function loaded(answer: Tokens): LoadedChunk {
   const n = answer.ids.length;
   const masks = new RunReader(answer.mask);
@@ -78,7 +78,7 @@ export function loaded(answer: Tokens): LoadedChunk {
   return { ids: answer.ids, texts, textless, mask, versions, versionOf, logprobs: logprobsOf(answer.logprobs) };
 }
 
-/** Returns a chunk's rows. A row says so where the policy version changes between sampled tokens. */
+/** Return a chunk's rows. A row says so where the policy version changes between sampled tokens. */
 export function rowsOf(chunk: Chunk, index: number, data: LoadedChunk, columns: number, before: string): Row[] {
   const rows: Row[] = chunk.border === null ? [] : [{ kind: "border", text: chunk.border }];
   const cuts: { at: number; version: string }[] = [];
@@ -107,7 +107,7 @@ export function rowsOf(chunk: Chunk, index: number, data: LoadedChunk, columns: 
   return rows;
 }
 
-/** Returns the last version of a chunk's sampled tokens, or the one before it. */
+/** Return the last version of a chunk's sampled tokens, or the one before it. */
 export function lastVersion(data: LoadedChunk, before: string): string {
   for (let i = data.ids.length - 1; i >= 0; i -= 1) {
     const label = data.versions[data.versionOf[i] ?? 0] ?? "";
@@ -134,7 +134,7 @@ export class TokenRows {
     return this.#starts().at(-1) ?? 0;
   }
 
-  /** Puts a chunk's rows in the place of those that were expected, and returns how many more there are. */
+  /** Put a chunk's rows in the place of those that were expected, and return how many more there are. */
   put(chunk: number, rows: Row[]): number {
     const more = rows.length - (this.#counts[chunk] ?? 0);
     this.#rows.set(chunk, rows);
@@ -143,7 +143,7 @@ export class TokenRows {
     return more;
   }
 
-  /** Forgets a chunk's rows, though not how many there are. */
+  /** Forget a chunk's rows, though not how many there are. */
   drop(chunk: number): void {
     this.#rows.delete(chunk);
   }
@@ -152,12 +152,12 @@ export class TokenRows {
     return this.#rows.has(chunk);
   }
 
-  /** Returns the first row of a chunk. */
+  /** Return the first row of a chunk. */
   startOf(chunk: number): number {
     return chunk === 0 ? 0 : (this.#starts()[chunk - 1] ?? 0);
   }
 
-  /** Returns the chunk in which a row lies. */
+  /** Return the chunk in which a row lies. */
   chunkAt(row: number): number {
     const sums = this.#starts();
     let low = 0;
@@ -176,14 +176,14 @@ export class TokenRows {
     return rows?.[row - this.startOf(chunk)] ?? { kind: "awaited", chunk };
   }
 
-  /** Returns the row of a token of a chunk that was read, or the chunk's first row. */
+  /** Return the row of a token of a chunk that was read, or the chunk's first row. */
   rowOf(chunk: number, token: number): number {
     const rows = this.#rows.get(chunk) ?? [];
     const found = rows.findIndex((row) => row.kind === "tokens" && token >= row.start && token < row.end);
     return this.startOf(chunk) + Math.max(0, found);
   }
 
-  /** Returns the chunk of a position in a segment, or −1. */
+  /** Return the chunk of a position in a segment, or −1. */
   find(segment: number, position: number): number {
     return this.chunks.findIndex((chunk) => chunk.segment === segment && position >= chunk.start && position < chunk.end);
   }

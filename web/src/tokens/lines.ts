@@ -14,13 +14,13 @@ const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f
 /** A token longer than this many characters is cut in the view; its whole text is in the list of the selected token. */
 export const MOST_TOKEN_TEXT = 200;
 
-/** Returns a token's text as it is drawn. */
+/** Return a token's text as it is drawn. */
 export function drawn(text: string): string {
   const cut = text.length > MOST_TOKEN_TEXT ? `${text.slice(0, MOST_TOKEN_TEXT)}…` : text;
   return visible(cut).replace(/\n/g, "↵").replace(/\t/g, "⇥");
 }
 
-/** Returns the number of character cells of a text. */
+/** Return the number of character cells of a text. */
 export function cells(text: string): number {
   let wide = 0;
   // Latin text, which is nearly all of it, needs no second look.
@@ -34,7 +34,7 @@ export function cells(text: string): number {
 }
 
 /**
- * Returns the index of the first token of each line; a line ends where the next begins.
+ * Return the index of the first token of each line; a line ends where the next begins.
  *
  * Raises nothing: a token wider than the line has a line of its own.
  */
@@ -61,7 +61,7 @@ export interface LookRun {
   look: string;
 }
 
-/** Groups tokens `start` to `end` by their looks. */
+/** Group tokens `start` to `end` by their looks. */
 export function lookRuns(start: number, end: number, lookOf: (index: number) => string): LookRun[] {
   const runs: LookRun[] = [];
   for (let i = start; i < end; i += 1) {
@@ -73,7 +73,7 @@ export function lookRuns(start: number, end: number, lookOf: (index: number) => 
   return runs;
 }
 
-/** Returns which token of a run is drawn at a character of the run's text. */
+/** Return which token of a run is drawn at a character of the run's text. */
 export function tokenAt(texts: readonly string[], run: { start: number; end: number }, offset: number): number {
   let passed = 0;
   for (let i = run.start; i < run.end; i += 1) {

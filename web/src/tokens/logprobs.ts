@@ -11,7 +11,7 @@ const STEP = 1 / 20;
 /** The shades of the page, from the most probable tokens to the least; a shade ends at this many nats below zero. */
 export const SHADE_ENDS: readonly number[] = [0.05, 0.35, 0.9, 1.8, 3.2, 5, Infinity];
 
-/** Decodes base64 into bytes. */
+/** Decode base64 into bytes. */
 export function bytesOf(base64: string): Uint8Array {
   const binary = atob(base64);
   const bytes = new Uint8Array(binary.length);
@@ -19,7 +19,7 @@ export function bytesOf(base64: string): Uint8Array {
   return bytes;
 }
 
-/** Returns log-probabilities in nats; NaN stands for none. */
+/** Return log-probabilities in nats; NaN stands for none. */
 export function logprobsOf(sent: string | readonly (number | null)[]): Float32Array {
   if (typeof sent !== "string") return Float32Array.from(sent, (value) => value ?? NaN);
   const bytes = bytesOf(sent);
@@ -28,7 +28,7 @@ export function logprobsOf(sent: string | readonly (number | null)[]): Float32Ar
   return values;
 }
 
-/** Returns the number of a log-probability's shade, or −1 for none. */
+/** Return the number of a log-probability's shade, or −1 for none. */
 export function shadeOf(logprob: number): number {
   return Number.isNaN(logprob) ? -1 : SHADE_ENDS.findIndex((end) => -logprob < end);
 }

@@ -2,7 +2,7 @@
 
 import type { Runs } from "../api/types";
 
-/** Reads single values out of runs, fast where the indices rise. */
+/** Read single values out of runs, fast where the indices rise. */
 export class RunReader<T> {
   readonly #values: T[] = [];
   readonly #ends: number[] = [];
@@ -23,7 +23,7 @@ export class RunReader<T> {
     return this.#ends.at(-1) ?? 0;
   }
 
-  /** Returns the value at an index, or undefined past the end. */
+  /** Return the value at an index, or undefined past the end. */
   at(index: number): T | undefined {
     if (index < 0 || index >= this.length) return undefined;
     const start = this.#last > 0 ? (this.#ends[this.#last - 1] ?? 0) : 0;

@@ -27,6 +27,8 @@ export interface WindowedListProps {
   onKeyDown?: (event: KeyboardEvent) => void;
   onMouseMove?: (event: MouseEvent) => void;
   onClick?: (event: MouseEvent) => void;
+  /** Where the scroll position is kept while the reader is elsewhere. */
+  memory?: Map<string, number>;
   /** Receives the scrolling element. */
   holder?: { current: HTMLDivElement | null };
 }
@@ -44,12 +46,27 @@ export function WindowedList(props: WindowedListProps): JSX.Element {
     frame.current = 0;
     const element = holder.current;
     if (!element) return;
+    latest.current.memory?.set(latest.current.label, element.scrollTop);
     const top = Math.floor(element.scrollTop / (STEP * rowHeight)) * STEP * rowHeight;
     const height = Math.ceil(element.clientHeight / (STEP * rowHeight) + 1) * STEP * rowHeight;
     setView((before) => (before.top === top && before.height === height ? before : { top, height }));
   }, [holder, rowHeight]);
 
-  useLayoutEffect(measure, [measure, rows]);
+  // A reader who comes back finds the list where it was left, as soon as so many rows have been read again.
+  const sought = useRef(props.memory?.get(props.label) ?? 0);
+  useLayoutEffect(() => {
+    const element = holder.current;
+    if (element && sought.current > 0) {
+      const goal = sought.current;
+      if (rows * rowHeight >= goal + element.clientHeight || !latest.current.onEnd) {
+        element.scrollTop = goal;
+        sought.current = 0;
+      } else {
+        latest.current.onEnd();
+      }
+    }
+    measure();
+  }, [measure, rows]);
   useEffect(() => {
     const element = holder.current;
     if (!element) return;

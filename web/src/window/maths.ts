@@ -15,7 +15,7 @@ export interface Window {
 }
 
 /**
- * Returns the rows to draw.
+ * Return the rows to draw.
  *
  * Where all rows together are higher than `MOST_PIXELS`, the list is that high, and its scroll position is
  * translated: the fraction that was scrolled is the fraction of rows that have passed.
@@ -33,7 +33,7 @@ export function windowOf(rows: number, rowHeight: number, scrolled: number, view
   return { first, end: Math.max(first, end), above: Math.max(0, above), height };
 }
 
-/** Returns the scroll position at which a row can be seen, changed as little as possible. */
+/** Return the scroll position at which a row can be seen, changed as little as possible. */
 export function scrollFor(row: number, rows: number, rowHeight: number, scrolled: number, viewHeight: number): number {
   const natural = rows * rowHeight;
   if (natural > MOST_PIXELS) {

@@ -84,7 +84,7 @@ async def lease(request: Request) -> Response:
     refuse_other_job(request, asked.namespace or "default", asked.job)
     job = bound_of(request)
     job_id = None if job is None else job.id
-    plane.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
+    plane.views.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
     ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace, job_id)
     stages = sorted(stage for stage, places in ask.capacity.items() if places > 0)
     with plane.worker_polls.held(ask.namespace or "") if asked.wait > 0 else nullcontext():
@@ -134,7 +134,7 @@ async def heartbeat(request: Request) -> Response:
     job_id = None if job is None else job.id
     # The list of one job's workers is kept apart, so it does not replace what other workers listed.
     place = beat.node if job is None else f"{beat.node} {job_id}"
-    tells = client_number(request) >= WATCHED_SINCE and plane.watching.possible(time.time())
+    tells = client_number(request) >= WATCHED_SINCE and plane.views.watching.possible(time.time())
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
         lost, cancelled = lease_expiry.renew(tx, held, plane.settings.lease_seconds)
@@ -149,7 +149,7 @@ async def heartbeat(request: Request) -> Response:
             watched = live.watched(tx, kept) if tells else []
         return lost, cancelled, unnamed, oldest, unused, tx.now, watched
 
-    plane.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
+    plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
     told = await plane.database.write(op, durable=False)
     lost, cancelled, unnamed, oldest, unused, now, watched = told
     return _reply(

@@ -26,7 +26,8 @@ from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
-from rollyard_api.storage.schema import jobs, payloads, rollout_words, rollouts
+from rollyard_api.storage.schema import jobs, payloads, rollouts
+from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore

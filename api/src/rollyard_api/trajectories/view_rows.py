@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.schema import (
+from rollyard_api.storage.view_tables import (
     ended_groups,
     ended_rollouts,
     job_statistics,

@@ -19,7 +19,7 @@ _PARAMETER: Final = "continue"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListPlace:
     """A place between two rows of a sorted list: after the row with this key and this number.
 
     A key of None stands for the rows without a value, which come last in either direction.
@@ -35,13 +35,15 @@ def digest(asked: Any) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def text(uid: str, asked: Any, place: Place) -> str:
+def text(uid: str, asked: Any, place: ListPlace) -> str:
     """Return the `continue` of a place in a job's list."""
     key = orjson.dumps(place.key).decode()
     return cursors.text("views", uid, f"{digest(asked)}.{place.number}.{key}")
 
 
-def place(given: str, uid: str, job: str, asked: Any, kind: type[float] | type[str] | None) -> Place | None:
+def place(
+    given: str, uid: str, job: str, asked: Any, kind: type[float] | type[str] | None
+) -> ListPlace | None:
     """Return the place of a `continue`, or None for an empty one.
 
     Args:
@@ -69,4 +71,4 @@ def place(given: str, uid: str, job: str, asked: Any, kind: type[float] | type[s
     numeric = float if isinstance(value, int) and not isinstance(value, bool) else type(value)
     if not number.isdigit() or len(number) > 18 or (value is not None and numeric is not kind):
         raise cursors.garbage(_PARAMETER, given, "views")
-    return Place(float(value) if kind is float and value is not None else value, int(number))
+    return ListPlace(float(value) if kind is float and value is not None else value, int(number))

@@ -185,10 +185,8 @@ class Stages:
         held.live = functools.partial(turns_from, episode)
         parser = self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)()
         if session is not None:
-            schemas = [tool.schema() for tool in tools.values()]
-            chat = await self._formats.get(
-                session.backend.tokenizer, schemas, spec.agent.chat_template_kwargs
-            )
+            schemas, arguments = [tool.schema() for tool in tools.values()], spec.agent.chat_template_kwargs
+            chat = await self._formats.get(session.backend.tokenizer, schemas, arguments)
             parameters = {tool.name: tool.parameters for tool in tools.values()}
             parser = configured(parser, chat.template.source, parameters)
             session.vocabulary = await self._vocabulary(session.backend.tokenizer, chat)

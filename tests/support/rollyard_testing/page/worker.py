@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -44,12 +45,20 @@ class Puppet:
         Raises:
             AssertionError: There was none.
         """
-        capacity = {"init": 0, "run": 0, "eval": 0} | {stage: 1}
+        return self.lease_some(stage, 1)[0]
+
+    def lease_some(self, stage: str, count: int) -> list[dict[str, Any]]:
+        """Lease so many rollouts for a stage.
+
+        Raises:
+            AssertionError: There were fewer.
+        """
+        capacity = {"init": 0, "run": 0, "eval": 0} | {stage: count}
         ask = {"worker": self._name, "node": self._name, "capacity": capacity, "wait": 0, "job": self._job}
         answer = self._http.post("/v1/leases", json=ask | {"namespace": "default"}).raise_for_status()
         leases: list[dict[str, Any]] = answer.json()["leases"]
-        assert len(leases) == 1, f"{len(leases)} rollouts were leased for {stage}, and not one"
-        return leases[0]
+        assert len(leases) == count, f"{len(leases)} rollouts were leased for {stage}, and not {count}"
+        return leases
 
     def complete(self, lease: dict[str, Any], reward: float = 1.0) -> None:
         """Report that the stage of a lease is complete; Eval gives the reward.
@@ -57,10 +66,19 @@ class Puppet:
         Raises:
             AssertionError: The report was refused.
         """
-        results = {"worker": self._name, "results": [self._result(lease, reward)]}
-        answer = self._http.post("/v1/leases/complete", json=results).raise_for_status()
-        outcome = answer.json()["outcomes"][0]["outcome"]
-        assert outcome == "accepted", outcome
+        self.complete_some([(lease, reward)])
+
+    def complete_some(self, leases: Sequence[tuple[dict[str, Any], float]]) -> None:
+        """Report that the stages of leases are complete, with the rewards that Eval gives.
+
+        Raises:
+            AssertionError: A report was refused.
+        """
+        results = [self._result(lease, reward) for lease, reward in leases]
+        body = {"worker": self._name, "results": results}
+        answer = self._http.post("/v1/leases/complete", json=body).raise_for_status()
+        outcomes = {item["outcome"] for item in answer.json()["outcomes"]}
+        assert outcomes == {"accepted"}, outcomes
 
     def _result(self, lease: dict[str, Any], reward: float) -> dict[str, Any]:
         item = {key: lease[key] for key in ("rollout", "token", "stage")}

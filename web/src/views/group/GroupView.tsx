@@ -13,7 +13,7 @@ import { useLocation, useServices } from "../../state/services";
 import { Choice } from "../../parts/fields";
 import { count, counted, reward } from "../../text/format";
 import { visibleLine } from "../../text/visible";
-import { Gone } from "../job/JobView";
+import { Gone } from "../Gone";
 import { shadeOfReward } from "../job/GroupRow";
 import { Compare } from "./Compare";
 import { SampleColumn } from "./SampleColumn";
@@ -109,7 +109,7 @@ export function GroupView({ namespace, name, task }: { namespace: string; name: 
   );
 }
 
-/** Sorts by reward; samples without one come last. */
+/** Sort by reward; samples without one come last. */
 function ordered(samples: RolloutRow[], sort: string): RolloutRow[] {
   const sign = sort === "reward" ? 1 : -1;
   return [...samples].sort((a, b) => {

@@ -17,7 +17,7 @@ import { GanttCanvas } from "./GanttCanvas";
 import { aligned, median, spanOf, stragglers, workOf } from "./ganttRows";
 
 const LIMIT = 500;
-const REFRESH = 3_000;
+const REFRESH = 10_000;
 /** Stragglers that are listed as text. */
 const MOST_LISTED = 10;
 

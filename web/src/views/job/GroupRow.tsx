@@ -27,7 +27,7 @@ export interface GroupRowProps {
   most: number;
 }
 
-/** Returns the shade of a reward, from 0 for the least to 10 for the most. */
+/** Return the shade of a reward, from 0 for the least to 10 for the most. */
 export function shadeOfReward(value: number, least: number, most: number): number {
   if (!(most > least)) return value > 0 ? 10 : 0;
   return Math.max(0, Math.min(10, Math.round((10 * (value - least)) / (most - least))));

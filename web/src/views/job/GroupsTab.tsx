@@ -1,9 +1,9 @@
 /** A job's groups as a grid: one row a group, one cell a sample. */
 
 import type { JSX } from "preact";
-import { useCallback, useRef } from "preact/hooks";
+import { useCallback, useMemo, useRef } from "preact/hooks";
 import { Calls } from "../../api/calls";
-import type { GridRow, Page, Statistics } from "../../api/types";
+import type { GridPage, GridRow, GridSample, Page, Statistics } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
 import { Choice, Search } from "../../parts/fields";
 import { usePages } from "../../state/pages";
@@ -13,14 +13,16 @@ import { useLive, useLocation, useServices } from "../../state/services";
 import { count } from "../../text/format";
 import { WindowedList } from "../../window/WindowedList";
 import { GROUP_ROW_HEIGHT, GroupRow } from "./GroupRow";
+import { withEnded } from "./gridRows";
 import { moveInGrid } from "./gridKeys";
 
 const SORTS = ["no", "-reward", "reward", "variance", "reason", "ended"] as const;
-const STATUSES = ["", "waiting", "active", "ended", "failed"] as const;
+/** A group is shown if a sample of it has the status. */
+const STATUSES = ["", "queued", "leased", "succeeded", "failed", "cancelled"] as const;
 /** Rows of a call; the most that the control plane gives. */
 const LIMIT = 500;
-/** Milliseconds between two readings of the first page while rollouts end. */
-const REFRESH = 2_000;
+/** Milliseconds between two readings of the rows that can be seen, while rollouts begin and end. */
+const REFRESH = 15_000;
 
 export interface GroupsTabProps {
   namespace: string;
@@ -36,13 +38,17 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
   const informative = wordOf(query, "informative", ["", "true", "false"]);
   const search = query.get("search") ?? "";
   const key = JSON.stringify([namespace, name, sort, status, informative, search]);
-  const groups = usePages<GridRow>(key, (cursor, signal) =>
-    calls.get<Page<GridRow>>(`${Calls.job(name)}/grid`, { namespace, sort, status, informative, search, limit: LIMIT, continue: cursor }, signal),
-  );
+  const groups = usePages<GridRow>(key, async (cursor, signal) => {
+    const params = { namespace, sort, status, informative, search, limit: LIMIT, continue: cursor };
+    return withWholeIds(await calls.get<GridPage>(`${Calls.job(name)}/grid`, params, signal));
+  });
   const holder = useRef<HTMLDivElement | null>(null);
+  const memory = useMemo(() => router.positions(), [router, key]);
   const refresh = useCoalesced(() => {
-    // A reader who has scrolled away keeps the place; changed cells arrive as events.
-    if ((holder.current?.scrollTop ?? 0) < GROUP_ROW_HEIGHT) groups.reload();
+    const top = holder.current?.scrollTop ?? 0;
+    // A reader who has scrolled away keeps the place.
+    if (top < GROUP_ROW_HEIGHT && groups.items.length <= LIMIT) groups.reload();
+    else if (sort === "no") groups.refreshAt(Math.floor(top / GROUP_ROW_HEIGHT));
   }, REFRESH);
 
   useReopened(refresh);
@@ -92,14 +98,15 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
           onChange={(value) => router.change({ informative: value })}
         />
         <Choice
-          label="State"
+          label="With samples"
           value={status}
           choices={[
-            ["", "any"],
-            ["waiting", "waiting"],
-            ["active", "at work"],
-            ["ended", "ended"],
-            ["failed", "with failures"],
+            ["", "of any state"],
+            ["queued", "waiting"],
+            ["leased", "at work"],
+            ["succeeded", "succeeded"],
+            ["failed", "failed"],
+            ["cancelled", "cancelled"],
           ]}
           onChange={(value) => router.change({ status: value })}
         />
@@ -139,6 +146,7 @@ export function GroupsTab({ namespace, name, rewards }: GroupsTabProps): JSX.Ele
           label="Groups and their samples"
           class="grid"
           holder={holder}
+          memory={memory}
           onEnd={groups.next}
           onKeyDown={(event) => moveInGrid(event, holder.current, groups.items.length, GROUP_ROW_HEIGHT)}
           header={
@@ -176,18 +184,8 @@ function NoGroups({ filtered }: { filtered: boolean }): JSX.Element {
   );
 }
 
-/** Puts rollouts that have ended into their cells; other rows stay the same objects, so they are not drawn again. */
-function withEnded(rows: GridRow[], ended: { id: string; task_id: string; status: string; reward: number | null }[]): GridRow[] {
-  const byId = new Map(ended.map((rollout) => [rollout.id, rollout]));
-  const tasks = new Set(ended.map((rollout) => rollout.task_id));
-  return rows.map((row) => {
-    if (!tasks.has(row.task_id)) return row;
-    return {
-      ...row,
-      samples: row.samples.map((sample) => {
-        const rollout = byId.get(sample[0]);
-        return rollout ? [sample[0], rollout.status.charAt(0), rollout.reward] : sample;
-      }),
-    };
-  });
+/** Write the beginning that all ids of a page share before each of them: the answer has it once. */
+function withWholeIds(page: GridPage): Page<GridRow> {
+  const whole = ([id, letter, value]: GridSample): GridSample => [page.prefix + id, letter, value];
+  return { ...page, items: page.items.map((row) => ({ ...row, samples: row.samples.map(whole) })) };
 }

@@ -1,17 +1,15 @@
 /** One job: where it stands, what its rewards are, what failed, where time goes, and its groups and rollouts. */
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
 import type { JobRow, Page, RolloutJob, Statistics } from "../../api/types";
 import { Calls } from "../../api/calls";
-import { Empty, Failure, Waiting } from "../../parts/feedback";
-import { Link } from "../../parts/Link";
+import { Failure, Waiting } from "../../parts/feedback";
 import { Tabs } from "../../parts/Tabs";
 import { useKeys } from "../../state/keys";
 import { wordOf } from "../../state/place";
 import { useJobRefresh, useReopened, useResource } from "../../state/resource";
 import { useLive, useLocation, useNow, useServices } from "../../state/services";
-import { visibleLine } from "../../text/visible";
+import { Gone } from "../Gone";
 import { GanttTab } from "./GanttTab";
 import { GroupsTab } from "./GroupsTab";
 import { JobHead } from "./JobHead";
@@ -22,13 +20,16 @@ const TABS = ["groups", "rollouts", "gantt"] as const;
 /** Every filter and selection of the tabs; another tab begins without those that it does not know. */
 const TAB_VALUES = ["sort", "status", "reason", "task", "search", "min", "max", "stage", "informative", "after", "before"];
 
-/** Milliseconds between two readings of the resource itself, whose conditions no event carries. */
-const RESOURCE_REFRESH = 3_000;
+/**
+ * Milliseconds between two readings of figures, and of the resource, whose conditions no event carries. Counts and
+ * cells follow events; twenty open pages must not cost the control plane more than a few hundredths of a core.
+ */
+const STATISTICS_REFRESH = 5_000;
+const RESOURCE_REFRESH = 15_000;
 
 export function JobView({ namespace, name }: { namespace: string; name: string }): JSX.Element {
   const { calls, router } = useServices();
   const { query } = useLocation();
-  const [gone, setGone] = useState(false);
   const path = Calls.job(name);
   const job = useResource<RolloutJob>(`job ${namespace}/${name}`, (signal) => calls.get(path, { namespace }, signal));
   const row = useResource<JobRow | null>(`row ${namespace}/${name}`, async (signal) => {
@@ -41,14 +42,11 @@ export function JobView({ namespace, name }: { namespace: string; name: string }
   const now = useNow(2);
   const tab = wordOf(query, "tab", TABS);
 
-  useJobRefresh(namespace, name, statistics.reload);
+  useJobRefresh(namespace, name, statistics.reload, STATISTICS_REFRESH);
   useJobRefresh(namespace, name, job.reload, RESOURCE_REFRESH);
   useReopened(row.reload);
   useLive("job", (fresh) => {
     if (fresh.name === name && fresh.namespace === namespace) row.patch(() => fresh);
-  }, [namespace, name]);
-  useLive("gone", (which) => {
-    if (which.name === name && which.namespace === namespace) setGone(true);
   }, [namespace, name]);
 
   const select = (id: string) => {
@@ -57,7 +55,7 @@ export function JobView({ namespace, name }: { namespace: string; name: string }
   };
   useKeys({ "1": () => select("groups"), "2": () => select("rollouts"), "3": () => select("gantt"), u: () => router.go(router.href({ view: "overview" })) });
 
-  if (gone || job.problem?.status === 404) return <Gone namespace={namespace} name={name} deleted={gone} />;
+  if (job.problem?.status === 404) return <Gone namespace={namespace} name={name} deleted={job.data !== null} />;
   if (job.problem && !job.data) return <Failure problem={job.problem} retry={job.reload} />;
   if (!job.data) return <Waiting slow={job.slow} what="the job" />;
   return (
@@ -84,21 +82,5 @@ export function JobView({ namespace, name }: { namespace: string; name: string }
         {tab === "gantt" ? <GanttTab namespace={namespace} name={name} /> : null}
       </Tabs>
     </div>
-  );
-}
-
-/** What stands in the place of a job that does not exist, or no longer. */
-export function Gone({ namespace, name, deleted }: { namespace: string; name: string; deleted: boolean }): JSX.Element {
-  const { router } = useServices();
-  return (
-    <Empty title={deleted ? "This job was deleted." : "There is no such job."}>
-      <p>
-        {deleted ? "Its rollouts are gone with it: " : "It may have been deleted, or the link may be wrong: "}
-        <code>
-          {visibleLine(namespace)}/{visibleLine(name)}
-        </code>
-      </p>
-      <Link href={router.href({ view: "overview" })}>Go to the overview</Link>
-    </Empty>
   );
 }

@@ -1,7 +1,7 @@
 /** A job's rollouts as a list, sorted, filtered and searched by the control plane. */
 
 import type { JSX } from "preact";
-import { useCallback, useRef } from "preact/hooks";
+import { useCallback, useMemo, useRef } from "preact/hooks";
 import { Calls } from "../../api/calls";
 import type { Page, RolloutRow, Statistics } from "../../api/types";
 import { Empty, Failure, Waiting } from "../../parts/feedback";
@@ -25,7 +25,7 @@ const SINCE = ["", "300", "3600", "86400"] as const;
 const ROW_HEIGHT = 28;
 const LIMIT = 200;
 /** Milliseconds between two readings of the first page while rollouts end. */
-const REFRESH = 2_000;
+const REFRESH = 5_000;
 
 export interface RolloutsTabProps {
   namespace: string;
@@ -56,6 +56,7 @@ export function RolloutsTab({ namespace, name, now, rewards }: RolloutsTabProps)
     return calls.get<Page<RolloutRow>>(`${Calls.job(name)}/rollouts`, params, signal);
   });
   const holder = useRef<HTMLDivElement | null>(null);
+  const memory = useMemo(() => router.positions(), [router, key]);
   const refresh = useCoalesced(() => {
     if ((holder.current?.scrollTop ?? 0) < ROW_HEIGHT) rollouts.reload();
   }, REFRESH);
@@ -130,6 +131,7 @@ export function RolloutsTab({ namespace, name, now, rewards }: RolloutsTabProps)
           label="Rollouts"
           class="rollouts"
           holder={holder}
+          memory={memory}
           onEnd={rollouts.next}
           header={<Head sort={sort} onSort={(value) => set({ sort: value })} />}
         />

@@ -5,7 +5,7 @@ import { scrollFor } from "../../window/maths";
 /** Rows that Page Up and Page Down pass. */
 const PAGE = 15;
 
-/** Moves the focus by a key, if the key means something in a grid. */
+/** Move the focus by a key, if the key means something in a grid. */
 export function moveInGrid(event: KeyboardEvent, list: HTMLElement | null, rows: number, rowHeight: number): void {
   if (list === null || event.ctrlKey || event.altKey || event.metaKey) return;
   const focused = document.activeElement as HTMLElement | null;
@@ -31,7 +31,7 @@ export function moveInGrid(event: KeyboardEvent, list: HTMLElement | null, rows:
   focusRow(list, goal, Math.max(0, target[1]), 8);
 }
 
-/** Focuses a row's link when the list has drawn it, within so many frames. */
+/** Focus a row's link when the list has drawn it, within so many frames. */
 function focusRow(list: HTMLElement, row: number, column: number, frames: number): void {
   const element = list.querySelector<HTMLElement>(`[data-row="${row}"]`);
   if (element) {

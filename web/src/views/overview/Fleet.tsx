@@ -112,6 +112,7 @@ function Workers({ workers, now }: { workers: Worker[]; now: number }): JSX.Elem
 function WorkerLines({ worker, now, open, onToggle }: { worker: Worker; now: number; open: boolean; onToggle: () => void }): JSX.Element {
   const { router } = useServices();
   const error = worker.last_error;
+  const own = worker.job === null || worker.namespace === null ? null : { namespace: worker.namespace, name: worker.job };
   const silent = worker.heard_at !== null && now - worker.heard_at > SILENT;
   return (
     <>
@@ -122,7 +123,7 @@ function WorkerLines({ worker, now, open, onToggle }: { worker: Worker; now: num
           </button>
         </th>
         <td>
-          <Link href={router.href({ view: "job", namespace: worker.namespace, name: worker.job })}>{visibleLine(worker.job)}</Link>
+          {own === null ? <span class="muted">any</span> : <Link href={router.href({ view: "job", ...own })}>{visibleLine(own.name)}</Link>}
         </td>
         <td>{worker.stages.map(visibleLine).join(", ")}</td>
         <td class="number">{count(worker.active)}</td>
@@ -130,9 +131,11 @@ function WorkerLines({ worker, now, open, onToggle }: { worker: Worker; now: num
         <td class="clip" title={error ? visible(error.message) : ""}>
           {error ? (
             <>
-              <Link href={router.href({ view: "rollout", namespace: worker.namespace, name: worker.job, id: error.rollout })}>
-                {visibleLine(error.reason)}
-              </Link>{" "}
+              {own === null ? (
+                visibleLine(error.reason)
+              ) : (
+                <Link href={router.href({ view: "rollout", ...own, id: error.rollout })}>{visibleLine(error.reason)}</Link>
+              )}{" "}
               <span class="muted">
                 {ago(error.time, now)} {visibleLine(shortened(error.message, 200))}
               </span>
@@ -165,7 +168,14 @@ function Held({ worker, now }: { worker: Worker; now: number }): JSX.Element {
     <ul class="held">
       {held.data.items.map((row) => (
         <li key={row.id}>
-          <Link href={router.href({ view: "rollout", namespace: row.namespace ?? worker.namespace, name: row.job ?? worker.job, id: row.id })}>
+          <Link
+            href={router.href({
+              view: "rollout",
+              namespace: row.namespace ?? worker.namespace ?? "default",
+              name: row.job ?? worker.job ?? "",
+              id: row.id,
+            })}
+          >
             {visibleLine(row.task_id)} #{row.sample}
           </Link>{" "}
           <span class="muted">

@@ -1,7 +1,6 @@
 /** The list of jobs: those that are late come first. */
 
 import type { ComponentChildren, JSX } from "preact";
-import { useState } from "preact/hooks";
 import type { JobRow, Page } from "../../api/types";
 import { STAGES } from "../../api/types";
 import { Command, Empty, Failure, Waiting } from "../../parts/feedback";
@@ -10,13 +9,17 @@ import { Link } from "../../parts/Link";
 import { Badge, type Part, StateBar } from "../../parts/status";
 import { usePages } from "../../state/pages";
 import { wordOf } from "../../state/place";
-import { useReopened } from "../../state/resource";
+import { useCoalesced, useReopened } from "../../state/resource";
 import { useLive, useLocation, useServices } from "../../state/services";
 import { ago, count, duration, moment, reward } from "../../text/format";
 import { visible, visibleLine } from "../../text/visible";
 
 const STATES = ["", "active", "finished", "late"] as const;
 const SORTS = ["late", "-created", "created", "name"] as const;
+
+const LIMIT = 50;
+/** Milliseconds between two readings of the first page while new jobs come. */
+const REFRESH = 2_000;
 
 export function Jobs({ now }: { now: number }): JSX.Element {
   const { calls, router } = useServices();
@@ -27,21 +30,18 @@ export function Jobs({ now }: { now: number }): JSX.Element {
   const namespace = query.get("namespace") ?? "";
   const key = JSON.stringify([state, sort, search, namespace]);
   const jobs = usePages<JobRow>(key, (cursor, signal) =>
-    calls.get<Page<JobRow>>("/jobs", { state, sort, search, namespace, limit: 50, continue: cursor }, signal),
+    calls.get<Page<JobRow>>("/jobs", { state, sort, search, namespace, limit: LIMIT, continue: cursor }, signal),
   );
-  const [fresh, setFresh] = useState(0);
+  const refresh = useCoalesced(jobs.reload, REFRESH);
   const filtered = state !== "" || search !== "" || namespace !== "";
 
   useReopened(jobs.reload);
   useLive("job", (row) => {
     const known = jobs.items.some((job) => job.uid === row.uid);
     if (known) jobs.patch((items) => items.map((job) => (job.uid === row.uid ? row : job)));
-    else if (!filtered) {
-      // A new job belongs on the first page; its place there is the server's to say.
-      setFresh(fresh + 1);
-      jobs.reload();
-    }
-  }, [key, jobs.items, fresh]);
+    // A new job belongs on the first page; its place there is the server's to say.
+    else if (!filtered && jobs.items.length <= LIMIT) refresh();
+  }, [key, jobs.items, refresh]);
   useLive("gone", (gone) => jobs.patch((items) => items.filter((job) => job.namespace !== gone.namespace || job.name !== gone.name)), [key]);
 
   return (

@@ -12,7 +12,7 @@ import { Pools } from "./Pools";
 import { Queues } from "./Queues";
 
 /** Milliseconds between two readings of workers and nodes, which events do not carry. */
-const REFRESH = 5_000;
+const REFRESH = 10_000;
 const PHASES = ["Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled"];
 
 export function OverviewView(): JSX.Element {

@@ -31,7 +31,7 @@ export function RawTab({ namespace, name, id }: { namespace: string; name: strin
   );
 }
 
-/** Indents JSON, with lists of numbers on one line each. */
+/** Indent JSON, with lists of numbers on one line each. */
 function indented(text: string): string {
   try {
     return JSON.stringify(JSON.parse(text), null, 2).replace(/\[[\s\d.,eE+-]+\]/g, (list) => list.replace(/\s+/g, " "));

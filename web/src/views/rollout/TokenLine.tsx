@@ -67,7 +67,7 @@ function hash(label: string): number {
   return value;
 }
 
-/** Returns the token at the place of a mouse event, or null. */
+/** Return the token at the place of a mouse event, or null. */
 export function tokenOfEvent(event: MouseEvent, store: TokenStore): TokenPlace | null {
   const element = (event.target as HTMLElement | null)?.closest<HTMLElement>("[data-start]");
   if (!element) return null;

@@ -163,7 +163,7 @@ export function TokensTab({ brief, namespace, name }: { brief: Brief; namespace:
   );
 }
 
-/** Reads a token's chunk and scrolls to its line. */
+/** Read a token's chunk and scroll to its line. */
 async function reveal(store: TokenStore, holder: { current: HTMLDivElement | null }, place: TokenPlace, redraw: () => void): Promise<void> {
   const index = store.rows.find(place.segment, place.position);
   const chunk = store.chunks[index];

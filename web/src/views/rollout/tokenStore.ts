@@ -36,7 +36,7 @@ export class TokenStore {
     return this.#data.get(chunk);
   }
 
-  /** Breaks all lines again for another width. */
+  /** Break all lines again for another width. */
   resize(columns: number): void {
     if (columns === this.#columns) return;
     this.#columns = columns;
@@ -44,7 +44,7 @@ export class TokenStore {
     for (const index of this.#data.keys()) this.#layOut(index);
   }
 
-  /** Reads the chunks of some rows, the ones in the middle first, and gives up calls for others. */
+  /** Read the chunks of some rows, and give up calls for others. */
   want(first: number, end: number): void {
     if (this.chunks.length === 0) return;
     const from = this.rows.chunkAt(first);
@@ -55,13 +55,13 @@ export class TokenStore {
     for (let index = from; index <= to; index += 1) this.#start(index);
   }
 
-  /** Reads one chunk, and resolves when it is there. */
+  /** Read one chunk, and resolve when it is there. */
   async need(index: number): Promise<void> {
     this.#start(index, true);
     while (!this.#data.has(index) && this.#calls.has(index)) await new Promise((resolve) => setTimeout(resolve, 20));
   }
 
-  /** Gives up all calls. */
+  /** Give up all calls. */
   close(): void {
     for (const call of this.#calls.values()) call.abort();
     this.#calls.clear();
@@ -97,7 +97,7 @@ export class TokenStore {
     return this.rows.put(index, rowsOf(chunk, index, data, this.#columns, known));
   }
 
-  /** Drops the chunk that is farthest from the one that has come, when there are too many. */
+  /** Drop the chunk that is farthest from the one that has come, when there are too many. */
   #forget(index: number): void {
     if (this.#data.size <= MOST_CHUNKS) return;
     const farthest = [...this.#data.keys()].reduce((a, b) => (Math.abs(a - index) > Math.abs(b - index) ? a : b));

@@ -35,7 +35,7 @@ async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] 
             raise QueryRefused(detail, errors=[detail])
         namespace, _, name = job.partition("/")
         only = (namespace, name)
-    await plane.fleet.look()  # An error of the database is answered before the stream begins.
+    await plane.views.fleet.look()  # An error of the database is answered before the stream begins.
     async with AsyncExitStack() as held:
         held.enter_context(plane.streams.held("" if only is None else only[0]))
         body = _stream(plane, only)
@@ -43,5 +43,5 @@ async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] 
 
 
 async def _stream(plane: ControlPlane, only: JobName | None) -> AsyncIterator[bytes]:
-    async for data in plane.feed.follow(only, lambda: plane.bus.closing):
+    async for data in plane.views.feed.follow(only, lambda: plane.bus.closing):
         yield data

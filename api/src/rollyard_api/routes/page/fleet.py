@@ -28,7 +28,7 @@ async def overview(plane: Plane) -> Response:
 
     All who ask within a second get the same answer. `time` says when it was read.
     """
-    return answer((await plane.fleet.look()).overview)
+    return answer((await plane.views.fleet.look()).overview)
 
 
 @router.get("/jobs")
@@ -42,7 +42,7 @@ async def list_slim_jobs(
     after: Annotated[str, Query(alias="continue", max_length=512)] = "",
 ) -> Response:
     """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
-    fleet = await plane.fleet.look()
+    fleet = await plane.views.fleet.look()
     rows, more = job_list.page(
         fleet.jobs,
         namespace=namespace,

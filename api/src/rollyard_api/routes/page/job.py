@@ -41,7 +41,7 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
 
     job, behind = await plane.database.read(query)
     if behind:
-        await plane.folding.fold(job.id, FOLDS)
+        await plane.views.folding.fold(job.id, FOLDS)
     return job
 
 

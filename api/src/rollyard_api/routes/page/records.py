@@ -84,11 +84,11 @@ async def compact_record(
     find = partial(find_ended, namespace=namespace, name=name, rollout=rollout)
     async with plane.looks.held(namespace):
         job, short = await plane.database.read(find)
-    kept = plane.kept_records.get(job.uid, short.id)
+    kept = plane.views.kept_records.get(job.uid, short.id)
     if kept is not None:
         return job, kept
     async with AsyncExitStack() as held:
         line = await _line(plane, held, job, short)
-        record = await plane.record_threads.run(partial(compact, line), namespace)
-    plane.kept_records.put(job.uid, short.id, record)
+        record = await plane.views.record_threads.run(partial(compact, line), namespace)
+    plane.views.kept_records.put(job.uid, short.id, record)
     return job, record

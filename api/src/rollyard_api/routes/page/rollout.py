@@ -114,7 +114,7 @@ async def live(plane: Plane, name: str, rollout: str, namespace: Namespace = "de
     look = partial(live_rollouts.look, namespace=namespace, name=name, rollout=rollout)
     async with plane.looks.held(namespace):
         document = await plane.database.write(look, durable=False)
-    plane.watching.note(time.time())
+    plane.views.watching.note(time.time())
     return answer(document)
 
 
@@ -150,7 +150,7 @@ async def _pieces(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, str]
     if tokenizer is None:
         return None, f"the pool {job.pool!r} of the job is gone"
     try:
-        return await plane.token_texts.of(tokenizer, job.namespace), ""
+        return await plane.views.token_texts.of(tokenizer, job.namespace), ""
     except TextsMissing as error:
         return None, f"no texts for the tokenizer {tokenizer!r}: {error}"
 

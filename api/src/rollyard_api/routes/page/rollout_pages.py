@@ -23,7 +23,7 @@ from rollyard_api.views import keyset
 from rollyard_api.views.job import rollout_list
 from rollyard_api.views.job import search as searches
 from rollyard_api.views.job.rollout_list import RolloutFilter, RolloutPage, Sort, Status
-from rollyard_api.views.keyset import Place
+from rollyard_api.views.keyset import ListPlace
 
 MAX_SEARCH = 256
 
@@ -114,7 +114,7 @@ async def _searched(
     if group == ():
         return RolloutPage([], None)
 
-    async def look(place: Place | None) -> tuple[list[Any], set[int], Place | None]:
+    async def look(place: ListPlace | None) -> tuple[list[Any], set[int], ListPlace | None]:
         query = partial(searches.candidates, job_id=job.id, asked=asked, group=group, of=wanted, place=place)
         async with plane.looks.held(namespace):
             return await read(query)
@@ -125,7 +125,7 @@ async def _searched(
         true: set[int] = set()
         while found:
             lines = await plane.archive.lines(found, namespace, job.name, job.uid, plane.settings.page_bytes)
-            has = await plane.record_threads.run(partial(_having, lines, wanted), namespace)
+            has = await plane.views.record_threads.run(partial(_having, lines, wanted), namespace)
             true |= {row.end_seq for row, one in zip(found, has, strict=False) if one}
             found = found[len(lines) :]
         return true

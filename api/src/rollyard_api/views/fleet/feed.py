@@ -18,8 +18,8 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import dumps
 from rollyard_api.jobs import jobs as job_table
 from rollyard_api.storage.database import Database
-from rollyard_api.storage.schema import ended_rollouts, job_statistics
-from rollyard_api.views.fleet.reader import Fleet, FleetReader
+from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
+from rollyard_api.views.fleet.reader import FleetReader, FleetSnapshot
 from rollyard_api.views.job.rollout_list import slim_ended
 
 BUFFER: Final = 256
@@ -47,7 +47,7 @@ def event(name: str, document: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + dumps(document) + b"\n\n"
 
 
-def glance(fleet: Fleet) -> dict[str, Any]:
+def glance(fleet: FleetSnapshot) -> dict[str, Any]:
     """Return the overview without workers and nodes, of which a large fleet has many."""
     return {key: value for key, value in fleet.overview.items() if key not in ("workers", "nodes", "more")}
 
@@ -64,7 +64,7 @@ class FleetFeed:
         self._reader = reader
         self._database = database
         self._followers: set[_Follower] = set()
-        self._last: Fleet | None = None
+        self._last: FleetSnapshot | None = None
         self._folded: dict[int, int] = {}
 
     async def tick(self) -> None:
@@ -89,7 +89,7 @@ class FleetFeed:
         self._last = now
         await self._tell_ended(now)
 
-    async def _tell_ended(self, fleet: Fleet) -> None:
+    async def _tell_ended(self, fleet: FleetSnapshot) -> None:
         folded, self._folded = self._folded, await self._database.read(_folded)
         wanted = {follower.only for follower in self._followers}
         due = [
@@ -155,7 +155,7 @@ def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
     return before | {"late": None} == now | {"late": None}
 
 
-def _content(fleet: Fleet) -> dict[str, Any]:
+def _content(fleet: FleetSnapshot) -> dict[str, Any]:
     found = glance(fleet)
     del found["time"]
     return found

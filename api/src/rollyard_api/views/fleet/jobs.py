@@ -11,7 +11,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.states import UNFINISHED, RolloutState
-from rollyard_api.storage.schema import ended_rollouts, job_statistics, jobs, rollouts
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 
 FINAL: Final = ("Succeeded", "Failed", "Cancelled")
 """The phases that do not change any more."""

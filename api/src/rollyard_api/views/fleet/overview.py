@@ -12,7 +12,8 @@ from sqlalchemy.engine import Connection
 from rollyard_api.backends import pools as pool_rows
 from rollyard_api.core.codec import loads
 from rollyard_api.storage.rows import BackendRow, PoolRow, columns, read_all
-from rollyard_api.storage.schema import backends, pools, rates
+from rollyard_api.storage.schema import backends, pools
+from rollyard_api.storage.view_tables import rates
 from rollyard_api.views.job.folding import RATE_KEPT, RATE_SECONDS
 
 PHASES: Final = ("Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled")

@@ -27,7 +27,7 @@ _LOOKED_UP: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetSnapshot:
     """What one read found."""
 
     time: float
@@ -50,13 +50,13 @@ class FleetReader:
         self._database = database
         self._seconds = seconds
         self._lock = asyncio.Lock()
-        self._last: Fleet | None = None
+        self._last: FleetSnapshot | None = None
         self._read = 0.0
         self._ended: dict[int, dict[str, Any]] = {}
         self.reads = 0
         """The number of times that the database was read."""
 
-    async def look(self) -> Fleet:
+    async def look(self) -> FleetSnapshot:
         """Return the fleet, as it was at most `seconds` ago.
 
         Raises:
@@ -75,7 +75,9 @@ class FleetReader:
             return fleet
 
 
-def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> tuple[Fleet, dict[int, dict[str, Any]]]:
+def _look(
+    conn: Connection, known: Mapping[int, dict[str, Any]]
+) -> tuple[FleetSnapshot, dict[int, dict[str, Any]]]:
     """Return the fleet, and the slim rows of the jobs that do not change any more."""
     now = time.time()
     alive = jobs.c.deleted_at.is_(None)
@@ -112,4 +114,4 @@ def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> tuple[Fleet,
         "workers": seen.workers,
         "more": seen.more,
     }
-    return Fleet(now, listed, document), ended
+    return FleetSnapshot(now, listed, document), ended

@@ -18,7 +18,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.storage.database import Database, Transaction, Trouble
-from rollyard_api.storage.schema import jobs, rollouts, seen_workers
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import seen_workers
 
 MAX_NOTED: Final = 16_384
 """The number of workers that are noted between two writes. Further ones are noted later."""
@@ -179,7 +180,8 @@ _ACTIVE = (
     sa.select(
         rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state, sa.func.count().label("n")
     )
-    .where(rollouts.c.lease_expires.is_not(None))
+    # The comparison selects all leases, and lets the planner find their small index.
+    .where(rollouts.c.lease_expires > 0)
     .group_by(rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state)
 )
 

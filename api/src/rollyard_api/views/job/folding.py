@@ -19,15 +19,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.schema import (
-    ended_groups,
-    ended_rollouts,
-    groups,
-    job_statistics,
-    jobs,
-    rates,
-    rollouts,
-)
+from rollyard_api.storage.schema import groups, jobs, rollouts
+from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
 from rollyard_api.views.job.statistics import EndedView, Statistics
 
 BATCH: Final = 500

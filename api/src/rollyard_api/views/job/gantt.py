@@ -11,7 +11,8 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import loads
 from rollyard_api.core.states import UNFINISHED, RolloutState
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import ended_rollouts, rollouts
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces
 from rollyard_api.views.job.rollout_list import task_ids
 

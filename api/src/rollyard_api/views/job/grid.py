@@ -14,10 +14,11 @@ from rollyard_api.core.states import RolloutState
 from rollyard_api.rollouts.admission import prefix_of
 from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import ended_groups, groups, rollouts
+from rollyard_api.storage.schema import groups, rollouts
+from rollyard_api.storage.view_tables import ended_groups
 from rollyard_api.views import keyset
 from rollyard_api.views.job.rollout_list import Status
-from rollyard_api.views.keyset import Place
+from rollyard_api.views.keyset import ListPlace
 
 GridSort = Literal["no", "ended", "-ended", "reward", "-reward", "variance", "-variance", "reason"]
 MAX_GROUPS: Final = 500
@@ -66,7 +67,7 @@ def page(
     key = None if asked.sort == "no" else getattr(last, _COLUMN[asked.sort.lstrip("-")])
     if isinstance(key, int):
         key = float(key)
-    return items, keyset.text(job.uid, asdict(asked), Place(key, last.no))
+    return items, keyset.text(job.uid, asdict(asked), ListPlace(key, last.no))
 
 
 def _fitting(sizes: Sequence[int]) -> int:
@@ -99,17 +100,14 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
     if asked.informative is not None:
         found.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(asked.informative))
     if asked.status is not None:
-        some = sa.select(rollouts.c.id).where(
-            rollouts.c.job_id == groups.c.job_id,
-            rollouts.c.group_no == groups.c.no,
-            rollouts.c.state.in_(RolloutState.matching(None, asked.status)),
-        )
-        found.append(sa.exists(some))
+        states = RolloutState.matching(None, asked.status)
+        some = sa.select(rollouts.c.group_no).where(rollouts.c.job_id == job_id, rollouts.c.state.in_(states))
+        found.append(groups.c.no.in_(some))
     return found
 
 
 def _by_number(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: Place | None
+    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
 ) -> Sequence[Any]:
     if asked.sort != "no":
         return ()
@@ -121,7 +119,7 @@ def _by_number(
 
 
 def _by_key(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: Place | None
+    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
 ) -> Sequence[Any]:
     """Return groups in an order by what only those that have ended have."""
     name, falls = asked.sort.lstrip("-"), asked.sort.startswith("-")

@@ -9,7 +9,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, unpack
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import job_statistics
+from rollyard_api.storage.view_tables import job_statistics
 from rollyard_api.views.job.rollout_list import labels
 from rollyard_api.views.job.statistics import Statistics
 

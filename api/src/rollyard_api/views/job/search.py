@@ -18,10 +18,11 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.problems import QueryRefused
 from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import EndedRollout, read_all
-from rollyard_api.storage.schema import rollout_words, rollouts
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.views.job.rollout_list import RolloutFilter, ended_after
-from rollyard_api.views.keyset import Place
+from rollyard_api.views.keyset import ListPlace
 
 CHUNK: Final = 2000
 """The number of rollouts whose hashes one query looks at."""
@@ -37,7 +38,7 @@ class FoundRollouts:
     """The rows of `ended_rollouts` that were found, and the place up to which rows were looked at."""
 
     rows: list[Any]
-    more: Place | None
+    more: ListPlace | None
     """The place to go on from, or None if all rows were looked at."""
 
 
@@ -60,8 +61,8 @@ def candidates(
     asked: RolloutFilter,
     group: tuple[int, ...] | None,
     of: Sequence[str],
-    place: Place | None,
-) -> tuple[list[Any], set[int], Place | None]:
+    place: ListPlace | None,
+) -> tuple[list[Any], set[int], ListPlace | None]:
     """Return the next rows of the list, the places of those whose hashes match, and the place after."""
     rows, last = ended_after(conn, job_id, asked, group, CHUNK, place)
     if not rows:
@@ -81,10 +82,10 @@ def rows_at(conn: Connection, job_id: int, places: Sequence[int]) -> list[EndedR
 
 async def search(
     limit: int,
-    place: Place | None,
-    look: Callable[[Place | None], Awaitable[tuple[list[Any], set[int], Place | None]]],
+    place: ListPlace | None,
+    look: Callable[[ListPlace | None], Awaitable[tuple[list[Any], set[int], ListPlace | None]]],
     confirmed: Callable[[Sequence[Any]], Awaitable[set[int]]],
-    place_of: Callable[[Any], Place],
+    place_of: Callable[[Any], ListPlace],
 ) -> FoundRollouts:
     """Return the rollouts after a place that have the words.
 

@@ -10,7 +10,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.states import RolloutState
-from rollyard_api.storage.schema import ended_rollouts, rollouts
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces
 from rollyard_api.views.rollout.records import CompactRecord
 

@@ -17,7 +17,8 @@ from sqlalchemy import bindparam
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 from rollyard_api.core.problems import Conflict, NotFound, TooManyWaits
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.schema import jobs, rollouts, watched_rollouts
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.view_tables import watched_rollouts
 
 WATCH_SECONDS: Final = 10.0
 """The seconds for which a look makes its rollout watched."""

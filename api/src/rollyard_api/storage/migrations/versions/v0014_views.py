@@ -32,7 +32,6 @@ def upgrade() -> None:
         sqlite_with_rowid=False,
     )
     op.create_index("ix_ended_rollouts_group", "ended_rollouts", ["job_id", "group_no"])
-    op.create_index("ix_ended_rollouts_reason", "ended_rollouts", ["job_id", "reason", "end_seq"])
     for name in ("reward", "seconds", "tokens"):
         columns = ["job_id", name, "end_seq", "state"]
         op.create_index(f"ix_ended_rollouts_{name}", "ended_rollouts", columns)

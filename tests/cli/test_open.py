@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard.connection import PlaneConnection
+from rollyard.connection import OpenConnection
 from rollyard.main import main
 from rollyard.page import desktop
 from rollyard.page.links import NoLink, link_if_any, page_url, path_of
@@ -149,7 +149,7 @@ def test_names_are_encoded() -> None:
 
 def test_a_tunnel_ends_with_the_command(url: str) -> None:
     with Client() as client:
-        hint = link_if_any(PlaneConnection(client, is_tunnel=True), "team", "job")
+        hint = link_if_any(OpenConnection(client, is_tunnel=True), "team", "job")
     assert "`rollyard open --kubernetes job`" in hint
 
 

@@ -1,5 +1,5 @@
-"""The command `rollyard open`, which signs a browser in to the page."""
+"""The command `rollyard open`, which signs a browser in."""
 
-from rollyard.commands.open.link import command
+from rollyard.commands.open.opening import command
 
 __all__ = ["command"]

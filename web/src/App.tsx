@@ -20,6 +20,7 @@ import { JobView } from "./views/job/JobView";
 import { OverviewView } from "./views/overview/OverviewView";
 import { RolloutView } from "./views/rollout/RolloutView";
 import { SignIn } from "./views/SignIn";
+import { visibleLine } from "./text/visible";
 
 type Entry = { kind: "asking" } | { kind: "in"; session: Session | null } | { kind: "out"; refused: string | null } | { kind: "failed"; problem: CallError };
 
@@ -111,7 +112,7 @@ function View(): JSX.Element {
   const job = "namespace" in place ? `${place.namespace}/${place.name}` : null;
   useEffect(() => live.follow(job), [live, job]);
   useEffect(() => {
-    document.title = "name" in place ? `${"id" in place ? `${place.id} · ` : ""}${place.name} · Rollyard` : "Rollyard";
+    document.title = visibleLine("name" in place ? `${"id" in place ? `${place.id} · ` : ""}${place.name} · Rollyard` : "Rollyard");
   }, [place]);
   if (place.view !== "overview" && place.view !== "unknown") {
     return (

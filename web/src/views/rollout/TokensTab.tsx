@@ -10,6 +10,7 @@ import { wordOf, wholeOf } from "../../state/place";
 import { asCallError } from "../../state/resource";
 import { useLocation, useServices } from "../../state/services";
 import { SHADE_ENDS, shadeName } from "../../tokens/logprobs";
+import { visible } from "../../text/visible";
 import { WindowedList } from "../../window/WindowedList";
 import { type Colouring, TokenLine, tokenOfEvent } from "./TokenLine";
 import { TokenDetail } from "./TokenDetail";
@@ -125,7 +126,7 @@ export function TokensTab({ brief, namespace, name }: { brief: Brief; namespace:
         />
         <TokenLegend colouring={colouring} />
       </div>
-      {textless ? <p class="notice">Tokens are shown by their ids: {textless}</p> : null}
+      {textless ? <p class="notice">Tokens are shown by their ids: {visible(textless)}</p> : null}
       {problem ? (
         <Failure
           problem={problem}

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import psutil
 import pyarrow.parquet as pq
+from rollyard_client.training.packed import ARRAYS, trajectories
 
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
@@ -67,9 +68,20 @@ def parquet(page: bytes) -> int:
     return len(segments)
 
 
+def arrays(page: bytes) -> int:
+    """Look at the arrays of a page with raw arrays, as `Client.array_pages` does."""
+    found = trajectories(page, ARRAYS)
+    for one in found:
+        (segment,) = one.segments
+        assert len(segment.prompt_ids) == PROMPT
+        assert len(segment.response_ids) == len(segment.loss_mask) == len(segment.logprobs) == RESPONSE
+    return len(found)
+
+
 FORMATS: dict[str, tuple[str, Decode]] = {
     "NDJSON": (NDJSON, ndjson),
     "msgpack": (MSGPACK, packed),
+    "msgpack with raw arrays": (ARRAYS, arrays),
     "Parquet": (PARQUET, parquet),
 }
 
@@ -78,6 +90,7 @@ FORMATS: dict[str, tuple[str, Decode]] = {
 class Rate:
     """What the delivery of a step took in one format."""
 
+    rollouts: int
     megabytes: float
     server: float
     """The seconds of CPU time of the server."""
@@ -90,9 +103,10 @@ class Rate:
         return self.megabytes / (self.server + self.client)
 
     def __str__(self) -> str:
+        tokens = self.rollouts * (PROMPT + RESPONSE) / (self.server + self.client) / 1e6
         return (
             f"{self.value:.0f} MB/s ({self.megabytes:.0f} MB; server {self.server:.2f} s, "
-            f"client {self.client:.2f} s)"
+            f"client {self.client:.2f} s; {tokens:.1f} million tokens/s)"
         )
 
 
@@ -171,7 +185,7 @@ def _read(http: httpx.Client, server: psutil.Process, accept: str, decode: Decod
         got += decode(answer.content)
         size += len(answer.content)
         cursor = answer.headers["rollyard-cursor"]
-    return Rate(size / 1e6, sum(server.cpu_times()[:2]) - before[1], _own_seconds() - before[0])
+    return Rate(got, size / 1e6, sum(server.cpu_times()[:2]) - before[1], _own_seconds() - before[0])
 
 
 def deliver(rollouts: int, rounds: int) -> dict[str, list[Rate]]:

@@ -144,16 +144,20 @@ class LatencyModel:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        status, answer = 200, self.static(scope["path"])
-        if answer is None:
-            if scope["path"] == "/v1/completions":
-                status, answer = await self._completed(orjson.loads(body), arrived)
-            else:
-                status, answer = 404, _error(404, "Not Found")
+        status, answer = await self.respond(scope["path"], body, arrived)
         payload = orjson.dumps(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
+
+    async def respond(self, path: str, body: bytes, arrived: float) -> tuple[int, dict[str, Any]]:
+        """Return the status and the answer of a request, which came at `arrived`."""
+        answer = self.static(path)
+        if answer is not None:
+            return 200, answer
+        if path == "/v1/completions":
+            return await self._completed(orjson.loads(body), arrived)
+        return 404, _error(404, "Not Found")
 
     async def _completed(self, request: dict[str, Any], arrived: float) -> tuple[int, dict[str, Any]]:
         if "prompt" not in request:

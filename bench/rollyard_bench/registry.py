@@ -64,6 +64,9 @@ FIGURES: tuple[Figure, ...] = (
     Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before"), "times the baseline"),
     Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms"), "times the baseline"),
     Figure(
+        "trace_overhead", "traces", "s", _ratio("<=", 1.03, "≤ 1.03× without traces"), "times the baseline"
+    ),
+    Figure(
         "humaneval_evals",
         "humaneval_evals",
         "ms",
@@ -141,6 +144,21 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("delivery_rate", "delivery", "MB/s", _value(">=", 200, "≥ 200 MB/s"), "times the baseline"),
     Figure("trl_steps", "trl_steps", "steps", _value(">=", 20, "≥ 20 steps"), "times the baseline"),
+    Figure(
+        "step_overhead",
+        "step_overhead",
+        "s",
+        _ratio("<=", 1.25, "≤ 1.25× an in-process loop"),
+        "times the baseline",
+    ),
+    Figure("step_overlap", "step_overlap", "s", _ratio(">=", 1.3, "≥ 1.3× faster"), "times faster"),
+    Figure("page_first_view", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
+    Figure("page_filter", "page", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
+    Figure("page_scroll", "page", "ms", _value("<=", 50, "≤ 50 ms"), "times the baseline"),
+    Figure("page_trajectory", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
+    Figure("page_trajectory_heap", "page", "MB", _value("<=", 100, "≤ 100 MB"), "times the baseline"),
+    Figure("page_server_cost", "page", "%", _value("<=", 5, "≤ 5% of a core"), "times the baseline"),
+    Figure("page_bundle", "page", "KB", _value("<=", 120, "≤ 120 KB"), "times the baseline"),
     Figure("import_client", "imports", "ms", _value("<=", 250, "≤ 250 ms"), "times the baseline"),
     Figure("first_client", "imports", "ms", None, "times the baseline"),
     Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),

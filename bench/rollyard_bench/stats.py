@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -71,3 +71,9 @@ async def interleave(contestants: Mapping[str, Contestant], rounds: int) -> dict
                 taken[name].append(await _once(contestant.step))
         order = order[1:] + order[:1]
     return {name: Sample(tuple(values)) for name, values in taken.items()}
+
+
+def pairs_median(values: Sequence[float], baselines: Sequence[float]) -> tuple[float, float]:
+    """Return the pair whose ratio of value to baseline is the median; of two middle ones, the larger."""
+    ordered = sorted(zip(values, baselines, strict=True), key=lambda pair: pair[0] / pair[1])
+    return ordered[len(ordered) // 2]

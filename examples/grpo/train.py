@@ -4,8 +4,8 @@
     ROLLYARD_HOME=HOME python examples/grpo/train.py --out runs/train/seed-0
 
 It needs torch, transformers, onnx and the light client (`scripts/train-env` makes such an environment).
-`make demo-train` starts everything. A second start with the same options continues from the newest
-checkpoint.
+`make demo-train` starts everything. It may be killed at any time: a further start with the same options
+continues from the newest checkpoint, and uses no rollout twice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
@@ -27,15 +29,31 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tiny-policy")]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
-from rollyard_client import Client, RollyardError  # noqa: E402
+from rollyard_client import Client, RollyardError, ServerUnavailable  # noqa: E402
 
-from tinygrpo.errors import TrainingError  # noqa: E402
+from tinygrpo.errors import RunTaken, TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
+from tinygrpo.run_lock import run_lock  # noqa: E402
 from tinygrpo.trainer import Trainer, TrainSettings  # noqa: E402
 from tinygrpo.update import UpdateSettings  # noqa: E402
 
 BASE: Final = HERE.parent / "tiny-policy" / "hf"
 ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
+
+
+TERMINATED: Final = 128 + signal.SIGTERM
+LATER: Final = 75
+"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another
+trainer of the run has not ended yet. After status 1, a person has to look first.
+"""
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """End at SIGTERM, with which a cluster asks for its machine back. The newest checkpoint has the run.
+
+    The first process of a container would ignore the signal without a handler.
+    """
+    sys.exit(TERMINATED)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -71,13 +89,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-lag", type=at_least(0), default=0, help="updates that a token may be old")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--minibatches", type=at_least(1), default=4, help="optimiser steps of a step")
-    parser.add_argument("--held-out", type=at_least(1), default=64, help="tasks of an evaluation")
+    parser.add_argument(
+        "--held-out", type=at_least(0), default=64, help="tasks of an evaluation; 0: no evaluations"
+    )
     parser.add_argument("--held-out-samples", type=at_least(1), default=8, help="rollouts of each")
     parser.add_argument(
         "--goal", type=float, help="measure afterwards when the checkpoints reached this success"
     )
+    parser.add_argument(
+        "--lock-wait", type=at_least(0), default=90, metavar="SECONDS",
+        help="wait so long for another trainer of the same run to end [90]",
+    )  # fmt: skip
     parser.add_argument("--threads", type=at_least(1), default=1, help="torch's threads")
+    parser.add_argument("--warm", type=at_least(0), default=8, help="sandboxes that stand ready")
     parser.add_argument("--pool", default="default")
+    parser.add_argument("--namespace", default="default", help="namespace of the pool and of the jobs")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
     parser.add_argument("--onnx", type=Path, default=ONNX, help="ONNX folder of the same model")
     return parser.parse_args()
@@ -97,14 +123,20 @@ def main() -> int:
         held_out=options.held_out,
         samples=options.held_out_samples,
         stream=StreamSettings(
-            options.groups, options.samples, options.in_flight, options.max_lag, options.concurrency
+            options.groups,
+            options.samples,
+            options.in_flight,
+            options.max_lag,
+            options.concurrency,
+            options.warm,
         ),
         update=UpdateSettings(options.learning_rate, options.minibatches),
     )
     # The rollouts want the other cores.
     torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGTERM, end_at_once)
     try:
-        with Client() as client:
+        with run_lock(out, options.lock_wait), Client(namespace=options.namespace) as client:
             trainer = Trainer(
                 client, out, options.base, options.onnx, settings, lambda line: print(line, flush=True)
             )
@@ -116,9 +148,10 @@ def main() -> int:
             trainer.close()
     except (TrainingError, RollyardError) as error:
         print(f"train: {error.reason}: {error}", file=sys.stderr)
-        return 1
+        return LATER if isinstance(error, (ServerUnavailable, RunTaken)) else 1
     (out / "result.json").write_text(json.dumps(document, indent=2) + "\n")
-    print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")
+    if result.success_before is not None and result.success_after is not None:
+        print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")
     return 0
 
 

@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from rollyard_api.storage import migrate, rows, view_tables
 from rollyard_api.storage.database import Database
-from rollyard_api.storage.schema import metadata
+from rollyard_api.storage.sign_in_tables import metadata
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])

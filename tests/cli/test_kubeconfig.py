@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rollyard.main import main
 from rollyard_testing.api.control_plane import a_control_plane
@@ -235,3 +237,32 @@ def test_nothing_is_left_when_the_command_is_killed(kubectl: Scripted, tmp_path:
 def listens(port: int) -> bool:
     rows = Path("/proc/net/tcp").read_text().splitlines()[1:]
     return any(row.split()[1] == f"0100007F:{port:04X}" and row.split()[3] == "0A" for row in rows)
+
+
+@pytest.mark.parametrize("words", [("--kubernetes", "open"), ("open", "--kubernetes=rollouts")], ids=str)
+def test_the_way_to_the_page_stays_open_until_ctrl_c(kubectl: Scripted, words: tuple[str, ...]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "rollyard", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            link = process.stdout.readline().strip()
+            page, _, code = link.partition("/#code=")
+            assert page.startswith("http://127.0.0.1:"), process.stderr.read()
+            assert "within 60 seconds" in process.stderr.readline()
+            assert process.stderr.readline() == "The way into the cluster stays open until Ctrl-C.\n"
+            headers = {"Origin": page, "Rollyard-Page": "1"}
+            answer = httpx.post(f"{page}/v1/session", json={"code": code}, headers=headers, trust_env=False)
+            assert answer.status_code == 204
+            jobs = httpx.get(f"{page}/v1/rolloutjobs", cookies=dict(answer.cookies), trust_env=False)
+            assert jobs.status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(page, trust_env=False)

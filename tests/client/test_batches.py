@@ -275,6 +275,18 @@ def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
         assert [group.group_id for group in batch.groups] == ["t1", "t2", "t4"]
         assert (batch.lags, batch.policy_version) == ([1, 0, 0], "v3")
         assert (batch.stale_groups, batch.stale_rollouts) == (2, 4)
+        raw = client.array_batch("lagging", groups=3, max_lag=1)
+        assert [group.group_id for group in raw.groups] == ["t1", "t2", "t4"]
+        for field in (
+            "lags",
+            "policy_version",
+            "stale_groups",
+            "stale_rollouts",
+            "start",
+            "cursor",
+            "finished",
+        ):
+            assert getattr(raw, field) == getattr(batch, field), field
         assert [g.group_id for g in client.batch("lagging", 1, cursor=batch.cursor).groups] == ["t5"]
         client.close("lagging")
         fresh = client.batch("lagging", groups=6, max_lag=0)
@@ -282,13 +294,18 @@ def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
         assert fresh.stale_groups == 4
 
 
-def test_padded_arrays(plane: Plane) -> None:
+@pytest.mark.parametrize("call", ["batch", "array_batch"])
+async def test_padded_arrays(plane: Plane, call: str) -> None:
     np = pytest.importorskip("numpy")
+    name = f"arrays-{call.partition('_')[0]}"
     with plane.client() as client:
-        client.submit(stream("arrays"))
-        client.push_tasks("arrays", tasks(0, 1))
-        plane.work("arrays")
-        batch = client.batch("arrays", groups=2)
+        client.submit(stream(name))
+        client.push_tasks(name, tasks(0, 1))
+        plane.work(name)
+        batch = getattr(client, call)(name, groups=2)
+    async with AsyncClient(plane.url, plane.tokens["admin"]) as client_too:
+        again = await getattr(client_too, call)(name, groups=2)
+    assert [one.reward for one in again.trajectories] == [one.reward for one in batch.trajectories]
     made = batch.arrays(pad_id=9)
     short, long = [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 6]
     assert made.input_ids.tolist() == [short, long, short, long]

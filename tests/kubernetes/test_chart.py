@@ -31,6 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replicas": {"api": {"replicas": 3, **POSTGRES}},
     "tls-made": {"tls": {"enabled": True, "dnsNames": ["hpc.example.com"], "ipAddresses": ["192.0.2.7"]}},
     "tls-given": {"tls": {"enabled": True, "existingSecret": "mine", "hasCA": False}},
+    "traces": {
+        "traces": {"endpoint": "http://collector.observability:4318", "sample": 0.1},
+        "logFormat": "json",
+    },
     "tokens-given": {"tokens": {"existingSecret": "mine"}},
     "registry": {
         "images": {

@@ -10,20 +10,15 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from rollyard_testing.kubernetes.faultproxy import KINDS, FaultProxy
 from rollyard_testing.kubernetes.faultrun import STAGES, TASKS, a_run
-from rollyard_testing.kubernetes.installed import Release, a_release
+from rollyard_testing.kubernetes.installed import Release
 from rollyard_testing.kubernetes.operatorprocess import OperatorProcess
 from rollyard_testing.kubernetes.podwatch import CLAIM, label
-
-if TYPE_CHECKING:
-    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [
     pytest.mark.kubernetes,
@@ -44,13 +39,6 @@ JOBS = 3
 SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")
 WANTED = {"stage-worker": len(STAGES), "backend": 1}
 """The pods of each component while a job runs."""
-
-
-@pytest.fixture(scope="module")
-def release(cluster: Cluster, images: str) -> Iterator[Release]:
-    """Yield one installation for all tests of this file."""
-    with a_release(cluster, images, TASKS) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

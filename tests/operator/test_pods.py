@@ -402,3 +402,20 @@ def test_settings_of_cases_are_various() -> None:
     made = [settings_of(random.Random(seed)) for seed in range(40)]
     assert {one.image_volumes for one in made} == {True, False}
     assert {one.isolation.required for one in made} == {True, False}
+
+
+def test_workers_are_told_where_traces_go() -> None:
+    traces = {"endpoint": "http://collector:4318", "sample": 0.1}
+    chosen = OperatorSettings.model_validate(
+        SETTINGS.model_dump(by_alias=True) | {"traces": traces, "logFormat": "json"}
+    )
+    wanted = {
+        "ROLLYARD_OTLP_ENDPOINT": "http://collector:4318",
+        "ROLLYARD_TRACE_SAMPLE": "0.1",
+        "ROLLYARD_LOG_FORMAT": "json",
+    }
+    assert wanted.items() <= env(worker(job_of(), chosen)).items()
+    assert not wanted.keys() & env(worker(job_of())).keys()
+    assert env(backend(chosen, type="embedded"))["ROLLYARD_LOG_FORMAT"] == "json"
+    assert not wanted.keys() & env(backend(chosen, type="vllm")).keys()
+    assert installation_digest(chosen) != installation_digest(SETTINGS), "its workers are replaced"

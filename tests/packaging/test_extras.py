@@ -13,6 +13,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ TRIED = {
     "sandbox",
     "engine",
 }
-UNTRIED = {"vllm", "numpy", "torch", "dev", "docs"}
-"""vLLM and torch are several gigabytes; the others are no parts of Rollyard."""
+UNTRIED = {"vllm", "numpy", "torch", "traces", "dev", "docs"}
+"""vLLM and torch are several gigabytes; traces belong to other parts; the others are no parts of Rollyard."""
 NOT_IN_A_TRAINER = (
     "aiohttp", "alembic", "fastapi", "ipykernel", "numpy", "onnxruntime", "onnxruntime-genai", "pyarrow",
     "sqlalchemy", "tokenizers", "torch", "uvicorn",
@@ -124,7 +125,14 @@ def test_every_extra_is_tried_or_left_out() -> None:
     assert set(EXTRAS) == TRIED | UNTRIED
 
 
-@pytest.mark.parametrize("extra", MODULES)
+def test_the_libraries_of_traces_are_known() -> None:
+    """OpenTelemetry's distributions share one namespace, so modules of it name none of them."""
+    wanted = {"opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "requests"}
+    assert requirements("traces") == wanted
+    assert [module for module in MODULES["traces"] if find_spec(module) is None] == []
+
+
+@pytest.mark.parametrize("extra", sorted(set(MODULES) - {"traces"}))
 def test_the_command_line_knows_the_modules_of_each_extra(extra: str) -> None:
     modules = packages_distributions()
     known = {normal(name) for module in MODULES[extra] for name in modules[module]}

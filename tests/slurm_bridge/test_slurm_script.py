@@ -98,6 +98,19 @@ def test_workers_are_told_whom_to_trust() -> None:
     assert "ROLLYARD_CA_FILE" not in script(WORKER, site())
 
 
+def test_workers_are_told_where_traces_go_and_all_how_to_log() -> None:
+    variables = (
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://c:4318/v1/traces"),
+        ("ROLLYARD_LOG_FORMAT", "json"),
+    )
+    given = replace(site(), telemetry=variables)
+    for name, value in variables:
+        assert f"export {name}={value}" in script(WORKER, given)
+        assert name not in script(WORKER, site())
+    assert "export ROLLYARD_LOG_FORMAT=json" in script(BACKEND, given)
+    assert "OTEL_" not in script(BACKEND, given), "its pool says whether vLLM sends spans"
+
+
 def test_strange_folders_are_quoted() -> None:
     text = script(WORKER, site(home=Path('/shared/my "home" 100%')))
     found = directives(text)

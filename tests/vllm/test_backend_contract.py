@@ -44,8 +44,10 @@ class EndlessClient(BackendClient):
         prompt: Sequence[int],
         sampling: Sampling,
         paused: Callable[[float], None] | None = None,
+        traceparent: str | None = None,
     ) -> Sample:
-        return await super().sample(backend, prompt, replace(sampling, allowed=(5, 9)), paused)
+        narrow = replace(sampling, allowed=(5, 9))
+        return await super().sample(backend, prompt, narrow, paused, traceparent)
 
 
 def assigned(server: VllmServer, model: str = "tiny") -> BackendAssignment:

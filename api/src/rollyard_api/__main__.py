@@ -19,8 +19,12 @@ from pathlib import Path
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
+from rollyard_crds.telemetry.options import add_log_option, add_trace_options, trace_options
+from rollyard_crds.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
+from rollyard_api.browsers import config as browsers
+from rollyard_api.browsers.config import BrowserOptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.sandbox_hosts import HostPatternError
@@ -224,7 +228,10 @@ def parser() -> argparse.ArgumentParser:
         help="an interpreter with torch and transformers, which verifies weight updates by a forward pass "
         "(default: ROLLYARD_VERIFY_PYTHON, else this one if it has them)",
     )
+    add_trace_options(made)
+    add_log_option(made)
     made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    browsers.add_options(made)
     prorl_listener.add_options(made)
     return made
 
@@ -250,7 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
         parser().error("--tls-cert and --tls-key belong together: give both or none")
-    log_to(level=given.log_level.upper())
+    try:
+        log_to(level=given.log_level.upper(), form=given.log_format)
+        traces = trace_options(given.otlp_endpoint, given.trace_sample)
+    except TraceOptionError as error:
+        parser().error(str(error))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     tls = None if given.tls_cert is None else (given.tls_cert, given.tls_key)
@@ -258,9 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return EXIT_USAGE
     try:
+        shown = browsers.parsed(given)
         sock = listening_socket(given.host, given.port, "--port")
         prorl = prorl_listener.opened(given)
-    except (NoSocket, ProrlConfigError) as error:
+    except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     settings = Settings(
@@ -270,11 +282,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         lease_seconds=given.lease_seconds,
         no_backend_seconds=given.no_backend_seconds,
         sqlite_max_pages=given.sqlite_max_pages,
+        traces=traces,
+        traces_asked=bool(given.otlp_endpoint),
         verify_python=given.verify_python,
         tokens_file=given.tokens,
         older_job_tokens=not given.refuse_older_job_tokens,
         open_metrics=given.open_metrics,
         open_docs=given.open_docs,
+        browsers=shown,
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),
@@ -354,6 +369,8 @@ def serve(
         log_level=log_level,
         access_log=False,
         server_header=False,
+        # Whoever connects could claim to be another client by such headers.
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=75,
         ssl_certfile=None if tls is None else tls[0],

@@ -15,14 +15,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from rollyard_crds.version import installed_version
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard_api.access import job_scope, permissions
+from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.permissions import Access, Rule
+from rollyard_api.browsers.door import SessionOver
+from rollyard_api.browsers.front import Front
 from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
 from rollyard_api.prorl.listener import ProrlListener, listening
 from rollyard_api.routes import (
+    api_docs,
     blobs,
     claims,
     cursors,
@@ -32,6 +37,7 @@ from rollyard_api.routes import (
     pools,
     probes,
     results,
+    sessions,
     unfinished,
     weights,
     workers,
@@ -82,11 +88,14 @@ class Gate:
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
+        answering: Send = watched
         try:
             headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
             rule = self._rules.rule(scope["method"], scope["path"])
-            if not rule.open:
-                await self._admit(scope, rule, headers.get(b"authorization", b"").decode("latin-1"))
+            if rule.open:
+                self._plane().door.check_open(scope)
+            else:
+                answering = await self._admit(scope, rule, headers, watched)
             # An upload is read in pieces and may be longer. All other bodies are held in memory as a whole.
             most = self._max_blob if scope["path"].startswith(blobs.PREFIX) else self._max_body
             most = most if rule.max_body is None else min(most, rule.max_body)
@@ -98,12 +107,16 @@ class Gate:
             body.most = most
             direct = self._direct.get((scope["method"], scope["path"]))
             if direct is None:
-                await self.app(scope, body, watched)
+                await self.app(scope, body, answering)
                 return
             scope["route"] = direct
             await (await direct.endpoint(Request(scope, body)))(scope, body, watched)
         except ApiError as error:
             await response(error)(scope, receive, watched)
+        except (SessionOver, ClientDisconnect) as error:
+            # The answer was cut off because the session is over, or the client has gone. Neither is an error.
+            if isinstance(error, ClientDisconnect) and not isinstance(error.__context__, SessionOver):
+                raise
         except Exception as error:
             if not answered:
                 await _unexpected(error)(scope, receive, watched)
@@ -114,18 +127,30 @@ class Gate:
             elapsed = time.perf_counter() - started
             self._plane().metrics.http.labels(scope["method"], path, str(status)).observe(elapsed)
 
-    async def _admit(self, scope: Scope, rule: Rule, authorization: str) -> None:
-        """Identify the caller for the routes, and refuse a caller that is not permitted."""
+    async def _admit(self, scope: Scope, rule: Rule, headers: dict[bytes, bytes], send: Send) -> Send:
+        """Identify the caller for the routes, and return the function that sends the answer.
+
+        Raises:
+            ApiError: The caller is unknown, or is not permitted to make the call.
+        """
         plane = self._plane()
-        caller = plane.tokens.caller(authorization)
-        permissions.authorize(rule, caller, scope["method"], scope["path"])
         state = scope.setdefault("state", {})
-        state["caller"], state["bound"] = caller, None
+        authorization = headers.get(b"authorization")
+        if b"cookie" in headers:
+            if authorization is not None:
+                plane.door.check_bearer(scope)
+            elif (session := await plane.door.admit(scope, rule)) is not None:
+                state["caller"], state["bound"], state["session"] = Caller("viewer"), None, session
+                return plane.door.sender(send, session)
+        caller = plane.tokens.caller((authorization or b"").decode("latin-1"))
+        permissions.authorize(rule, caller, scope["method"], scope["path"])
+        state["caller"], state["bound"], state["session"] = caller, None, None
         if caller.job is not None:
             job = await plane.bound_jobs.of(caller.job)
             if not permissions.still(rule, job.stand):
                 raise job_scope.refused(job)
             state["bound"] = job
+        return send
 
 
 class Body:
@@ -149,7 +174,7 @@ class Body:
 
 
 _LENGTHS = (b"content-length", b"transfer-encoding")
-_HEADERS = (b"authorization", b"content-length")
+_HEADERS = (b"authorization", b"content-length", b"cookie")
 
 
 async def _api_error(_request: Request, error: Exception) -> Response:
@@ -188,12 +213,12 @@ async def _unexpected_error(_request: Request, error: Exception) -> Response:
 class Application(FastAPI):
     """The application behind its gate. Its OpenAPI document is generated when it is first asked for."""
 
-    gate: Gate
+    front: Front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as ASGI specifies it."""
         scope["app"] = self
-        await self.gate(scope, receive, send)
+        await self.front(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
@@ -204,6 +229,7 @@ class Application(FastAPI):
 
 _ROUTES = (
     *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes),
+    *(sessions, api_docs),
     *(page_fleet, page_events, page_job, page_rollout),
 )
 _ROUTERS = tuple(module.router for module in _ROUTES)
@@ -250,11 +276,22 @@ def build(
             yield
 
     app = Application(
+        # Newer releases of FastAPI can send spans, measurements and errors of requests by themselves, with
+        # what was wrong in a body. The variables that choose Rollyard's receiver would turn that on.
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
         title="Rollyard",
         summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents",
         version=installed_version(),
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
+        servers=[{"url": prefix}] if (prefix := settings.browsers.path_prefix) else None,
         exception_handlers={
             ApiError: _api_error,
             RequestValidationError: _validation_error,
@@ -266,11 +303,12 @@ def build(
         # Including a router would analyse all its routes again, for each application.
         app.router.routes.extend(router.routes)
     rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
-    app.gate = Gate(
+    gate = Gate(
         partial(FastAPI.__call__, app),
         plane=lambda: app.state.plane,
         rules=rules,
         max_body=settings.max_body_bytes,
         max_blob=settings.blob_limits.blob_bytes,
     )
+    app.front = Front(gate, settings.browsers)
     return app

@@ -7,8 +7,9 @@ from typing import Any
 
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from rollyard_crds.telemetry.export import DROP_REASONS, SpanExport
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
@@ -30,11 +31,36 @@ class _Snapshot:
         yield from self._families
 
 
-class Metrics:
-    """All metrics of one control plane, in a registry of their own."""
+class _Spans:
+    """The counters of the spans of this process, as a collector of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: SpanExport) -> None:
+        self._traces = traces
+
+    def collect(self) -> Iterator[Metric]:
+        exported = CounterMetricFamily("rollyard_spans_exported", "Spans that the receiver of traces took")
+        exported.add_metric([], self._traces.exported)
+        yield exported
+        dropped = CounterMetricFamily(
+            "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
+        )
+        found = dict.fromkeys(DROP_REASONS, 0) | self._traces.dropped
+        for reason, count in sorted(found.items()):
+            dropped.add_metric([reason], count)
+        yield dropped
+
+
+class Metrics:
+    """All metrics of one control plane, in a registry of their own.
+
+    Args:
+        traces: The export of spans, or None if nothing is traced.
+    """
+
+    def __init__(self, traces: SpanExport | None = None) -> None:
         self.registry = CollectorRegistry()
+        if traces is not None:
+            self.registry.register(_Spans(traces))
         r = self.registry
         by_job = ["namespace", "job"]
         self._counters: dict[str, Counter] = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
 import httpx
+from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from sqlalchemy.engine import Connection, make_url
 
@@ -20,6 +23,9 @@ from rollyard_api.access.token_file import TokenFile
 from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
+from rollyard_api.browsers.door import Door
+from rollyard_api.browsers.guesses import Guesses
+from rollyard_api.browsers.sessions import Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
@@ -45,6 +51,8 @@ log = logging.getLogger("rollyard.api")
 
 T = TypeVar("T")
 
+SERVICE = "rollyard-control-plane"
+"""The attribute `service.name` of the spans that a control plane sends."""
 DISK_SECONDS = 30.0
 PARSE_SECONDS = 60.0
 LOOKS = 4
@@ -62,13 +70,22 @@ FLUSH_RETRY_SECONDS = 2.0
 class ControlPlane:
     """The objects that requests share. They are created by `running`."""
 
-    def __init__(self, settings: Settings, token_file: TokenFile, database: Database) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        token_file: TokenFile,
+        database: Database,
+        traces: SpanExport | None = None,
+    ) -> None:
         self.settings = settings
+        self.traces = traces
+        """The export of spans, or None if nothing is traced."""
+        database.trace_sample = 0.0 if traces is None else settings.traces.sample
         self.token_file = token_file
         self.database = database
         self.bus = Bus(None if database.sqlite else settings.recheck_seconds)
         self.events = EventHub(settings.event_buffer)
-        self.metrics = Metrics()
+        self.metrics = Metrics(traces)
         patience = settings.store_seconds
         store = open_store(settings.trajectories_url, 3 * patience)
         self.archive = Archive(database, store, patience)
@@ -112,6 +129,9 @@ class ControlPlane:
         )
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
+        self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
+        self.door = Door(settings.browsers, lambda: self.sessions)
+        self.guesses = Guesses()
         self.unclaimed = lease_expiry.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
@@ -148,6 +168,9 @@ class ControlPlane:
             wakes |= tx.wakes
             for job_id, data in tx.events:
                 self.events.publish(job_id, "transition", data)
+            if self.traces is not None:
+                for span in tx.spans:
+                    self.traces.add(span)
             self.metrics.add(tx.counted)
             self.speeds.add(tx.measured, tx.loads)
             self.views.after_commit(tx)
@@ -298,6 +321,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     Raises:
         TokenFileError: The token file cannot be used.
         StateFolderInUse: Another process serves this state folder.
+        TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -306,17 +330,22 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
             stack.enter_context(lock.held(settings.state_dir))
         older = settings.older_job_tokens
         tokens = TokenFile(settings.state_dir, settings.tokens_file, older_job_tokens=older)
-        async with _opened(settings, tokens) as plane:
+        instance = f"{socket.gethostname()}-{os.getpid()}"
+        asked = settings.traces_asked
+        traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=asked))
+        async with _opened(settings, tokens, traces) as plane:
             yield plane
 
 
 @asynccontextmanager
-async def _opened(settings: Settings, tokens: TokenFile) -> AsyncIterator[ControlPlane]:
+async def _opened(
+    settings: Settings, tokens: TokenFile, traces: SpanExport | None
+) -> AsyncIterator[ControlPlane]:
     database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
     stack = ExitStack()
     try:
         await database.migrate(migrate.upgrade)
-        plane = ControlPlane(settings, tokens, database)
+        plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)
         await _open(plane.archive)

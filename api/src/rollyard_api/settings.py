@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollyard_crds.telemetry.options import TraceOptions
+
+from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.room import Room
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
@@ -117,10 +120,16 @@ class Settings:
     max_reward_calls: int = 256
     """The largest number of simultaneous requests to reward services. Further ones wait."""
     max_reward_calls_per_namespace: int = 64
+    traces: TraceOptions = field(default_factory=TraceOptions)
+    """The receiver of traces, and which rollouts are traced. By default none is."""
+    traces_asked: bool = False
+    """Whether a flag asks for traces, and not only a variable that may be meant for other programs."""
     task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
     """The limits on what is read for jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
     """The limits on uploads."""
+    browsers: BrowserSettings = field(default_factory=BrowserSettings)
+    """The addresses of the page, and the times that sessions last."""
     sqlite_max_pages: int = 0
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -49,9 +50,25 @@ def server_options(command: F) -> F:
     return cast(F, made)
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The connection of a command to a control plane."""
+
+    client: Client
+    is_tunnel: bool
+    """Whether the client's address leads into a cluster, and ends with the command."""
+
+
 @contextlib.contextmanager
 def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Client]:
-    """Yield a client whose errors end the command with one line.
+    """Yield a client whose errors end the command with one line; see `connection`."""
+    with connection(url, home, namespace) as made:
+        yield made.client
+
+
+@contextlib.contextmanager
+def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[Connection]:
+    """Yield a connection whose client's errors end the command with one line.
 
     If neither the arguments nor the environment name a server and no `rollyard up` runs, the client uses
     the one installation in the cluster of the kubeconfig.
@@ -77,11 +94,11 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
     try:
         with contextlib.ExitStack() as stack:
             if address.startswith(KUBERNETES):
-                context = stack.enter_context(_in_cluster(address, env))
+                context, is_tunnel = stack.enter_context(_in_cluster(address, env)), True
             else:
-                context = stack.enter_context(_elsewhere(url, home, env))
+                context, is_tunnel = stack.enter_context(_elsewhere(url, home, env))
             client = Client(context.url, context.token, namespace=namespace, tls=context.tls)
-            yield stack.enter_context(client)
+            yield Connection(stack.enter_context(client), is_tunnel)
     except wire.ServerUnavailable as error:
         raise NoServer(_one_line(error)) from error
     except wire.NotFound as error:
@@ -93,8 +110,8 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
 
 
 @contextlib.contextmanager
-def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Iterator[Context]:
-    """Yield the context of a URL or of the file that `rollyard up` writes.
+def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Iterator[tuple[Context, bool]]:
+    """Yield the context of a URL or of the file that `rollyard up` writes, and whether it is a tunnel's.
 
     If nothing names a server, the kubeconfig is used.
     """
@@ -118,9 +135,9 @@ def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Itera
             raise NoServer(f"{missing}; in the cluster of your kubeconfig: {problem}") from error
         click.echo(f"rollyard: using {only} of the cluster of your kubeconfig", err=True)
         with _in_cluster(f"{KUBERNETES}{only}", env) as context:
-            yield context
+            yield context, True
         return
-    yield context
+    yield context, False
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from rollyard.errors import MissingExtra
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "parquet": ("pyarrow",),
     "api": (
-        "alembic", "fastapi", "fsspec", "httptools", "msgpack", "prometheus_client", "pyarrow", "sqlalchemy",
-        "uvicorn", "uvloop",
+        "alembic", "fastapi", "fastapi_swagger", "fsspec", "httptools", "msgpack", "prometheus_client",
+        "pyarrow", "sqlalchemy", "uvicorn", "uvloop",
     ),
     "worker": ("aiohttp", "jinja2", "math_verify", "spython", "tokenizers", "uvloop"),
     "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),
@@ -25,6 +25,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "operator": ("aiohttp", "kopf", "kubernetes"),
     "postgresql": ("psycopg",),
+    "traces": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk", "requests"),
 }  # fmt: skip
 """The modules that each component imports from its extra, beyond those of the client."""
 
@@ -32,7 +33,14 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 def missing(*extras: str) -> tuple[str, ...]:
     """Return the modules of these extras that are not installed, sorted. Nothing is imported."""
     wanted = {module for extra in extras for module in MODULES[extra]}
-    return tuple(sorted(module for module in wanted if find_spec(module) is None))
+    return tuple(sorted(module for module in wanted if not _is_there(module)))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # A package above it is missing.
+        return False
 
 
 def require(purpose: str, extra: str, *parts: str) -> None:

@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "trajectories": "Write a job's trajectories to a file (.parquet or .jsonl)",
     "rescore": "Evaluate a job's kept trajectories again, into a new file",
     "view": "Read a trajectory turn by turn, sampled tokens marked",
+    "open": "Print a link that opens the page in a browser, signed in",
     "cancel": "Cancel a job, a group or a rollout",
     "weights": "Update a pool's weights, list its updates, pause or resume it",
     "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
@@ -64,6 +65,12 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"rollyard.commands.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. `rollyard --kubernetes COMMAND` stands for `rollyard COMMAND --kubernetes`."""
+        if len(args) > 1 and args[0].partition("=")[0] == "--kubernetes":
+            args = [args[1], args[0], *args[2:]]
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

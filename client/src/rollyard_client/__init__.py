@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollyard_client.context import Context, context_path, read_token, resolve
     from rollyard_client.driver import DriverClient
     from rollyard_client.errors import (
+        AnswerInvalid,
         Conflict,
         ContextError,
         CursorBeyondEnd,
@@ -40,16 +41,21 @@ if TYPE_CHECKING:
     )
     from rollyard_client.requests.cursors import Acknowledged
     from rollyard_client.requests.results import Group, RolloutSummary
+    from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
-    from rollyard_client.training.batch import Batch
+    from rollyard_client.training.batch import ArrayBatch, Batch
     from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
+    from rollyard_client.training.packed import ArrayPage, GroupArrays, SegmentArrays, TrajectoryArrays
     from rollyard_client.worker import WorkerClient
 
 __all__ = [
     "Acknowledged",
+    "AnswerInvalid",
+    "ArrayBatch",
+    "ArrayPage",
     "Arrays",
     "AsyncClient",
     "AsyncResultIterator",
@@ -62,6 +68,7 @@ __all__ = [
     "CursorGone",
     "DriverClient",
     "Group",
+    "GroupArrays",
     "Invalid",
     "JobEvent",
     "JobReplaced",
@@ -73,10 +80,13 @@ __all__ = [
     "RolloutRow",
     "RolloutSummary",
     "RollyardError",
+    "SegmentArrays",
     "ServerUnavailable",
+    "SignInCode",
     "StorageFull",
     "TokenizerDiffers",
     "TooMany",
+    "TrajectoryArrays",
     "Unauthorized",
     "WaitTimeout",
     "WorkerClient",
@@ -92,17 +102,19 @@ __getattr__ = lazily(
         "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
-        "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced MissingLibrary "
-        "NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized "
-        "WaitTimeout",
+        "errors": "AnswerInvalid Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced "
+        "MissingLibrary NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany "
+        "Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
+        "requests.sign_in": "SignInCode",
         "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",
         "sync_client": "Client",
         "training.arrays": "Arrays",
-        "training.batch": "Batch",
+        "training.batch": "ArrayBatch Batch",
         "training.iterators": "AsyncResultIterator ResultIterator",
+        "training.packed": "ArrayPage GroupArrays SegmentArrays TrajectoryArrays",
         "worker": "WorkerClient",
     },
 )

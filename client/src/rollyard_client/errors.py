@@ -98,6 +98,12 @@ class ServerUnavailable(RollyardError):
     reason = "ServerUnavailable"
 
 
+class AnswerInvalid(RollyardError):
+    """Raised if an answer of the server has another form than its media type says."""
+
+    reason = "AnswerInvalid"
+
+
 class WaitTimeout(RollyardError):
     """Raised if the awaited end did not come in time."""
 

@@ -26,8 +26,9 @@ from rollyard_client.finish import (
     update_timed_out,
 )
 from rollyard_client.paging import Files, Listing, P, T, Walk
-from rollyard_client.requests import jobs, pools, results, views, weights
+from rollyard_client.requests import jobs, pools, results, sign_in, views, weights
 from rollyard_client.requests.results import RolloutSummary
+from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
 from rollyard_client.sse import JobEvent, Parser
 from rollyard_client.training.sync_reader import ResultReader
@@ -273,6 +274,18 @@ class Client(ResultReader):
                     yield event
                     if event.name == "end":
                         return
+
+    def sign_in_code(self, role: PageRole = "viewer") -> SignInCode:
+        """Make a one-time code that signs a browser in to the page, and return it."""
+        return self._transport.send(sign_in.make_code(role))
+
+    def page_prefix(self) -> str:
+        """Return the path below which browsers find the page, or "" for the root."""
+        return self._transport.send(sign_in.prefix())
+
+    def end_sessions(self) -> int:
+        """End the page's sessions, and return their number: all, or those of a viewer's own token."""
+        return self._transport.send(sign_in.end_all())
 
     def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
         """Create a BackendPool and return it. Creating the same pool twice has no further effect."""

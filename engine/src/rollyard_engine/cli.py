@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollyard_crds.security.log_text import log_to
+from rollyard_crds.telemetry.options import add_log_option
+from rollyard_crds.telemetry.variables import TraceOptionError
 
 from rollyard_engine.errors import EngineError
 from rollyard_engine.settings import EngineSettings
@@ -75,6 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:
         default=0,
         help="threads of one matrix product; 0 chooses by model size",
     )
+    add_log_option(parser)
     args = parser.parse_args(argv)
     model = args.model.absolute()
     return EngineSettings(
@@ -90,6 +93,7 @@ def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:
         cache_bytes=args.kv_cache_mib << 20,
         threads=args.threads,
         port_file=args.port_file,
+        log_format=args.log_format,
     )
 
 
@@ -103,7 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # This is imported late, which lets --help and invalid arguments answer immediately.
     from rollyard_engine.server import run
 
-    log_to(level=logging.WARNING)
+    try:
+        log_to(level=logging.WARNING, form=settings.log_format)
+    except TraceOptionError as error:
+        sys.stderr.write(f"rollyard_engine: {error.reason}: {error}\n")
+        return USAGE_ERROR
     try:
         run(settings)
     except EngineError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
+from rollyard_crds.telemetry.options import log_form
 
 from rollyard_engine.errors import StartupFailed
 from rollyard_engine.folder import ModelFolder, read_folder
@@ -23,6 +25,8 @@ from rollyard_engine.serving.app import create_app
 from rollyard_engine.serving.service import EngineService, ServerIdentity, now
 from rollyard_engine.settings import EngineSettings
 from rollyard_engine.tokens import load_tokenizer
+
+log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0
 """The seconds that the engine thread may take to end. Connections then have one more second to drain."""
@@ -192,5 +196,10 @@ def _announce(settings: EngineSettings, port: int) -> None:
         partial = settings.port_file.with_name(f".{settings.port_file.name}.{os.getpid()}")
         partial.write_text(f"{port}\n", encoding="ascii")
         partial.replace(settings.port_file)
-    sys.stderr.write(f"rollyard_engine: serving {settings.served_names[0]} on {settings.host} port {port}\n")
+    message = f"serving {settings.served_names[0]} on {settings.host} port {port}"
+    if log_form(settings.log_format) == "json":
+        log.setLevel(logging.INFO)
+        log.info("%s", message)
+        return
+    sys.stderr.write(f"rollyard_engine: {message}\n")
     sys.stderr.flush()

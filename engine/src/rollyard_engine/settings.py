@@ -22,3 +22,5 @@ class EngineSettings:
     cache_bytes: int
     threads: int
     port_file: Path | None
+    log_format: str | None = None
+    """The form of log lines, or None for that of the variable ROLLYARD_LOG_FORMAT."""

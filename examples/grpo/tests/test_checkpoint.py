@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rollyard_client.requests.results import Group
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
 from tinygrpo.batch import Row
 from tinygrpo.checkpoint import Checkpoints, Progress
 from tinygrpo.errors import CheckpointError
+from tinygrpo.ledger import UsedGroup, read_ledger
 from tinygrpo.onnx_folder import OnnxTemplate
 from tinygrpo.policy import load_policy, reference
+from tinygrpo.rollouts import StreamPlace
 from tinygrpo.update import UpdateSettings, make_optimizer, update_policy
 
 
@@ -67,7 +71,9 @@ def test_a_run_continues_where_it_was(
     optimizer = make_optimizer(policy, 1e-4)
     settings = UpdateSettings(1e-4, 2)
     update_policy(policy, optimizer, sampled_rows, 3, random.Random(0), settings)
-    progress = Progress(step=1, groups_read=40, rollouts=320, seconds=12.5)
+    progress = Progress(
+        1, StreamPlace("c1.7", 40, 96), 320, 12.5, 1, {"success": 0.5, "groups": {"stale": 1}}
+    )
     folder = checkpoints.save(policy, optimizer, progress)
     assert checkpoints.newest() == folder
     resumed = load_policy(folder)
@@ -83,7 +89,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_the_newest(
     checkpoints: Checkpoints, policy: PreTrainedModel, tmp_path: Path
 ) -> None:
     assert checkpoints.newest() is None
-    first = checkpoints.save(policy, make_optimizer(policy, 1e-4), Progress(1, 0, 0, 0.0))
+    first = checkpoints.save(policy, make_optimizer(policy, 1e-4), Progress(1))
     (tmp_path / "checkpoints" / "step-0002.partial").mkdir()
     (tmp_path / "checkpoints" / "step-0002.partial" / "trainer.pt").write_bytes(b"")
     assert checkpoints.newest() == first
@@ -93,7 +99,7 @@ def test_only_the_last_two_keep_the_state_of_the_trainer(
     checkpoints: Checkpoints, policy: PreTrainedModel
 ) -> None:
     for step in range(4):
-        checkpoints.save(policy, make_optimizer(policy, 1e-4), Progress(step, 0, 0, 0.0))
+        checkpoints.save(policy, make_optimizer(policy, 1e-4), Progress(step))
     assert [(checkpoints.path(step) / "trainer.pt").exists() for step in range(4)] == [
         False,
         False,
@@ -105,16 +111,52 @@ def test_only_the_last_two_keep_the_state_of_the_trainer(
 
 def test_a_broken_state_is_refused(checkpoints: Checkpoints, policy: PreTrainedModel) -> None:
     optimizer = make_optimizer(policy, 1e-4)
-    folder = checkpoints.save(policy, optimizer, Progress(0, 0, 0, 0.0))
+    folder = checkpoints.save(policy, optimizer, Progress())
     (folder / "trainer.pt").write_bytes((folder / "trainer.pt").read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"trainer\.pt cannot be used"):
         checkpoints.restore(folder, optimizer)
 
 
+def test_a_checkpoint_is_never_written_over(checkpoints: Checkpoints, policy: PreTrainedModel) -> None:
+    optimizer = make_optimizer(policy, 1e-4)
+    folder = checkpoints.save(policy, optimizer, Progress())
+    before = (folder / "trainer.pt").read_bytes()
+    with pytest.raises(CheckpointError, match="exists already"):
+        checkpoints.save(policy, optimizer, Progress())
+    assert (folder / "trainer.pt").read_bytes() == before
+
+
+def test_a_newest_checkpoint_without_its_state_is_refused(
+    checkpoints: Checkpoints, policy: PreTrainedModel
+) -> None:
+    optimizer = make_optimizer(policy, 1e-4)
+    checkpoints.save(policy, optimizer, Progress())
+    (checkpoints.save(policy, optimizer, Progress(1)) / "trainer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"step-0001 has no trainer\.pt"):
+        checkpoints.newest()
+
+
+def test_the_ledger_is_in_the_checkpoints_and_in_the_order_of_the_steps(
+    checkpoints: Checkpoints, policy: PreTrainedModel, group: Callable[..., Group]
+) -> None:
+    optimizer = make_optimizer(policy, 1e-4)
+    checkpoints.save(policy, optimizer, Progress())
+    for step, name in ((1, "z"), (2, "a")):
+        checkpoints.save(policy, optimizer, Progress(step), [UsedGroup.of(step, "trained", group(name))])
+    found = list(read_ledger(checkpoints.folder))
+    assert [(one.step, one.group, one.rollouts) for one in found] == [
+        (1, "z", ["z-0", "z-1"]),
+        (2, "a", ["a-0", "a-1"]),
+    ]
+    (checkpoints.path(2) / "used.jsonl").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"used\.jsonl cannot be used"):
+        list(read_ledger(checkpoints.folder))
+
+
 def test_servers_of_other_users_can_read_it(
     checkpoints: Checkpoints, policy: PreTrainedModel, base: Path
 ) -> None:
-    folder = checkpoints.save(policy, make_optimizer(policy, 1e-4), Progress(0, 0, 0, 0.0))
+    folder = checkpoints.save(policy, make_optimizer(policy, 1e-4), Progress())
     assert (folder / "model.safetensors").stat().st_mode & 0o444 == 0o444
     assert (folder / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]

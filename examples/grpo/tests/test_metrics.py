@@ -51,3 +51,13 @@ def test_a_curve_is_read_and_drawn(tmp_path: Path) -> None:
     draw([curve, curve], second, "title")
     assert "minutes of training" in first.read_text()
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    write(tmp_path)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(whole + b'{"step": 3, "succ')
+    metrics = Metrics(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+    assert list(metrics.steps()) == [1, 2]
+    metrics.close()

@@ -33,3 +33,15 @@ class CheckpointError(TrainingError):
     """A checkpoint cannot be written, read, or exported for the embedded engine."""
 
     reason: ClassVar[str] = "CheckpointUnusable"
+
+
+class CheckpointLost(TrainingError):
+    """The control plane knows that the run used rollouts of which its newest checkpoint knows nothing."""
+
+    reason: ClassVar[str] = "CheckpointLost"
+
+
+class RunTaken(TrainingError):
+    """Another trainer works on the same run."""
+
+    reason: ClassVar[str] = "RunTaken"

@@ -9,7 +9,7 @@ from typing import Final
 from rollyard_client import Client
 
 from tinygrpo.errors import PolicyMismatch, RolloutsEnded
-from tinygrpo.rollouts import episode, sampling
+from tinygrpo.rollouts import StreamSettings, episode, sampling
 from tinygrpo.tasks import TaskRecord
 from tinygrpo.versions import sampled
 
@@ -34,7 +34,7 @@ def evaluate(
     version: str,
     tasks: Sequence[TaskRecord],
     samples: int,
-    concurrency: int = 32,
+    stream: StreamSettings,
 ) -> Evaluation:
     """Play `samples` rollouts of each task and return how many succeed.
 
@@ -45,14 +45,14 @@ def evaluate(
         version: The policy version that every token must carry.
         tasks: The held-out tasks.
         samples: The rollouts of each task.
-        concurrency: The rollouts that are in the Run stage at once.
+        stream: What may be in flight, as in training.
 
     Raises:
         PolicyMismatch: Other weights sampled a token.
         RolloutsEnded: A rollout has no reward.
     """
     spec = {
-        **episode(concurrency),
+        **episode(stream),
         "tasks": {"inline": list(tasks)},
         "samplesPerTask": samples,
         "sampling": sampling(EVALUATION_SEED),

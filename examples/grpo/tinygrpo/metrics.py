@@ -29,6 +29,7 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
+        _cut_torn_line(self._path)
         self._lines = self._path.open("a", encoding="utf-8")
         self._events = event_writer(folder / "tensorboard")
 
@@ -51,6 +52,17 @@ class Metrics:
         self._lines.close()
         if self._events is not None:
             self._events.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a run that was killed has written of its last line."""
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        with path.open("r+b") as file:
+            file.truncate(whole)
 
 
 def _scalars(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rollyard_client import Client
+from rollyard_client import Client, Conflict, NotFound, ResultIterator
 from rollyard_client.requests.results import Group
 
-from tinygrpo.errors import RolloutsEnded
+from tinygrpo.errors import CheckpointLost, RolloutsEnded, RunTaken
+from tinygrpo.ledger import Use, UsedGroup
 from tinygrpo.tasks import TaskRecord, training_tasks
 from tinygrpo.versions import PolicyVersions
 
@@ -17,6 +19,8 @@ _PUSH: Final = 32
 """The number of tasks that are pushed at once."""
 _DEADLINE_SECONDS: Final = 7200
 """The longest run. It bounds every wait for a group: a job past it ends, and so does the wait."""
+CONSUMER: Final = "trainer"
+"""The name under which the control plane keeps the cursor of the groups that a checkpoint has used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,11 @@ class StreamSettings:
     """By how many updates the oldest token of a group may be behind the newest weights."""
     concurrency: int = 32
     """The rollouts that are in the Run stage at once."""
+    warm: int = 8
+    """The sandboxes that stand ready."""
 
 
-def episode(concurrency: int) -> dict[str, Any]:
+def episode(settings: StreamSettings) -> dict[str, Any]:
     """Return the part of a job's spec that says how a rollout runs; training and evaluation share it."""
     return {
         "handler": "shell",
@@ -47,15 +53,20 @@ def episode(concurrency: int) -> dict[str, Any]:
         "sandbox": {
             "network": "none",
             "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 64},
-            "warm": 8,
+            "warm": settings.warm,
         },
         "stages": {
             "init": {"concurrency": 8, "timeoutSeconds": 60},
-            "run": {"concurrency": concurrency, "timeoutSeconds": 120},
+            "run": {"concurrency": settings.concurrency, "timeoutSeconds": 120},
             "eval": {"concurrency": 8, "timeoutSeconds": 60},
         },
         "activeDeadlineSeconds": _DEADLINE_SECONDS,
     }
+
+
+def target_of(step: int) -> str:
+    """Return the id of a step's target. A target that is opened again under its id changes nothing."""
+    return f"step-{step}"
 
 
 def sampling(seed: int) -> dict[str, Any]:
@@ -63,11 +74,26 @@ def sampling(seed: int) -> dict[str, Any]:
     return {"temperature": 1.0, "topP": 1.0, "maxTokens": 64, "seed": seed}
 
 
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """How far a run has used its stream. A checkpoint keeps it, and a resumed run continues there."""
+
+    cursor: str = ""
+    """The cursor behind the last group that was used; empty before the first one."""
+    groups: int = 0
+    """The groups that were read up to there."""
+    tasks: int = 0
+    """The tasks that had been pushed at that time. A later one is pushed again under the same id, which
+    changes nothing."""
+
+
 @dataclass(slots=True)
 class StepGroups:
     """What one step has read: the groups to train on, and all that were read to find them."""
 
     trained: list[Group] = field(default_factory=list)
+    used: list[UsedGroup] = field(default_factory=list)
+    """A line of the ledger for each group that was read, in their order."""
     rollouts: int = 0
     """The rollouts of all groups that were read."""
     rewards: list[float] = field(default_factory=list)
@@ -106,33 +132,57 @@ class RolloutStream:
         self._seed = seed
         self._settings = settings
         self._versions = versions
+        self._place = StreamPlace()
         self._tasks: Iterator[TaskRecord] = training_tasks(seed)
-        self._groups: Iterator[Group] = iter(())
-        self._pushed = 0
-        self.read = 0
-        """The number of groups that were read, which is where a resumed run continues."""
+        self._groups: ResultIterator[Group] | None = None
+        self._acknowledged = ""
 
-    def submit(self, read: int = 0) -> None:
-        """Submit the job, or find it again, and begin to read behind the first `read` groups."""
+    @property
+    def place(self) -> StreamPlace:
+        """The place behind the last group that was read."""
+        return self._place
+
+    def submit(self, place: StreamPlace | None = None) -> None:
+        """Submit the job, or find it again, and begin to read at the place of a checkpoint.
+
+        Raises:
+            RolloutsEnded: The job of the checkpoint does not exist any more.
+            CheckpointLost: The run has used groups of which the checkpoint knows nothing.
+        """
+        place = place or StreamPlace()
+        if place.cursor:
+            self._find_job()
         self._client.submit(self._manifest())
-        self._tasks = training_tasks(self._seed)
-        self._pushed = 0
-        self.read = 0
+        self._resume(place.cursor)
+        self._place = place
+        self._tasks = training_tasks(self._seed, place.tasks)
         self._push()
-        self._groups = self._client.groups(self._job, follow=True, dropped=True)
-        while self.read < read:
-            self._next()
+        self._groups = self._client.groups(self._job, follow=True, dropped=True, cursor=place.cursor)
+
+    def acknowledge(self) -> None:
+        """Let the control plane keep the place, once a checkpoint has it on the disk.
+
+        Raises:
+            RunTaken: Another trainer has moved the cursor of this run.
+        """
+        try:
+            self._client.acknowledge(self._job, CONSUMER, self._place.cursor, expected=self._acknowledged)
+        except Conflict as error:
+            if error.reason in ("CursorMoved", "CursorBehind"):
+                raise RunTaken(f"another trainer works on the run {self._job}: {error}") from error
+            raise
+        self._acknowledged = self._place.cursor
 
     def open(self, step: str, groups: int | None = None) -> None:
         """Let the control plane look for the groups of a step. A repeat has no further effect."""
         self._client.open_target(self._job, step, groups=groups or self._settings.groups)
 
-    def collect(self, step: str, newest: int) -> StepGroups:
+    def collect(self, step: int, newest: int) -> StepGroups:
         """Read groups until a step has all that it trains on; targets must have been opened.
 
         Args:
-            step: The id of the step. Groups that are too old are replaced by further targets, which are named
-                after it.
+            step: The number of the step. Groups that are too old are replaced by further targets, which are
+                named after it.
             newest: The number of updates that the pool has had.
 
         Raises:
@@ -144,41 +194,83 @@ class RolloutStream:
             group = self._next()
             found.rollouts += len(group.trajectories)
             found.failed += sum(one.reward is None for one in group.trajectories)
-            if not group.delivered:
-                continue
-            if self._versions.lag(group, newest) > self._settings.max_lag:
+            use = self._use_of(group, newest)
+            found.used.append(UsedGroup.of(step, use, group))
+            if use == "stale":
                 found.stale += 1
                 if group.informative:
                     # The control plane has counted this group; one more is wanted in its place.
-                    self.open(f"{step}-for-{group.group_id}", 1)
-                continue
-            found.rewards += [one.reward for one in group.trajectories if one.reward is not None]
-            if group.informative:
-                found.trained.append(group)
-            else:
-                found.uninformative += 1
+                    self.open(f"{target_of(step)}-for-{group.group_id}", 1)
+            elif use != "dropped":
+                found.rewards += [one.reward for one in group.trajectories if one.reward is not None]
+                found.uninformative += use == "uninformative"
+                if use == "trained":
+                    found.trained.append(group)
         return found
 
     def close(self) -> None:
-        """End the stream. What is left of it is cancelled by the control plane."""
-        self._client.cancel(self._job)
+        """End the stream. What is left of it is cancelled by the control plane. A repeat changes nothing."""
+        with suppress(NotFound):
+            self._client.cancel(self._job)
+
+    def _find_job(self) -> None:
+        try:
+            self._client.job(self._job)
+        except NotFound as error:
+            raise RolloutsEnded(
+                f"the checkpoint continues the job {self._job}, which was removed with its rollouts; begin a "
+                "new run with another --run and --out"
+            ) from error
+
+    def _resume(self, cursor: str) -> None:
+        """Find that the control plane has the cursor of the checkpoint, or an earlier one.
+
+        A trainer that was killed behind its checkpoint has not acknowledged it yet. A later cursor than the
+        checkpoint's has no such explanation.
+        """
+        kept = [one.cursor for one in self._client.acknowledged(self._job) if one.consumer == CONSUMER]
+        try:
+            if cursor:
+                self._client.acknowledge(self._job, CONSUMER, cursor)
+        except Conflict as error:
+            if error.reason != "CursorBehind":
+                raise
+        else:
+            if cursor or not kept:
+                self._acknowledged = cursor
+                return
+        raise CheckpointLost(
+            f"the run {self._job} has used the groups up to the cursor {kept[0]}, but its newest checkpoint "
+            f"ends at {cursor or 'the beginning'}; bring the lost checkpoint back, or begin a new run with "
+            "another --run and --out, because rollouts would be used twice"
+        )
+
+    def _use_of(self, group: Group, newest: int) -> Use:
+        if not group.delivered:
+            return "dropped"
+        if self._versions.lag(group, newest) > self._settings.max_lag:
+            return "stale"
+        return "trained" if group.informative else "uninformative"
 
     def _next(self) -> Group:
+        if self._groups is None:
+            raise RolloutsEnded("the stream has not been submitted")
         group = next(self._groups, None)
         if group is None:
             status = self._client.job(self._job).status
             said = next((one.message for one in status.conditions if one.type == "Finished"), "")
             raise RolloutsEnded(f"the job {self._job} has ended ({status.phase}): {said}")
-        self.read += 1
+        place = self._place
+        self._place = replace(place, cursor=self._groups.cursor, groups=place.groups + 1)
         self._push()
         return group
 
     def _push(self) -> None:
         """Push tasks so that neither this step nor the next one has to wait for them."""
         ahead = self._settings.in_flight + (2 + self._settings.max_lag) * self._settings.groups
-        while self._pushed - self.read < ahead:
+        while self._place.tasks - self._place.groups < ahead:
             self._client.push_tasks(self._job, [next(self._tasks) for _ in range(_PUSH)])
-            self._pushed += _PUSH
+            self._place = replace(self._place, tasks=self._place.tasks + _PUSH)
 
     def _manifest(self) -> dict[str, Any]:
         settings = self._settings
@@ -187,7 +279,7 @@ class RolloutStream:
             "kind": "RolloutJob",
             "metadata": {"name": self._job},
             "spec": {
-                **episode(settings.concurrency),
+                **episode(settings),
                 "tasks": {"stream": True},
                 "samplesPerTask": settings.samples,
                 "sampling": sampling(self._seed),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rollyard_client import Client
 from transformers import PreTrainedModel
@@ -18,14 +18,16 @@ from tinygrpo.evaluation import Evaluation, evaluate
 from tinygrpo.metrics import Metrics
 from tinygrpo.onnx_folder import OnnxTemplate
 from tinygrpo.policy import load_policy
-from tinygrpo.rollouts import RolloutStream, StepGroups, StreamSettings
+from tinygrpo.rollouts import RolloutStream, StreamSettings, target_of
 from tinygrpo.tasks import held_out_tasks
-from tinygrpo.update import UpdateResult, UpdateSettings, make_optimizer, update_policy
+from tinygrpo.update import UpdateSettings, make_optimizer, update_policy
 from tinygrpo.versions import PolicyVersions
 from tinygrpo.weights import WeightPusher
 
 _FAR_BELOW: Final = 0.1
 """By how much a success in training is far below a goal. Its standard error is about 0.03."""
+_GOOD_STEPS: Final = 2
+"""The steps after each other with enough success after which training ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class TrainSettings:
     """Training ends once two steps after each other had this success on their training tasks."""
     pool: str = "default"
     held_out: int = 64
-    """The number of held-out tasks of an evaluation."""
+    """The number of held-out tasks of an evaluation; with 0 there are no evaluations."""
     samples: int = 8
     """The rollouts of each held-out task."""
     stream: StreamSettings = field(default_factory=StreamSettings)
@@ -54,8 +56,9 @@ class TrainResult:
 
     seed: int
     steps: int
-    success_before: float
-    success_after: float
+    success_before: float | None
+    success_after: float | None
+    """They are None without evaluations."""
     seconds: float
     """The wall time of the steps, without the two evaluations."""
     rollouts: int
@@ -104,8 +107,10 @@ class Trainer:
         resumed = self._checkpoints.newest()
         self._model: PreTrainedModel = load_policy(resumed or base)
         self._optimizer = make_optimizer(self._model, settings.update.learning_rate)
-        self._progress = Progress(0, 0, 0, 0.0)
-        if resumed is not None:
+        self._progress = Progress()
+        if resumed is None:
+            self._checkpoints.save(self._model, self._optimizer, self._progress)
+        else:
             self._progress = self._checkpoints.restore(resumed, self._optimizer)
 
     def run(self) -> TrainResult:
@@ -118,22 +123,24 @@ class Trainer:
         """
         settings = self._settings
         resumed = self._progress.step
-        if resumed == 0:
-            self._checkpoints.save(self._model, self._optimizer, self._progress)
-        self._push(resumed)
+        # The trainer before may have been killed behind its checkpoint. If the pool has these weights
+        # already, the call changes nothing.
+        paused = self._push(resumed)
+        if resumed > 0 and resumed not in self._metrics.steps():
+            self._record(resumed, {}, paused)
         before = self.evaluate(0) if resumed == 0 else None
         stream = RolloutStream(
             self._client, settings.run, settings.pool, settings.seed, settings.stream, self._versions
         )
-        stream.submit(self._progress.groups_read)
-        opened, good = resumed, 0
-        while self._progress.step < settings.steps and good < 2:
+        if not self._ended():
+            stream.submit(self._progress.place)
+        opened = resumed
+        while not self._ended():
             step = self._progress.step + 1
             while opened < min(settings.steps, step + settings.stream.max_lag):
                 opened += 1
-                stream.open(f"step-{opened}")
-            success = self._step(stream, step)
-            good = good + 1 if success >= settings.enough else 0
+                stream.open(target_of(opened))
+            self._step(stream, step)
         stream.close()
         done = self._progress.step
         after = self.evaluate(done)
@@ -143,14 +150,22 @@ class Trainer:
         return TrainResult(
             settings.seed,
             done,
-            before.success,
-            after.success,
+            None if before is None else before.success,
+            None if after is None else after.success,
             self._progress.seconds,
             self._progress.rollouts,
         )
 
-    def evaluate(self, step: int) -> Evaluation:
-        """Return the success of the weights of a step on the held-out tasks; the pool must have them."""
+    def _ended(self) -> bool:
+        return self._progress.step >= self._settings.steps or self._progress.good >= _GOOD_STEPS
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Return the success of the weights of a step on the held-out tasks; the pool must have them.
+
+        The result is None if the run has no evaluations.
+        """
+        if self._settings.held_out == 0:
+            return None
         return self._evaluate(step, f"{self._settings.run}-eval-{step}", self._versions.label(step))
 
     def first_at(self, goal: float) -> Reached | None:
@@ -189,7 +204,7 @@ class Trainer:
             version,
             held_out_tasks(settings.held_out),
             settings.samples,
-            settings.stream.concurrency,
+            settings.stream,
         )
         seconds = time.perf_counter() - started
         self._metrics.write(
@@ -200,74 +215,66 @@ class Trainer:
         )
         return found
 
-    def _step(self, stream: RolloutStream, step: int) -> float:
-        """Take one step, and return the success of its rollouts on their training tasks."""
+    def _step(self, stream: RolloutStream, step: int) -> None:
+        """Take one step.
+
+        It may be killed at any place. Before the checkpoint is on the disk, the step counts as not begun: the
+        next trainer reads the same groups again, from the cursor of the checkpoint before. After that it
+        counts as done, and the next trainer pushes its weights.
+        """
         newest = step - 1
         started = time.perf_counter()
-        found = stream.collect(f"step-{step}", newest)
+        found = stream.collect(step, newest)
         collected = time.perf_counter()
         rows = [rows_of(group, self._versions) for group in found.trained]
         shuffle = random.Random(f"{self._settings.seed}/{step}")
         result = update_policy(self._model, self._optimizer, rows, newest, shuffle, self._settings.update)
         trained = time.perf_counter()
-        seconds = self._progress.seconds + trained - started
-        self._progress = Progress(step, stream.read, self._progress.rollouts + found.rollouts, seconds)
-        self._checkpoints.save(self._model, self._optimizer, self._progress)
-        paused = self._push(step)
-        ended = time.perf_counter()
-        self._progress = Progress(
-            step, stream.read, self._progress.rollouts, self._progress.seconds + ended - trained
-        )
         success = sum(found.rewards) / len(found.rewards)
         lags = [self._versions.lag(group, newest) for group in found.trained]
-        self._record(
-            step,
-            success,
-            found,
-            lags,
-            result,
-            (collected - started, trained - collected, ended - trained),
-            paused,
+        known = {
+            "policy_version": self._versions.label(step),
+            "success": success,
+            "rollouts": found.rollouts,
+            "failed": found.failed,
+            "groups": {
+                "trained": len(found.trained),
+                "uninformative": found.uninformative,
+                "stale": found.stale,
+            },
+            "lag": {"mean": sum(lags) / len(lags), "max": max(lags)},
+            "update": asdict(result),
+            "seconds": {"collect": collected - started, "train": trained - collected},
+        }
+        self._progress = Progress(
+            step=step,
+            place=stream.place,
+            rollouts=self._progress.rollouts + found.rollouts,
+            seconds=self._progress.seconds + trained - started,
+            good=self._progress.good + 1 if success >= self._settings.enough else 0,
+            metrics=known,
         )
-        return success
+        self._checkpoints.save(self._model, self._optimizer, self._progress, found.used)
+        stream.acknowledge()
+        paused = self._push(step)
+        pushed = time.perf_counter() - trained
+        self._progress = replace(self._progress, seconds=self._progress.seconds + pushed)
+        self._record(step, {"push": pushed}, paused)
 
     def _push(self, step: int) -> float:
         return self._weights.push(self._versions.label(step), self._checkpoints.path(step), self._model)
 
-    def _record(
-        self,
-        step: int,
-        success: float,
-        found: StepGroups,
-        lags: Sequence[int],
-        result: UpdateResult,
-        parts: tuple[float, float, float],
-        paused: float,
-    ) -> None:
-        collect, train, push = parts
-        lag = sum(lags) / len(lags)
-        self._metrics.write(
-            step,
-            {
-                "policy_version": self._versions.label(step),
-                "success": success,
-                "rollouts": found.rollouts,
-                "failed": found.failed,
-                "wall_seconds": self._progress.seconds,
-                "groups": {
-                    "trained": len(found.trained),
-                    "uninformative": found.uninformative,
-                    "stale": found.stale,
-                },
-                "lag": {"mean": lag, "max": max(lags)},
-                "update": asdict(result),
-                "seconds": {"collect": collect, "train": train, "push": push, "paused": paused},
-            },
-        )
+    def _record(self, step: int, seconds: Mapping[str, float], paused: float) -> None:
+        """Write the metrics of the last step, with what was not known when its checkpoint was written."""
+        known: dict[str, Any] = dict(self._progress.metrics)
+        parts = {**known["seconds"], **seconds, "paused": paused}
+        self._metrics.write(step, {**known, "wall_seconds": self._progress.seconds, "seconds": parts})
+        groups, update = known["groups"], known["update"]
         self._say(
-            f"step {step:3d}  success {success:.3f}  rollouts {found.rollouts:4d}  "
-            f"groups {len(found.trained)}+{found.uninformative}+{found.stale}  lag {lag:.2f}  "
-            f"ratio error {result.fresh_ratio_error:.1e}  clipped {result.clipped:.3f}  "
-            f"norm {result.gradient_norm:.2f}  surprise {result.surprise:.3f}  "
-            f"collect {collect:.1f} s, train {train:.1f} s, push {push:.1f} s"
+            f"step {step:3d}  success {known['success']:.3f}  rollouts {known['rollouts']:4d}  "
+            f"groups {groups['trained']}+{groups['uninformative']}+{groups['stale']}  "
+            f"lag {known['lag']['mean']:.2f}  ratio error {update['fresh_ratio_error']:.1e}  "
+            f"clipped {update['clipped']:.3f}  norm {update['gradient_norm']:.2f}  "
+            f"surprise {update['surprise']:.3f}  "
+            + ", ".join(f"{part} {taken:.1f} s" for part, taken in parts.items())
         )

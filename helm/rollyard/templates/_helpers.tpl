@@ -163,13 +163,31 @@ priorityClassName: {{ . }}
 {{- if or (hasPrefix "127." .) (eq . "::1") (eq . "localhost") }}yes{{ end }}
 {{- end }}
 
+{{/* The DNS names of the control plane's Service, as a JSON list. */}}
+{{- define "rollyard.serviceNames" -}}
+{{- $name := printf "%s-api" (include "rollyard.fullname" .) }}
+{{- $full := printf "%s.%s" $name .Release.Namespace }}
+{{- list $name $full (printf "%s.svc" $full) (printf "%s.svc.%s" $full .Values.clusterDomain) | toJson }}
+{{- end }}
+
+{{/* The path below which browsers find the page: api.pathPrefix, or else the path of the ingress, unless that is a
+pattern or leads to some calls only. */}}
+{{- define "rollyard.pathPrefix" -}}
+{{- $prefix := .Values.api.pathPrefix }}
+{{- if and (not $prefix) .Values.ingress.enabled }}
+{{- $path := trimSuffix "/" .Values.ingress.path }}
+{{- $isPath := regexMatch "^(/[A-Za-z0-9_~][A-Za-z0-9._~-]*)+$" $path }}
+{{- $isOwn := regexMatch "^/(assets|docs|healthz|jobs|metrics|openapi[.]json|readyz|v1)(/|$)" $path }}
+{{- $prefix = ternary $path "" (and $isPath (not $isOwn)) }}
+{{- end }}
+{{- $prefix }}
+{{- end }}
+
 {{/* The settings of the ProRL calls. Clients address the Service by its names, which are added. */}}
 {{- define "rollyard.prorlConfig" -}}
 {{- $config := deepCopy .Values.api.prorl.config }}
 {{- if not (include "rollyard.isLoopback" .Values.api.prorl.listen) }}
-{{- $name := printf "%s-api" (include "rollyard.fullname" .) }}
-{{- $full := printf "%s.%s" $name .Release.Namespace }}
-{{- $names := list $name $full (printf "%s.svc" $full) (printf "%s.svc.%s" $full .Values.clusterDomain) }}
+{{- $names := include "rollyard.serviceNames" . | fromJsonArray }}
 {{- $_ := set $config "hosts" (concat $names ($config.hosts | default list) | uniq) }}
 {{- end }}
 {{- toYaml $config }}

@@ -14,6 +14,8 @@ import httpx
 from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
 from rollyard_crds.security.log_text import log_to
+from rollyard_crds.telemetry.options import add_log_option
+from rollyard_crds.telemetry.variables import TraceOptionError
 from rollyard_drivers.reconcile.plan import Profile
 
 from rollyard_operator.installation import Operator
@@ -36,6 +38,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the installation's settings, YAML")
     parser.add_argument("--liveness", default=LIVENESS, metavar="URL", help="where to answer liveness probes")
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    add_log_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -105,7 +108,11 @@ async def _run(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator. Return 0 if it was asked to stop, 1 after a failure, and 2 for unusable settings."""
     options, status = _options(arguments), 0
-    log_to(level=options.log_level)
+    try:
+        log_to(level=options.log_level, form=options.log_format)
+    except TraceOptionError as error:
+        print(f"rollyard_operator: {error}", file=sys.stderr)
+        return 2
     for noisy in ("kopf", "httpx", "httpcore", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     try:

@@ -77,6 +77,15 @@ class SandboxCreation(Model):
     """The number of pods that may be made at once after a quiet time."""
 
 
+class TraceSettings(Model):
+    """The receiver of the traces of rollouts, for stage workers. Only the installation chooses it."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s/?#@]+(/[^\s?#]*)?)?$", max_length=2048)] = ""
+    """The base URL of an OpenTelemetry receiver (OTLP over HTTP). With "", nothing is traced."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The fraction of groups whose rollouts are traced."""
+
+
 class ContainerDefaults(Model):
     """The defaults for containers whose template does not set these values."""
 
@@ -170,6 +179,10 @@ class OperatorSettings(Model):
     """
     sandbox: SandboxDefaults = Field(default_factory=SandboxDefaults)
     """The defaults for sandboxes."""
+    traces: TraceSettings = Field(default_factory=TraceSettings)
+    """The receiver of traces, which stage workers send spans to."""
+    log_format: Literal["text", "json"] = "text"
+    """The form of the log lines of stage workers and of backends with `engine.type: embedded`."""
     unschedulable_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0
     """A sandbox pod that no node accepts for this many seconds fails its claim.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
+from rollyard_crds.telemetry.options import add_log_option, add_trace_options
 
 from rollyard_pipeline.errors import OptionError
 from rollyard_pipeline.sandboxes import PROVIDERS
@@ -55,7 +56,7 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
         OptionError: The arguments are not those of a worker of the assigned job, or name a place or a token
             that is not part of an assignment.
     """
-    fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready")
+    fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:
         parser = _parser(exit_on_error=False)
         found, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
@@ -257,4 +258,6 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     )
     parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add_log_option(parser)
+    add_trace_options(parser)
     return parser

@@ -15,6 +15,9 @@ import uvloop
 from rollyard_crds.names import PROVIDER, StageName
 from rollyard_crds.rolloutjob import StagesSpec
 from rollyard_crds.security.log_text import log_to
+from rollyard_crds.telemetry.export import SpanExport, TraceLibrariesMissing, exporting
+from rollyard_crds.telemetry.options import TraceOptions, trace_options
+from rollyard_crds.telemetry.variables import TraceOptionError
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.command_line import (
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 
 GARBAGE_THRESHOLD: Final = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
+SERVICE: Final = "rollyard-worker"
+"""The attribute `service.name` of the spans that workers send."""
 NODE_UNUSABLE: Final = 73
 """The exit status of a worker whose node lacks what sandboxes need (EX_CANTCREAT of sysexits.h).
 
@@ -80,7 +85,11 @@ def stand_ready(prepared: list[str], arguments: Callable[[], list[str] | None]) 
 
 
 def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness) -> int:
-    log_to(level=options.log_level.upper())
+    try:
+        log_to(level=options.log_level.upper(), form=options.log_format)
+    except TraceOptionError as error:
+        print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
+        return 2
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # What the imports made stays until the end, and rollouts make few cycles.
     gc.freeze()
@@ -90,6 +99,9 @@ def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness)
     except PipelineError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return NODE_UNUSABLE if error.of_node else 2
+    except (TraceOptionError, TraceLibrariesMissing) as error:
+        print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
+        return 2
 
 
 def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _run(options: argparse.Namespace, ready: Readiness) -> int:
-    stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
+    _traces(options), stages_of(options.stages), concurrency_of(options.concurrency)  # Errors come early.
     with StopSignals() as signals:
         token = read_token(options.token_file)
         if options.ready is not None:
@@ -118,23 +130,40 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
                 await ready.aclose()
                 return 0
             options, token = assigned_options(options, assignment), assignment.token
-            stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
-        async with RestControlPlane(options.url, token) as control:
-            settings = _provider_settings(options)
-            if options.sandbox == PROVIDER:
-                settings["claims"] = control
-            provider = await ready.provider(settings)
-            # The provider waits for programs that it asks, and meanwhile a core is free.
-            await asyncio.gather(provider.start(), asyncio.to_thread(control.prepare))
-            try:
-                places = await _places(options, control, stages, given)
-                async with BackendClient(request_timeout=options.request_timeout) as backends:
-                    await signals.run(
-                        Worker(control, backends, provider, _worker_options(options, places, ready))
-                    )
-            finally:
-                await provider.aclose()
+        asked, destination = bool(options.otlp_endpoint), _traces(options)
+        with exporting(destination, SERVICE, options.name, asked=asked) as traces:
+            await _work(options, token, ready, signals, traces)
     return 0
+
+
+def _traces(options: argparse.Namespace) -> TraceOptions:
+    return trace_options(options.otlp_endpoint, options.trace_sample)
+
+
+async def _work(
+    options: argparse.Namespace,
+    token: str,
+    ready: Readiness,
+    signals: StopSignals,
+    traces: SpanExport | None,
+) -> None:
+    """Run the worker whose options and token are known."""
+    stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
+    async with RestControlPlane(options.url, token) as control:
+        settings = _provider_settings(options)
+        if options.sandbox == PROVIDER:
+            settings["claims"] = control
+        provider = await ready.provider(settings)
+        # The provider waits for programs that it asks, and meanwhile a core is free.
+        await asyncio.gather(provider.start(), asyncio.to_thread(control.prepare))
+        try:
+            places = await _places(options, control, stages, given)
+            async with BackendClient(request_timeout=options.request_timeout) as backends:
+                await signals.run(
+                    Worker(control, backends, provider, _worker_options(options, places, ready, traces))
+                )
+        finally:
+            await provider.aclose()
 
 
 async def _assignment(options: argparse.Namespace, token: str, ready: Readiness) -> Assignment:
@@ -179,7 +208,10 @@ async def _places(
 
 
 def _worker_options(
-    options: argparse.Namespace, places: dict[StageName, int], ready: Readiness
+    options: argparse.Namespace,
+    places: dict[StageName, int],
+    ready: Readiness,
+    traces: SpanExport | None,
 ) -> WorkerOptions:
     return WorkerOptions(
         worker=options.name,
@@ -194,5 +226,7 @@ def _worker_options(
         backend_budget=options.backend_budget,
         extensions=ready.extensions,
         formats=ready.formats,
-        egress=Egress([options.url]),
+        # No sandbox reaches the receiver of traces, which may have no password.
+        egress=Egress([options.url, *([_traces(options).url] if _traces(options).on else ())]),
+        traces=traces,
     )

@@ -292,6 +292,7 @@ class Bridge:
             profile=self._options.profile,
             sandbox=self._options.sandbox,
             sandbox_options=self._options.sandbox_options,
+            telemetry=self._options.telemetry,
             ca_file=self._home.root / CA_NAME if self._options.ca_file is not None else None,
         )
         for folder in (site.logs, site.endpoints, site.tokens, site.troubles):

@@ -56,6 +56,8 @@ class BridgeOptions:
     sandbox: str = "apptainer"
     sandbox_options: tuple[str, ...] = ()
     profile: SiteProfile = field(default_factory=SiteProfile)
+    telemetry: tuple[tuple[str, str], ...] = ()
+    """The variables of the jobs for traces and log lines."""
     pools: tuple[BackendPool, ...] = ()
     """The pools that the bridge creates or replaces when it starts."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS

@@ -49,6 +49,7 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
         profile=options.profile,
         sandbox=options.sandbox,
         sandbox_options=options.sandbox_options,
+        telemetry=options.telemetry,
         ca_file=options.home / CA_NAME if options.ca_file is not None else None,
     )
     profile = reconcile_profile(site, options.max_jobs)

@@ -53,6 +53,7 @@ REPORT: Final = Rule(frozenset({"worker", "driver"}), "gone")
 """The rule of reports of leases. They are judged by the rollout alone and must be answered however late
 they arrive."""
 
+TINY: Final = 4 << 10
 SMALL: Final = 1 << 20
 FAILURES: Final = 4 << 20
 BEATS: Final = 16 << 20
@@ -69,9 +70,14 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", "/healthz"): OPEN,
     ("GET", "/readyz"): OPEN,
     ("GET", "/metrics"): METRICS,
-    ("GET", "/docs"): ADMIN,
-    ("GET", "/docs/oauth2-redirect"): ADMIN,
-    ("GET", "/openapi.json"): ADMIN,
+    ("GET", "/docs"): VIEW,
+    ("GET", "/docs/{name}"): VIEW,
+    ("GET", "/openapi.json"): VIEW,
+    ("POST", "/v1/session"): replace(OPEN, max_body=TINY),
+    ("GET", "/v1/session"): VIEW,
+    ("DELETE", "/v1/session"): VIEW,
+    ("POST", "/v1/session/codes"): replace(VIEW, max_body=TINY),
+    ("DELETE", "/v1/sessions"): VIEW,
     ("POST", "/v1/leases"): replace(LEARN, max_body=SMALL),
     ("GET", "/v1/leases/job"): LEARN,
     ("GET", "/v1/leases/images"): WORK,
@@ -138,7 +144,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", f"{POOLS}/{{name}}/weights"): DRIVER,
     ("GET", f"{POOLS}/{{name}}/weights/{{number}}"): READ,
 }
-DOCS: Final = frozenset({"/docs", "/docs/oauth2-redirect", "/openapi.json"})
+DOCS: Final = frozenset({"/docs", "/docs/{name}", "/openapi.json"})
 _PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
 
 

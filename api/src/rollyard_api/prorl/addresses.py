@@ -1,4 +1,4 @@
-"""Addresses: which servers may be added, and by which names clients may address the listener. It is pure."""
+"""Addresses: which servers may be added, and how their names and networks are written. It is pure."""
 
 from __future__ import annotations
 
@@ -10,32 +10,18 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from rollyard_api.core.hosts import NAME, address_of
 from rollyard_api.core.problems import Invalid
 
-_NAME: Final = re.compile(
-    r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*"
-)
 _LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 MAX_ADDRESS: Final = 2048
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def address_of(host: str) -> _Address | None:
-    """Return the IP address that a host is, with or without brackets, or None for a name."""
-    try:
-        found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return None
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
 
 
 def _rule(text: str) -> str:
     try:
         ipaddress.ip_network(text)
     except ValueError as error:
-        if "/" in text or not _NAME.fullmatch(text) or text[-1].isdigit():
+        if "/" in text or not NAME.fullmatch(text) or text[-1].isdigit():
             raise ValueError(
                 "must be a network such as 10.0.0.0/8, an address, or a name of a host"
             ) from error
@@ -43,7 +29,7 @@ def _rule(text: str) -> str:
 
 
 def _host(text: str) -> str:
-    if not _NAME.fullmatch(text):
+    if not NAME.fullmatch(text):
         raise ValueError("must be the name of a host, without a port")
     return text.lower()
 
@@ -99,31 +85,3 @@ def _allowed(host: str, rules: Sequence[str]) -> bool:
         except ValueError:
             continue  # The rule is a name.
     return any(address in network for network in networks if network.version == address.version)
-
-
-class HostCheck:
-    """The Host headers that a listener takes, so that no web page reaches it under a name of its own.
-
-    A name that an attacker's page resolves to this machine (DNS rebinding) is in no list. An IP address as
-    the host cannot be rebound, but on a loopback listener only loopback addresses make sense.
-
-    Args:
-        bound: The address that the listener is bound to.
-        names: Further names.
-    """
-
-    def __init__(self, bound: str, names: Sequence[str]) -> None:
-        own = address_of(bound)
-        self._any_address = own is not None and not own.is_loopback
-        self._names = {"localhost", bound.lower(), *(name.lower() for name in names)}
-
-    def __call__(self, header: str) -> bool:
-        """Return whether a Host header, which may end in a port, names this listener."""
-        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?", header)
-        if match is None:
-            return False
-        host = match[1].lower()
-        address = address_of(host)
-        if address is not None:
-            return self._any_address or address.is_loopback
-        return host.removesuffix(".") in self._names

@@ -24,10 +24,11 @@ from starlette.types import ASGIApp
 from rollyard_api.access.quotas import Quota
 from rollyard_api.core import entrypoints
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
+from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import ApiError, Invalid, Unavailable
 from rollyard_api.jobs import jobs
 from rollyard_api.prorl import calls, results, servers
-from rollyard_api.prorl.addresses import MAX_ADDRESS, HostCheck
+from rollyard_api.prorl.addresses import MAX_ADDRESS
 from rollyard_api.prorl.calls import Asked, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.gate import BodyGate

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.prorl.addresses import HostCheck
+from rollyard_api.core.hosts import HostCheck
 
 MAX_INSTANCE_BYTES: Final = 16 << 20
 """The largest body of `/process`, in bytes."""

@@ -19,6 +19,7 @@ from rollyard_api.rollouts.dynamic_sampling import Tally
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import UnfinishedRollout
 from rollyard_api.storage.schema import groups, jobs, rollouts
+from rollyard_api.trajectories import spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Ending:
     message: str | None = None
     timings: str = "{}"
     settled: str = ""
+    last: UnfinishedRollout | None = None
+    """The rollout in its last state, if `timings` lacks the time in it."""
 
 
 _COUNT = (
@@ -168,6 +171,7 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
         tx.emit(
             job_id, rollout=e.rollout, stage=e.stage, status=status, reward=e.reward, reason=e.reason or ""
         )
+        _trace(tx, e, row.namespace, row.name)
     limits = loads(row.limits)
     rules = dynamic_sampling.rules_of(limits)
     tally = Tally(surplus_rollouts=sum(e.reason == TARGET_MET for e in endings))
@@ -181,6 +185,26 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
     elif row.closed and row.ended == row.total:
         finish(tx, job_id)
     tx.wake(job_topic(job_id))
+
+
+def _trace(tx: Transaction, ending: Ending, namespace: str, job: str) -> None:
+    """Add the span of the rollout, and that of its last state if it is cut off here."""
+    last, reason = ending.last, ending.reason or ""
+    if last is not None and last.state.is_leased:
+        spans.worked(tx, last.id, ending.stage, last.token, last.since, error=reason)
+    elif last is not None:
+        spans.waited(tx, last.id, ending.stage, last.since, reason=reason)
+    spans.ended(
+        tx,
+        ending.rollout,
+        namespace=namespace,
+        job=job,
+        status=ending.state.status,
+        timings=ending.timings,
+        uncounted=0.0 if last is None else max(0.0, tx.now - last.since),
+        reward=ending.reward,
+        reason=reason,
+    )
 
 
 def _end_group(
@@ -239,6 +263,7 @@ def cancelled(row: UnfinishedRollout, reason: str) -> Ending:
         reason=reason,
         timings=row.timings,
         settled=row.settled,
+        last=row,
     )
 
 

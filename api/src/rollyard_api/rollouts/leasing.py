@@ -23,6 +23,7 @@ from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import GroupRow, LeasableJob, PayloadRow, WaitingRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+from rollyard_api.trajectories import spans
 from rollyard_api.trajectories.records import fitting
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
@@ -242,6 +243,7 @@ def _granted(
         tx.emit(row.job_id, rollout=row.id, stage=stage, status="leased", reward=None, reason="")
         tx.count("leases", stage)
         tx.count("queue_seconds", stage, value=queued)
+        spans.waited(tx, row.id, stage, row.since)
     if changes:
         tx.conn.execute(_GRANT, changes)
     return leases, total

@@ -19,6 +19,7 @@ from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.trajectories import spans
 
 REASON = "NoBackend"
 BATCH = 1000
@@ -101,6 +102,7 @@ def end_overdue(tx: Transaction, patience: float) -> int:
 def ending(tx: Transaction, row: UnfinishedRollout, message: str) -> Ending:
     """Return the ending of a rollout that waits in a queue, and has waited for a backend too long."""
     stage = row.state.stage or ""
+    spans.waited(tx, row.id, stage, row.since, reason=REASON)
     return Ending(
         rollout=row.id,
         job_id=row.job_id,

@@ -20,6 +20,7 @@ from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import payloads, rollouts
+from rollyard_api.trajectories import spans
 
 _HELD = (
     sa.select(*HELD_COLUMNS)
@@ -168,6 +169,7 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
         counted=item.get("counted"),
     )
     tx.count("stage_seconds", stage, value=active)
+    spans.worked(tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node)
     if stage == "eval":
         components = item.get("reward_components") or None
         batch.endings.append(

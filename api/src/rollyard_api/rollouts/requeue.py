@@ -30,7 +30,7 @@ from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, columns
 from rollyard_api.storage.schema import jobs, payloads, rollouts
-from rollyard_api.trajectories import attempts
+from rollyard_api.trajectories import attempts, spans
 
 MAX_EXPIRIES = 10
 """The default number of leases of a rollout that may be lost. One more ends it."""
@@ -165,6 +165,7 @@ def requeue(tx: Transaction, items: Sequence[Return], *, max_expiries: int = MAX
     dropped: list[dict[str, str]] = []
     endings: list[Ending] = []
     for item in ordered:
+        _trace(tx, item)
         row = item.row
         verdict = _judge(item, limits, max_expiries)
         timings = _timings(tx, item, verdict.to)
@@ -259,3 +260,14 @@ def _ending(item: Return, timings: str) -> Ending:
         timings=timings,
         settled=row.settled if item.settled is None else item.settled,
     )
+
+
+def _trace(tx: Transaction, item: Return) -> None:
+    """Add the span of the state that ends now."""
+    row, stage = item.row, _stage(item.row)
+    if row.state.is_leased:
+        spans.worked(
+            tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node, error=item.reason
+        )
+    else:
+        spans.waited(tx, row.id, stage, row.since, reason=item.reason)

@@ -20,6 +20,7 @@ from rollyard_api.rollouts.requeue import Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import AgedRollout, columns, read_all
 from rollyard_api.storage.schema import backends, jobs, pools, rollouts
+from rollyard_api.trajectories import spans
 
 REASON = "PolicyTooStale"
 TOO_STALE = "more weight updates than maxPolicyLag came since it entered Run"
@@ -158,5 +159,7 @@ def fence(tx: Transaction, namespace: str, pool: str, url: str) -> int:
 def _timings(tx: Transaction, row: AgedRollout, stage: str) -> str:
     since = max(0.0, tx.now - row.since)
     if row.state.is_leased:
+        spans.worked(tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node, error=REASON)
         return timing.add(row.timings, stage, active=since)
+    spans.waited(tx, row.id, stage, row.since, reason=REASON)
     return timing.add(row.timings, stage, queued=since)

@@ -20,7 +20,8 @@ from rollyard_api.routes.common import is_older_client, plane_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
 from rollyard_api.trajectories import attempts, delivery, unread
-from rollyard_api.trajectories.delivery import Delivery
+from rollyard_api.trajectories.delivery import Delivery, Piece
+from rollyard_api.trajectories.packed import ARRAYS
 
 
 class FoundResults(Protocol):
@@ -70,8 +71,22 @@ class ResultPage(Generic[E]):
         )
         return [attempts.without(line) for line in lines] if self.older else lines
 
+    async def arrays(self, rows: Sequence[EndedRollout]) -> list[Piece]:
+        """Return the records of these rows with their token lists as raw arrays, as many as a page holds.
+
+        Older clients do not know this form, so nothing is left out for them.
+        """
+        job = self.job
+        return await self.plane.archive.arrays(
+            rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
+        )
+
+    async def records(self, rows: Sequence[EndedRollout], form: str) -> Sequence[Piece]:
+        """Return the records of these rows as `answer` takes them for the media type `form`."""
+        return await (self.arrays(rows) if form == ARRAYS else self.lines(rows))
+
     async def answer(
-        self, lines: list[bytes], form: str, reached: int | None, places: Sequence[int]
+        self, lines: Sequence[Piece], form: str, reached: int | None, places: Sequence[int]
     ) -> Response:
         """Return the answer with these documents.
 
@@ -85,7 +100,7 @@ class ResultPage(Generic[E]):
         return self.deliver(data, form, reached, places)
 
     def deliver(
-        self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None, places: Sequence[int]
+        self, data: bytes | AsyncIterator[Piece], form: str, reached: int | None, places: Sequence[int]
     ) -> Response:
         """Return the answer with this body, which keeps the held place until it is sent."""
         place = self.found.after if reached is None else reached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
-from rollyard_api.core.codec import MSGPACK, dumps
+from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import Invalid, TooLarge
 from rollyard_api.core.states import ENDED
 from rollyard_api.jobs import jobs
@@ -22,8 +22,9 @@ from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.routes.result_pages import ResultPage, result_page
 from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
-from rollyard_api.trajectories import attempts, delivery, grouping, records
-from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
+from rollyard_api.trajectories import attempts, delivery, group_records, grouping, records
+from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
+from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
@@ -43,6 +44,8 @@ async def trajectories(
 ) -> Response:
     """Return ended rollouts after a cursor, as NDJSON, Parquet or msgpack according to Accept.
 
+    With `application/vnd.rollyard.arrays+msgpack` the token lists are raw arrays.
+
     A page may hold fewer than `limit`, because it is limited in bytes too. The header `Rollyard-Cursor` is
     the cursor of the next page, and `Rollyard-Cursors` lists the cursors after each result: their common
     beginning, a semicolon, the number that follows it for the first result, and for each other result the
@@ -55,10 +58,11 @@ async def trajectories(
     def look(conn: Connection, job_id: int, after: int) -> records.EndedRollouts:
         return records.ended_after(conn, job_id, after, limit, wanted, most)
 
+    form = delivery.media_type(request.headers.get("accept", ""))
     async with result_page(
         request, "trajectories", namespace, name, cursor, wait, end=lambda job: job.ended, look=look
     ) as page:
-        lines: list[bytes] = []
+        lines: Sequence[Piece] = []
         reached = None
         short = page.found.sizes
         if short:
@@ -68,11 +72,10 @@ async def trajectories(
             rows = await plane.database.read(read)
             if len(rows) < len(short):
                 raise cursors.gone(name)
-            lines = await page.lines(rows)
+            lines = await page.records(rows, form)
             if len(lines) < len(rows):
                 reached = rows[len(lines) - 1].end_seq
         places = [row.end_seq for row in short[: len(lines)]]
-        form = delivery.media_type(request.headers.get("accept", ""))
         return await page.answer(lines, form, reached, places)
 
 
@@ -114,52 +117,30 @@ async def groups(
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
                 raise cursors.gone(name)
-            lines = _whole_groups(found, await page.lines([rows[row.id] for row in short]))
+            got = await page.records([rows[row.id] for row in short], form)
+            lines = group_records.whole(found, got, form)
         reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
         if lines or not found:
             return await page.answer(lines, form, reached, [group.seq for group, _ in found[: len(lines)]])
         group, members = found[0]
         if form == MSGPACK:
             raise TooLarge(
-                f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} only",
+                f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} or {ARRAYS} only",
                 reason="GroupTooLarge",
             )
-        return page.deliver(_large_group(page, group, members), form, reached, [group.seq])
-
-
-def _group_head(group: EndedGroup) -> bytes:
-    head = dumps(
-        {
-            "group_id": group.task_id,
-            "task_id": group.task_id,
-            "delivered": bool(group.delivered),
-            "informative": bool(group.informative),
-            "reason": group.reason or "",
-        }
-    )
-    return head[:-1] + b',"trajectories":['
-
-
-def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list[bytes]) -> list[bytes]:
-    """Return, as JSON, the groups whose members' records are all among `lines`."""
-    whole, at = [], 0
-    for group, members in found:
-        if at + len(members) > len(lines):
-            break
-        whole.append(_group_head(group) + b",".join(lines[at : at + len(members)]) + b"]}")
-        at += len(members)
-    return whole
+        return page.deliver(_large_group(page, group, members, form), form, reached, [group.seq])
 
 
 async def _large_group(
-    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
+    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize], form: str
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 
     If it cannot be sent completely, the connection is cut, so no client takes a part for the whole group.
     """
     plane, job = page.plane, page.job
-    yield _group_head(group)
+    begin, end = delivery.frame(1, form)
+    yield begin + group_records.beginning(group, len(members), form)
     sent = 0
     while sent < len(members):
         after = members[sent - 1].sample if sent else -1
@@ -168,10 +149,10 @@ async def _large_group(
         rows = await plane.database.read(read)
         if not rows:
             raise cursors.gone(job.name)
-        for line in await page.lines(rows):
-            yield (b"," if sent else b"") + line
+        for record in await page.records(rows, form):
+            yield (group_records.separator(form) if sent else b"") + bytes(record)
             sent += 1
-    yield b"]}\n"
+    yield group_records.end(form) + end
 
 
 @router.get("/{name}/rollouts")

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
+from rollyard_crds.telemetry.spans import TraceSpan
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
@@ -64,6 +65,10 @@ class Transaction:
     wakes: set[str] = field(default_factory=set)
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
+    """The spans that end with this transaction; see `trajectories.spans`."""
+    trace_sample: float = 0.0
+    """The fraction of groups whose rollouts are traced; 0 if nothing is."""
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
     """The active rollouts by backend, if this transaction counted them."""
@@ -210,6 +215,8 @@ class Database:
         self._watches_jobs = False
         self._touches_jobs = False
         self._job_changes = 0
+        self.trace_sample = 0.0
+        """The fraction of groups whose rollouts are traced; 0 if nothing is."""
         if self.sqlite:
             event.listen(self.writer, "connect", self._watch_jobs)
 
@@ -365,7 +372,7 @@ class Database:
         try:
             with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
                 for item in batch:
-                    item.tx = Transaction(conn, now, self.sqlite)
+                    item.tx = Transaction(conn, now, self.sqlite, trace_sample=self.trace_sample)
                     item.result = item.op(item.tx)
         finally:
             if self._touches_jobs:

@@ -151,6 +151,7 @@ class UnfinishedRollout:
     job_id: int
     group_no: int
     state: RolloutState
+    token: int
     since: float
     timings: str
     settled: str

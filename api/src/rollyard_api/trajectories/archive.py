@@ -1,7 +1,8 @@
 """Move the records of ended rollouts from the database into the trajectory store, each exactly once.
 
-A part is filled in three steps. First its members and its number are committed, then the object is
-written under that number, and last the offsets are committed and the database's copy is dropped. A
+A part has two objects: its records as JSON lines, and the same records with their token lists as raw arrays
+(see `packed`). It is filled in three steps. First its members and its number are committed, then the objects
+are written under that number, and last the offsets are committed and the database's copy is dropped. A
 process that is killed between two steps leaves a part that is written again, with the same members
 under the same name and therefore with the same bytes.
 """
@@ -9,10 +10,11 @@ under the same name and therefore with the same bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -20,14 +22,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.codec import dumps
+from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 from rollyard_api.storage.view_tables import rollout_words
-from rollyard_api.trajectories import records, words
-from rollyard_api.trajectories.object_store import TrajectoryStore
+from rollyard_api.trajectories import packed, records, words
+from rollyard_api.trajectories.delivery import Piece
+from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore
+from rollyard_api.trajectories.part_places import PartRange, arrays_path, part_path, ranges_of
+
+P = TypeVar("P", bytes, Piece)
 
 PART_RECORDS = 256
 PART_BYTES = 32 << 20
@@ -53,11 +59,6 @@ class Part:
 
     job_id: int
     number: int
-
-
-def part_path(namespace: str, job: str, uid: str, number: int) -> str:
-    """Return a part's path in the store; each job has a folder, with its uid to distinguish namesakes."""
-    return f"{namespace}/{job}-{uid[:8]}/part-{number:06d}.ndjson"
 
 
 def begin_parts(tx: Transaction) -> list[Part]:
@@ -142,19 +143,45 @@ def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: in
     return lines
 
 
-def _lines_and_words(
-    rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int
-) -> list[tuple[bytes, bytes]]:
-    """Return what `_lines` returns, and with each record the hashes of its words."""
-    found: list[tuple[bytes, bytes]] = []
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """What is made of the members of a part, as many as fit into it."""
+
+    lines: list[bytes]
+    """The records, each with its newline."""
+    words: list[bytes]
+    """The hashes of the words of each record."""
+    arrays: bytes
+    """The object with the raw arrays."""
+
+
+def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects:
+    lines: list[bytes] = []
+    hashes: list[bytes] = []
+    arrays: list[bytes] = []
     total = 0
     for row in rows:
-        document = records.document(row, job, namespace)
+        document = records.document_of(row, job, namespace)
         line = dumps(document) + b"\n"
         total += len(line)
+        if lines and total > PART_BYTES:
+            break
+        lines.append(line)
+        hashes.append(words.hashes(words.texts_of(document)))
+        arrays.append(packed.packed(document))
+    return _Objects(lines, hashes, packed.joined(lines, arrays))
+
+
+def _packed(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
+    """Return records with raw arrays: as many as fit, but at least one."""
+    found: list[bytes] = []
+    total = 0
+    for row in rows:
+        record = packed.packed(records.document_of(row, job, namespace))
+        total += len(record)
         if found and total > max_bytes:
             break
-        found.append((line, words.hashes(words.texts_of(document))))
+        found.append(record)
     return found
 
 
@@ -183,15 +210,6 @@ def _place(
     left = (rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None))
     tx.conn.execute(sa.update(rollouts).where(*left).values(part=None))
     tx.count("stored", value=len(places))
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Consecutive bytes of one part."""
-
-    path: str
-    start: int
-    lengths: list[int]
 
 
 class Archive:
@@ -264,18 +282,17 @@ class Archive:
         content = await self._database.read(partial(_content, part=part))
         if content is None or not content.rows:
             return 0
-        made = await self.builds.run(
-            partial(_lines_and_words, content.rows, content.namespace, content.job, PART_BYTES)
-        )
-        lines = [line for line, _ in made]
+        made = await self.builds.run(partial(_objects, content.rows, content.namespace, content.job))
+        lines, arrays = made.lines, made.arrays
         path = part_path(content.namespace, content.job, content.uid, part.number)
         try:
             await self.writes.run(partial(self._store.write, path, b"".join(lines)))
+            await self.writes.run(partial(self._store.write, arrays_path(path), arrays))
         except (StorageFull, TimedOut, Unavailable) as error:
             self.refused = error
             raise
         placed = [(row.id, len(line)) for row, line in zip(content.rows, lines, strict=False)]
-        of_words = [(row.end_seq, hashes) for row, (_, hashes) in zip(content.rows, made, strict=False)]
+        of_words = [(row.end_seq, hashes) for row, hashes in zip(content.rows, made.words, strict=False)]
         await self._database.write(partial(_place, part=part, lines=placed, of_words=of_words))
         return len(lines)
 
@@ -301,19 +318,61 @@ class Archive:
             for row, line in zip(waiting, await self.builds.run(build, namespace), strict=False):
                 made[row.id] = line[:-1]
         if placed:
-            read = partial(self._read, _ranges(placed, namespace, job, uid))
+            read = partial(self._read, ranges_of(placed, namespace, job, uid))
             for row, data in zip(placed, await self.reads.run(read, namespace), strict=True):
                 made[row.id] = data.rstrip(b"\n")
-        lines: list[bytes] = []
-        total = 0
-        for row in rows:
-            total += len(made.get(row.id, b""))
-            if row.id not in made or (lines and total > max_bytes):
-                break
-            lines.append(made[row.id])
-        return lines
+        return _first(rows, made, max_bytes)
 
-    def _read(self, ranges: Sequence[_Range]) -> list[bytes]:
+    async def arrays(
+        self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
+    ) -> list[Piece]:
+        """Return the same records with their token lists as raw arrays, as `packed` says.
+
+        Those of a part that an older release has written, without such an object, are made of its lines.
+
+        Raises:
+            TimedOut, Unavailable: The store does not answer, or its object was changed.
+        """
+        waiting = [row for row in rows if row.pending is not None]
+        placed = [row for row in rows if row.pending is None]
+        made: dict[str, Piece] = {}
+        if waiting:
+            build = partial(_packed, waiting, namespace, job, max_bytes)
+            built = await self.builds.run(build, namespace)
+            made |= {row.id: record for row, record in zip(waiting, built, strict=False)}
+        if placed:
+            read = partial(self._read_arrays, ranges_of(placed, namespace, job, uid))
+            stored = await self.reads.run(read, namespace)
+            made |= {row.id: record for row, record in zip(placed, stored, strict=True)}
+        return _first(rows, made, max_bytes)
+
+    def _read_arrays(self, ranges: Sequence[PartRange]) -> list[Piece]:
+        indexes: dict[str, dict[int, tuple[int, int]] | None] = {}
+        found: list[Piece] = []
+        for one in ranges:
+            path = arrays_path(one.path)
+            if path not in indexes:
+                indexes[path] = self._index(path)
+            index = indexes[path]
+            if index is None:
+                found += [packed.packed(loads(line)) for line in self._read([one])]
+                continue
+            try:
+                spans = [index[start] for start in accumulate(one.lengths[:-1], initial=one.start)]
+            except KeyError as error:
+                raise Unavailable(f"the trajectory store's {path} lacks a record: it was changed") from error
+            begin, end = spans[0][0], spans[-1][1]
+            data = memoryview(self._store.read(path, begin, end - begin))
+            found += [data[first - begin : last - begin] for first, last in spans]
+        return found
+
+    def _index(self, path: str) -> dict[int, tuple[int, int]] | None:
+        try:
+            return packed.places(self._store.read(path, 0, packed.HEAD_BYTES), path)
+        except ObjectMissing:
+            return None
+
+    def _read(self, ranges: Sequence[PartRange]) -> list[bytes]:
         found = []
         for one in ranges:
             data = memoryview(self._store.read(one.path, one.start, sum(one.lengths)))
@@ -323,19 +382,18 @@ class Archive:
         return found
 
 
-def _ranges(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[_Range]:
-    """Return the byte ranges of the records. Neighbours in a part are read together."""
-    ranges: list[_Range] = []
-    end: tuple[int, int] | None = None
+def _first(rows: Sequence[EndedRollout], made: Mapping[str, P], max_bytes: int) -> list[P]:
+    """Return the records of the first rows: as many as were made and fit, but at least one."""
+    found: list[P] = []
+    total = 0
     for row in rows:
-        assert row.part is not None
-        assert row.part_offset is not None
-        assert row.part_length is not None
-        if end != (row.part, row.part_offset):
-            ranges.append(_Range(part_path(namespace, job, uid, row.part), row.part_offset, []))
-        ranges[-1].lengths.append(row.part_length)
-        end = (row.part, row.part_offset + row.part_length)
-    return ranges
+        if row.id not in made:
+            break
+        total += len(made[row.id])
+        if found and total > max_bytes:
+            break
+        found.append(made[row.id])
+    return found
 
 
 def _pending(conn: Connection) -> int:

@@ -10,53 +10,68 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollyard_api.core.codec import MSGPACK, loads
+from rollyard_api.trajectories.packed import ARRAYS
 
 PARQUET = "application/vnd.apache.parquet"
 NDJSON = "application/x-ndjson"
+Piece = bytes | memoryview
+"""Bytes of an answer, or a view of them that is not copied."""
 PIECE_BYTES = 256 << 10
 """The size of the pieces passed to the connection. Each waits until the piece before it is taken."""
 
 
 def media_type(accept: str) -> str:
     """Return the media type of the answer that an Accept header selects."""
-    return next((form for form in (PARQUET, MSGPACK) if form in accept), NDJSON)
+    return next((form for form in (ARRAYS, PARQUET, MSGPACK) if form in accept), NDJSON)
 
 
-def encode(lines: Sequence[bytes], form: str, omitted: Sequence[str] = ()) -> bytes:
-    """Encode JSON records in the media type `form`. This call blocks, so it belongs in a thread.
+def frame(count: int, form: str) -> tuple[bytes, bytes]:
+    """Return what comes before the documents of an answer with this many of them, and after the last one."""
+    if form in (ARRAYS, MSGPACK):
+        return bytes(msgpack.Packer().pack_array_header(count)), b""
+    return b"", b"\n"
+
+
+def encode(lines: Sequence[Piece], form: str, omitted: Sequence[str] = ()) -> bytes:
+    """Encode records in the media type `form`. This call blocks, so it belongs in a thread.
 
     Args:
-        lines: The records.
+        lines: The records, as JSON, but for ARRAYS as msgpack in that form.
         form: The media type.
         omitted: The columns that a Parquet file does not have.
     """
     if form == PARQUET:
         from rollyard_api.trajectories.parquet import encode
 
-        return encode(lines, omitted)
+        return encode([bytes(line) for line in lines], omitted)
+    begin, _ = frame(len(lines), form)
+    if form == ARRAYS:
+        return begin + b"".join(lines)
     if form == MSGPACK:
-        packer = msgpack.Packer()
-        head = bytes(packer.pack_array_header(len(lines)))
-        return head + b"".join(bytes(msgpack.packb(loads(line))) for line in lines)
-    return b"".join(line + b"\n" for line in lines)
+        return begin + b"".join(bytes(msgpack.packb(loads(line))) for line in lines)
+    return b"".join(bytes(line) + b"\n" for line in lines)
 
 
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    for at in range(0, len(data), PIECE_BYTES):
-        yield data[at : at + PIECE_BYTES]
+async def _pieces(data: bytes) -> AsyncIterator[Piece]:
+    whole = memoryview(data)
+    for at in range(0, len(whole), PIECE_BYTES):
+        yield whole[at : at + PIECE_BYTES]
 
 
 class Delivery(Response):
     """An answer that holds its place until it is sent, or until the connection is lost."""
 
     def __init__(
-        self, body: bytes | AsyncIterator[bytes], form: str, headers: Mapping[str, str], held: AsyncExitStack
+        self, body: bytes | AsyncIterator[Piece], form: str, headers: Mapping[str, str], held: AsyncExitStack
     ) -> None:
         super().__init__(media_type=form)
+        pieces: AsyncIterator[Piece]
         if isinstance(body, bytes):
             headers = {**headers, "Content-Length": str(len(body))}
-            body = _pieces(body)
-        self._inner = StreamingResponse(body, media_type=form, headers=headers)
+            pieces = _pieces(body)
+        else:
+            pieces = body
+        self._inner = StreamingResponse(pieces, media_type=form, headers=headers)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The trajectory store: immutable NDJSON objects under a URL. All calls block: see `bulkhead`."""
+"""The trajectory store: immutable objects under a URL. All calls block: see `bulkhead`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ LEFT_SECONDS = 600.0
 RETRY_AFTER = {"Retry-After": "2"}
 
 
+class ObjectMissing(Unavailable):
+    """Raised if the store has no such object. For a caller it is one that cannot be read."""
+
+
 class TrajectoryStore(Protocol):
     """Objects that are written whole. Writing one again with the same content changes nothing."""
 
@@ -31,7 +35,12 @@ class TrajectoryStore(Protocol):
         """Durably write an object, or raise StorageFull or Unavailable and leave nothing half-written."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Return a range of an object; raises Unavailable if it cannot be read."""
+        """Return a range of an object.
+
+        Raises:
+            ObjectMissing: There is no such object.
+            Unavailable: It cannot be read, or it is shorter.
+        """
 
 
 class LocalStore:
@@ -141,6 +150,8 @@ def _whole(data: bytes, path: str, length: int) -> bytes:
 
 
 def _unreadable(error: OSError) -> Unavailable:
+    if isinstance(error, FileNotFoundError):
+        return ObjectMissing(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
     return Unavailable(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
 
 

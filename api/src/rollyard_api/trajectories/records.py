@@ -54,11 +54,11 @@ def timings(text: str) -> dict[str, Any]:
 
 def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     """Return the Trajectory of an ended rollout, as one line of JSON without its newline."""
-    return dumps(document(row, job, namespace))
+    return dumps(document_of(row, job, namespace))
 
 
-def document(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
-    """Return the Trajectory of an ended rollout as a JSON object."""
+def document_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
+    """Return the Trajectory of an ended rollout, before it is encoded."""
     document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))

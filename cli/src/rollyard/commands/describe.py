@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollyard import terminal
-from rollyard.connection import connect, server_options
+from rollyard.connection import connection, server_options
 
 if TYPE_CHECKING:
     from rollyard_client import Client
@@ -29,6 +29,7 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
     from rollyard_crds import RolloutJob
 
     from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
+    from rollyard.page.links import link_if_any
     from rollyard.render.describe import describe_job, describe_pool
 
     if name is None and kind in (*JOB_WORDS, *POOL_WORDS):
@@ -36,7 +37,8 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
             f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
         )
     console = terminal.console()
-    with connect(url, home, namespace) as client:
+    with connection(url, home, namespace) as made:
+        client = made.client
         thing = find(client, kind, name, namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
@@ -47,7 +49,8 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
                 for item in islice(retried, MAX_RETRIED)
                 for one in item.attempts
             )
-            describe_job(console, thing, reasons, attempts)
+            link = link_if_any(made, meta.namespace, meta.name)
+            describe_job(console, thing, reasons, attempts, link)
         else:
             describe_pool(console, thing)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollyard.telemetry_options import set_telemetry, speaker, telemetry_options
+
 if TYPE_CHECKING:
     from rollyard_drivers.host.home import Home
 
@@ -55,6 +57,16 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 @click.option("--tokenizer", default="", help="With --backend: folder with tokenizer.json and chat template.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: a free one.")
+@click.option(
+    "--path-prefix", default="", metavar="PATH", help="Path below which a proxy shows the page, as /rollyard."
+)
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="DNS name under which browsers may open the page, beside localhost; repeatable.",
+)
 @click.option(
     "--sandbox",
     type=click.Choice(["bubblewrap", "apptainer", "process"]),
@@ -138,6 +150,7 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
     show_default=True,
     help="Processes that stand ready for the workers of jobs; 0: no process of any kind stands ready.",
 )
+@telemetry_options
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")
 def command(
@@ -153,6 +166,8 @@ def command(
     tokenizer: str,
     host: str,
     port: int,
+    path_prefix: str,
+    allowed_hosts: tuple[str, ...],
     sandbox: str,
     default_image: str,
     image_cache: Path | None,
@@ -169,6 +184,9 @@ def command(
     prorl_port: int,
     prorl_config: Path | None,
     ready_workers: int,
+    otlp_endpoint: str,
+    trace_sample: float | None,
+    log_format: str | None,
     home: Path | None,
     detach: bool,
 ) -> None:
@@ -187,6 +205,8 @@ def command(
 
     embedded = ("engine",) if engine == "embedded" and not backend_url else ()
     require("`rollyard up`", "local", "api", "worker", "sandbox", *embedded)
+    # Every process that is started inherits the environment, the detached one of this command as well.
+    set_telemetry(otlp_endpoint, trace_sample, log_format)
     if backend_url and not backend_url.startswith(("http://", "https://")):
         raise UsageProblem(f"--backend must be a URL such as http://127.0.0.1:8000 (got {backend_url!r})")
     started = {
@@ -209,9 +229,9 @@ def command(
     ):
         if given and sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
-    for host in allow_sandbox_hosts:
+    for name in allow_sandbox_hosts:
         try:
-            installers_rule(host)
+            installers_rule(name)
         except ValueError as error:
             raise UsageProblem(f"--allow-sandbox-host: {error}") from error
     if prorl_config is not None and not prorl:
@@ -244,6 +264,8 @@ def command(
         home=(home or default_home()).expanduser().resolve(),
         host=host,
         port=port,
+        path_prefix=path_prefix,
+        allowed_hosts=allowed_hosts,
         backend_url=backend_url,
         engine=engine,
         replicas=replicas,
@@ -282,7 +304,7 @@ def _foreground(options: Options) -> None:
 
     from rollyard.local.run import run_supervisor
 
-    asyncio.run(run_supervisor(options, click.echo))
+    asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))
 
 
 def _detach(home: Home, options: Options) -> None:
@@ -304,6 +326,8 @@ def _detach(home: Home, options: Options) -> None:
     arguments += ["--no-backend-seconds", f"{options.no_backend_seconds:.10g}"]
     arguments += [f"--allow-sandbox-host={host}" for host in options.allow_sandbox_hosts]
     arguments += ["--ready-workers", str(options.ready_workers)]
+    arguments += [f"--path-prefix={options.path_prefix}"] if options.path_prefix else []
+    arguments += [f"--allowed-host={name}" for name in options.allowed_hosts]
     if options.prorl:
         arguments += ["--prorl", "--prorl-host", options.prorl_host, "--prorl-port", str(options.prorl_port)]
         arguments += ["--prorl-config", options.prorl_config] if options.prorl_config else []

@@ -50,6 +50,7 @@ class Choice:
 @click.option("--task", help="With --list: only the samples of the task with this id.")
 @click.option("--search", help="With --list: only conversations with all of these words.")
 @click.option("--step", is_flag=True, help="Show them one after another.")
+@click.option("--web", is_flag=True, help="Print the link of the page instead; `rollyard open` signs in.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder, to show the exact tokens.")
 @server_options
 def command(
@@ -58,6 +59,7 @@ def command(
     failed: bool,
     listing: bool,
     step: bool,
+    web: bool,
     tokenizer: Path | None,
     url: str | None,
     home: Path | None,
@@ -72,6 +74,11 @@ def command(
     """
     choice = Choice(failed, listing, step)
     filters = {key: value for key, value in filters.items() if value is not None}
+    if web:
+        if path is not None or failed or listing or step or filters or not 1 <= len(arguments) <= 2:
+            raise click.UsageError("--web goes with the job's NAME (and a ROLLOUT) alone")
+        _print_link(arguments[0], arguments[1:], url, home, namespace)
+        return
     if filters and (path is not None or not listing or failed or len(arguments) != 1):
         given = ", ".join(f"--{key.replace('_', '-')}" for key in filters)
         raise click.UsageError(f"{given}: give it with NAME and --list, without ROLLOUT, --from and --failed")
@@ -96,6 +103,17 @@ def command(
         found = _of_job(client, name, rest, namespace)
         beside = partial(_tokenizer, client, name, namespace)
         _view(found, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
+
+
+def _print_link(name: str, rest: tuple[str, ...], url: str | None, home: Path | None, namespace: str) -> None:
+    from rollyard.connection import connection
+    from rollyard.page.links import job_link, rollout_id
+
+    with connection(url, home, namespace) as made:
+        client = made.client
+        client.job(name, namespace)
+        rollout = rollout_id(client, name, rest[0], namespace) if rest else ""
+        terminal.echo_line(job_link(made, namespace, name, rollout))
 
 
 def _list(client: Client, name: str, filters: dict[str, Any]) -> None:

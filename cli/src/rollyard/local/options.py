@@ -69,6 +69,10 @@ class Options:
     """The port of the ProRL calls. 0 selects a free one."""
     prorl_config: str = ""
     """The file with the settings of the ProRL calls, or "" for the defaults."""
+    path_prefix: str = ""
+    """The path below which browsers find the page, or "" for the root."""
+    allowed_hosts: tuple[str, ...] = ()
+    """The DNS names under which browsers may open the page, in addition to `localhost`."""
     allow_rewards_from: tuple[str, ...] = ()
     """The URL prefixes that reward services of jobs may have."""
     allow_rewards_networks: tuple[str, ...] = ()

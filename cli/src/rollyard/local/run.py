@@ -66,7 +66,7 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
         if what.prorl:
             say(f"  ProRL    {what.prorl}  (no token: whoever reaches it can use it)")
         say(f"  home     {options.home}  (logs in {Home(options.home).logs})")
-        say("Submit with `rollyard submit -f job.yaml`; stop with Ctrl-C.")
+        say("Submit with `rollyard submit -f job.yaml`; look with `rollyard open`; stop with Ctrl-C.")
 
     supervisor = make_supervisor(options, ready, say)
     install_signals(supervisor)

@@ -114,6 +114,8 @@ def plane_settings(options: Options) -> ControlPlaneSettings:
         allow_rewards_networks=options.allow_rewards_networks,
         no_backend_seconds=options.no_backend_seconds,
         prorl=_prorl(options),
+        path_prefix=options.path_prefix,
+        allowed_hosts=options.allowed_hosts,
     )
 
 

@@ -54,6 +54,7 @@ def describe_job(
     job: RolloutJob,
     failures: Counter[tuple[str, str]],
     attempts: Counter[tuple[str, str, bool]],
+    link: str = "",
 ) -> None:
     """Print a job's status, counts per stage, reasons of failures and retries, conditions and spec.
 
@@ -62,6 +63,7 @@ def describe_job(
         job: The job.
         failures: The failed rollouts, counted by reason and message.
         attempts: The attempts that did not end well, counted by stage, reason and whether they counted.
+        link: The link of the job's page, or "" if there is none.
     """
     status, counts = job.status, job.status.counts
     _field(console, "Name", job.metadata.name)
@@ -74,6 +76,8 @@ def describe_job(
     _field(console, "Reward mean", "-" if status.reward_mean is None else f"{status.reward_mean:.4f}")
     ended = f"{counts.succeeded} with a reward, {counts.failed} failed, {counts.cancelled} cancelled"
     _field(console, "Rollouts", f"{counts.total} in all: {ended}")
+    if link:
+        _field(console, "Page", link)
     if status.dynamic_sampling is not None:
         _dynamic_sampling(console, status.dynamic_sampling)
     console.print()

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Message
+from rollyard_crds.telemetry.identity import trace_id
 from rollyard_crds.trajectory import Attempt, Segment, Trajectory, Turn
 
 Decode = Callable[[Sequence[int]], str]
@@ -107,6 +108,7 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
     """Yield lines that identify the rollout and say how it ended."""
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     yield Text(f"{trajectory.id}", style="bold")
+    yield Text(f"trace {trace_id(trajectory.id)}", style=DIM)
     yield Text(
         f"task {trajectory.task_id}, sample {trajectory.sample_index}: {trajectory.status}, reward {reward}"
         + (f", truncated ({trajectory.truncated_reason})" if trajectory.truncated else "")

@@ -14,6 +14,7 @@ from rollyard_client.errors import MissingLibrary
 
 if TYPE_CHECKING:
     from rollyard_client.requests.results import Group
+    from rollyard_client.training.packed import GroupArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Arrays:
     """int64 [R]: the place of the row's group in `Batch.groups`."""
 
 
-def numpy_arrays(groups: Sequence[Group], pad_id: int) -> Arrays:
+def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
     """Return the segments of these groups as numpy arrays.
 
     Raises:
@@ -82,7 +83,7 @@ def numpy_arrays(groups: Sequence[Group], pad_id: int) -> Arrays:
     )
 
 
-def torch_tensors(groups: Sequence[Group], pad_id: int, device: Any) -> Arrays:
+def torch_tensors(groups: Sequence[Group | GroupArrays], pad_id: int, device: Any) -> Arrays:
     """Return the segments of these groups as torch tensors on `device`.
 
     Raises:
@@ -106,8 +107,10 @@ def library(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise MissingLibrary(
-            f"{name} is not installed: pip install 'rollyard[{name}]', or install {name} as it suits your GPU"
-            if name == "torch"
-            else f"{name} is not installed: pip install 'rollyard[{name}]'"
-        ) from error
+        if name == "torch":
+            text = (
+                "torch is not installed: pip install 'rollyard[torch]', or install torch as it suits your GPU"
+            )
+        else:
+            text = f"{name} is not installed: pip install 'rollyard[numpy]'"
+        raise MissingLibrary(text) from error

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from rollyard_client.call import Call
 from rollyard_client.errors import Invalid, NotFound, WaitTimeout
 from rollyard_client.paging import LONG_POLL
 from rollyard_client.requests import cursors, jobs, results, weights
-from rollyard_client.requests.results import Group, Page
+from rollyard_client.requests.results import Group
 from rollyard_client.training.iterators import begin_at
 from rollyard_client.training.lag import WeightHistory, versions_of
+from rollyard_client.training.packed import GroupArrays, TrajectoryArrays, group_page
 
 if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
 
     from rollyard_client.training.arrays import Arrays
+
+G = TypeVar("G", Group, GroupArrays)
+B = TypeVar("B")
 
 MAX_GROUPS = 65_536
 """The most groups of one batch."""
@@ -27,20 +31,15 @@ PAGE_GROUPS = 16
 BACKLOG_SECONDS = 60.0
 """How long groups that have ended already are read after the time of a call is up."""
 
-Steps = Generator[Call[Any], Any, "Batch"]
+Steps = Generator[Call[Any], Any, B]
 """The calls of a batch, each of which is answered with its result. Both clients carry them out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Whole groups for one step of a trainer.
+class GroupBatch(Generic[G]):
+    """What `Batch` and `ArrayBatch` share; G is the type of a group."""
 
-    A trainer that is done with a batch keeps `cursor`, in its checkpoint or by `Client.acknowledge`, and
-    takes the next batch from there. Nothing is lost if it dies before that: the next call from `start`
-    returns the same groups again, unless weight updates have made them too old in the meantime.
-    """
-
-    groups: list[Group]
+    groups: list[G]
     """The groups in the order in which they ended, each with its trajectories that have a reward."""
     start: str
     """The cursor at which the batch begins."""
@@ -56,11 +55,6 @@ class Batch:
     """For each group, the weight updates since its oldest token; it is empty without `max_lag`."""
     policy_version: str = ""
     """The pool's newest weights, against which the lags were counted; "" before the first update."""
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """The trajectories of all groups, group by group."""
-        return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def arrays(self, *, pad_id: int = 0) -> Arrays:
         """Return the batch as padded numpy arrays, one row for each segment.
@@ -83,14 +77,68 @@ class Batch:
         return torch_tensors(self.groups, pad_id, device)
 
 
-class _Gathered:
+@dataclass(frozen=True, slots=True)
+class Batch(GroupBatch[Group]):
+    """Whole groups for one step of a trainer.
+
+    A trainer that is done with a batch keeps `cursor`, in its checkpoint or by `Client.acknowledge`, and
+    takes the next batch from there. Nothing is lost if it dies before that: the next call from `start`
+    returns the same groups again, unless weight updates have made them too old in the meantime.
+    """
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories of all groups, group by group."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayBatch(GroupBatch[GroupArrays]):
+    """Whole groups for one step of a trainer, as a `Batch`, whose token lists are numpy arrays."""
+
+    @property
+    def trajectories(self) -> list[TrajectoryArrays]:
+        """The trajectories of all groups, group by group."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchForm(Generic[G, B]):
+    """How the pages of a batch are read, and what it becomes."""
+
+    kind: Callable[..., B]
+    page: Callable[..., Call[Any]]
+    """Returns the call that reads a page of groups, without those that were dropped."""
+    groups: Callable[[Any], list[G]]
+    """Returns the groups of a page."""
+    versions: Callable[[G], set[str]]
+    """Returns the policy versions of a group's sampled tokens."""
+
+
+def _versions_of_arrays(group: GroupArrays) -> set[str]:
+    segments = [segment for trajectory in group.trajectories for segment in trajectory.segments]
+    return {version for segment in segments for version, _ in segment.policy_versions if version}
+
+
+MODELS: Final = BatchForm(
+    Batch,
+    partial(results.groups, dropped=False),
+    lambda page: [results.group(line) for line in page.lines],
+    versions_of,
+)
+"""Groups of `Trajectory`."""
+RAW_ARRAYS: Final = BatchForm(ArrayBatch, group_page, lambda page: page.groups, _versions_of_arrays)
+"""Groups whose token lists are arrays."""
+
+
+class _Gathered(Generic[G]):
     """The groups that were read so far, and which of them are too old."""
 
     def __init__(self, start: str, wanted: int, max_lag: int | None) -> None:
         self.start = self.cursor = start
         self.wanted = wanted
         self.max_lag = max_lag
-        self.groups: list[tuple[Group, set[str]]] = []
+        self.groups: list[tuple[G, set[str]]] = []
         self.finished = False
         self.stale_groups = self.stale_rollouts = 0
         self.history = WeightHistory([])
@@ -99,11 +147,9 @@ class _Gathered:
     def missing(self) -> int:
         return 0 if self.finished else self.wanted - len(self.groups)
 
-    def take(self, page: Page) -> None:
-        for line in page.lines:
-            group = results.group(line)
-            self.groups.append((group, versions_of(group)))
-        self.cursor, self.finished = page.cursor, page.finished
+    def take(self, groups: Sequence[tuple[G, set[str]]], cursor: str, finished: bool) -> None:
+        self.groups += groups
+        self.cursor, self.finished = cursor, finished
         self.drop_stale()
 
     def drop_stale(self) -> None:
@@ -115,9 +161,9 @@ class _Gathered:
         self.stale_rollouts -= sum(len(group.trajectories) for group, _ in kept)
         self.groups = kept
 
-    def batch(self) -> Batch:
+    def batch(self, kind: Callable[..., B]) -> B:
         limited = self.max_lag is not None
-        return Batch(
+        return kind(
             groups=[group for group, _ in self.groups],
             start=self.start,
             cursor=self.cursor,
@@ -130,6 +176,7 @@ class _Gathered:
 
 
 def gather(
+    form: BatchForm[G, B],
     job: str,
     namespace: str,
     groups: int,
@@ -139,7 +186,7 @@ def gather(
     consumer: str | None,
     informative: bool,
     timeout: float,
-) -> Steps:
+) -> Steps[B]:
     """Yield the calls that read a batch, and return it. `Client.batch` explains the arguments.
 
     Raises:
@@ -150,7 +197,7 @@ def gather(
     end = time.monotonic() + timeout
     if cursor is None:
         cursor = "" if consumer is None else (yield from _resumed(job, namespace, consumer))
-    found = _Gathered(cursor, groups, max_lag)
+    found: _Gathered[G] = _Gathered(cursor, groups, max_lag)
     pool = None if max_lag is None else (yield from _pool_of(job, namespace))
     while True:
         # The weights may have been updated while groups were waited for.
@@ -158,13 +205,16 @@ def gather(
             found.history = WeightHistory((yield weights.weight_updates(pool, namespace)))
             found.drop_stale()
         if not found.missing:
-            return found.batch()
+            return found.batch(form.kind)
         while found.missing:
             left = end - time.monotonic()
-            page = partial(results.groups, job, namespace, informative=informative, dropped=False)
             wait, limit = max(0.0, min(LONG_POLL, left)), min(PAGE_GROUPS, found.missing)
             before = found.cursor
-            found.take((yield page(cursor=before, wait=wait, limit=limit)))
+            page = yield form.page(
+                job, namespace, cursor=before, wait=wait, limit=limit, informative=informative
+            )
+            read = [(group, form.versions(group)) for group in form.groups(page)]
+            found.take(read, page.cursor, page.finished)
             if found.missing and left <= 0 and (found.cursor == before or left <= -BACKLOG_SECONDS):
                 raise WaitTimeout(
                     f"RolloutJob {job!r}: {len(found.groups)} of {groups} groups"

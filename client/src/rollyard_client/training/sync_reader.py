@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rollyard_client.call import Call
@@ -10,8 +10,9 @@ from rollyard_client.errors import RollyardError
 from rollyard_client.requests import cursors, pools
 from rollyard_client.requests.cursors import Acknowledged
 from rollyard_client.requests.results import Group
-from rollyard_client.training.batch import Batch, gather
+from rollyard_client.training.batch import MODELS, RAW_ARRAYS, ArrayBatch, Batch, gather
 from rollyard_client.training.iterators import ResultIterator
+from rollyard_client.training.packed import ArrayPage, ArrayPages
 from rollyard_client.training.pages import group_pages, resume_call, trajectory_pages
 from rollyard_client.training.tokenizer import compare, vocabulary
 
@@ -81,6 +82,30 @@ class ResultReader:
         )
         return ResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
 
+    def array_pages(
+        self,
+        name: str,
+        *,
+        cursor: str = "",
+        status: str | None = None,
+        namespace: str | None = None,
+    ) -> Iterator[ArrayPage]:
+        """Yield the ended rollouts in pages of up to 1,000, with their token lists as numpy arrays.
+
+        Nothing on the way decodes the lists number by number, so this is the fastest way to many tokens. The
+        last page ends with the last rollout that has ended by now.
+
+        Args:
+            cursor: The place at which to begin. An empty one begins with the first rollout.
+            status: Yield only rollouts that ended with this status.
+
+        Raises:
+            MissingLibrary: numpy or msgpack is not installed.
+        """
+        pages = ArrayPages(name, namespace or self.namespace, status, cursor)
+        while not pages.done:
+            yield from pages.take(self._transport.send(pages.next()))
+
     def batch(
         self,
         job: str,
@@ -114,6 +139,40 @@ class ResultReader:
             WaitTimeout: Not enough groups have ended in time. The next call begins with the same groups.
         """
         steps = gather(
+            MODELS,
+            job,
+            namespace or self.namespace,
+            groups,
+            max_lag=max_lag,
+            cursor=cursor,
+            consumer=consumer,
+            informative=informative,
+            timeout=timeout,
+        )
+        return run(steps, self._transport)
+
+    def array_batch(
+        self,
+        job: str,
+        groups: int,
+        *,
+        max_lag: int | None = None,
+        cursor: str | None = None,
+        consumer: str | None = None,
+        informative: bool = False,
+        timeout: float = 600.0,
+        namespace: str | None = None,
+    ) -> ArrayBatch:
+        """Wait for the next groups of a job, and return them as one batch, with numpy arrays of tokens.
+
+        The arguments, the cursors and the errors are those of `batch`, which costs several times as much
+        where trajectories are long.
+
+        Raises:
+            MissingLibrary: numpy or msgpack is not installed.
+        """
+        steps = gather(
+            RAW_ARRAYS,
             job,
             namespace or self.namespace,
             groups,

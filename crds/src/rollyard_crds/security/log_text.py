@@ -6,10 +6,14 @@ terminals. A newline in them would forge a line, and an escape sequence would ch
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
+from datetime import UTC, datetime
 from typing import Final, TextIO
+
+from rollyard_crds.telemetry import options, scope
 
 LINE_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Control characters, separators of lines and paragraphs, and those that turn the direction of text.
@@ -18,6 +22,9 @@ _CONTROLS: Final = f"\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029{_DIRECTIONS
 _UNSEEN: Final = re.compile(f"[\\t\\n{_CONTROLS}]")
 _UNSEEN_IN_LINES: Final = re.compile(f"[{_CONTROLS}]")
 _OF_TRACEBACK: Final = "  | "
+MAX_MESSAGE: Final = 16_384
+"""The largest number of characters of a message in a JSON line. Collectors of logs cut longer lines."""
+_FIELDS: Final = ("namespace", "job", "rollout", "stage", "attempt", "trace_id")
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -53,8 +60,54 @@ class LogFormatter(logging.Formatter):
         return "\n".join(told)
 
 
-def log_to(stream: TextIO | None = None, level: int | str = logging.INFO) -> None:
-    """Send all log records of this process to a stream (standard error), formatted so."""
+class JsonFormatter(logging.Formatter):
+    """Formats each record as one line with a JSON object, whose text is ASCII.
+
+    The object has `time` (UTC), `level`, `logger` and `message`, and `exception` if there is one. A record of
+    a task that works on a rollout also has `namespace`, `job`, `rollout`, `stage`, `attempt` and `trace_id`.
+    So has a record whose `extra` holds them.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as JSON. Control characters are escaped as in the other form."""
+        told: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": one_line(record.getMessage()[:MAX_MESSAGE]),
+        }
+        here = scope.current()
+        if here is not None:
+            told |= {
+                "namespace": here.namespace,
+                "job": here.job,
+                "rollout": here.rollout,
+                "stage": here.stage,
+                "attempt": here.attempt,
+                "trace_id": here.trace,
+            }
+        for name in _FIELDS:
+            value = getattr(record, name, None)
+            if value is not None:
+                told[name] = one_line(value[:MAX_MESSAGE]) if isinstance(value, str) else value
+        if record.exc_info:
+            told["exception"] = lines(self.formatException(record.exc_info)[-MAX_MESSAGE:])
+        if record.stack_info:
+            told["stack"] = lines(self.formatStack(record.stack_info)[-MAX_MESSAGE:])
+        return json.dumps(told, default=str)
+
+
+def log_to(stream: TextIO | None = None, level: int | str = logging.INFO, form: str | None = None) -> None:
+    """Send all log records of this process to a stream (standard error).
+
+    Args:
+        stream: The stream.
+        level: The lowest level that is sent.
+        form: `text` or `json`. The default is that of the variable ROLLYARD_LOG_FORMAT, else `text`.
+
+    Raises:
+        TraceOptionError: There is no such form.
+    """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(LogFormatter())
+    handler.setFormatter(JsonFormatter() if options.log_form(form) == "json" else LogFormatter())
     logging.basicConfig(level=level, handlers=[handler])

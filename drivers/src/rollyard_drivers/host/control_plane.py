@@ -69,6 +69,10 @@ class ControlPlaneSettings:
     backend. Then they end as failed with the reason NoBackend."""
     prorl: ProrlOptions | None = None
     """The options of the ProRL calls, or None if they are off."""
+    path_prefix: str = ""
+    """The path below which browsers find the page, or "" for the root."""
+    allowed_hosts: tuple[str, ...] = ()
+    """The DNS names under which browsers may open the page, in addition to `localhost`."""
 
 
 class HostedControlPlane(Protocol):
@@ -230,6 +234,9 @@ class ControlPlaneProcess:
         arguments += [f"--allow-sandbox-host={host}" for host in self._settings.allow_sandbox_hosts]
         arguments += [f"--allow-rewards-from={prefix}" for prefix in self._settings.allow_rewards_from]
         arguments += [f"--allow-rewards-network={net}" for net in self._settings.allow_rewards_networks]
+        prefix = self._settings.path_prefix
+        arguments += [f"--path-prefix={prefix}"] if prefix else []
+        arguments += [f"--allowed-host={name}" for name in self._settings.allowed_hosts]
         arguments += self._prorl_arguments()
         try:
             child = await self._ready.start(PROGRAM, NAME, arguments, on_exit=self._ended.set)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 
 from rollyard_drivers.reconcile import vllm_version
@@ -19,12 +21,29 @@ def points_elsewhere(line: str) -> bool:
     return any(words in line for words in _POINTS_ELSEWHERE)
 
 
+def plain_lines(text: str) -> list[str]:
+    """Return the lines of a log, with those that hold a record as JSON in the form of a text log."""
+    found: list[str] = []
+    for line in text.splitlines():
+        record = None
+        if line.startswith('{"time": '):
+            # A program of others may write anything, such as brackets without end.
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+        if not isinstance(record, dict):
+            found.append(line)
+            continue
+        found.append(f"{record.get('level')} {record.get('logger')}: {record.get('message')}")
+        found += str(record.get("exception") or "").splitlines()
+    return found
+
+
 def telling(text: str) -> str:
     """Return the error that a log ends with, which is the last one that a traceback states.
 
     The result is empty if there is no such error.
     """
-    lines = text.splitlines()
+    lines = plain_lines(text)
     for number in range(len(lines) - 1, -1, -1):
         match = _ERROR.search(lines[number].rstrip())
         if match is None or points_elsewhere(match[1]):
@@ -39,5 +58,5 @@ def telling(text: str) -> str:
 
 def last_line(text: str) -> str:
     """Return the last line that is not empty, or an empty string if there is none."""
-    lines = (line.strip() for line in reversed(text.splitlines()))
+    lines = (line.strip() for line in reversed(plain_lines(text)))
     return next((line for line in lines if line), "")

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from rollyard_crds.telemetry.identity import NOT_SAMPLED
+
 from rollyard_inference.errors import BackendMismatch
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-PLAIN: Final = {"Accept-Encoding": "identity"}
+TRACEPARENT: Final = "traceparent"
+PLAIN: Final = {"Accept-Encoding": "identity", TRACEPARENT: NOT_SAMPLED}
 """The headers of every request. A few compressed bytes may expand to gigabytes, so no answer may be
-compressed."""
+compressed. A request that names no span says that it is not to be traced: a server that traces its own work
+could otherwise count it among the spans of another request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Transport(Protocol):
         *,
         seconds: float | None = None,
         limit: int = MAX_ANSWER_BYTES,
+        traceparent: str | None = None,
     ) -> Reply:
         """Send one request and read the whole answer.
 
@@ -47,6 +52,8 @@ class Transport(Protocol):
             body: The object to send as JSON. With None, the request has no body.
             seconds: The time limit for the whole exchange. With None, the caller limits the time itself.
             limit: The maximum size of the answer in bytes.
+            traceparent: The span that the request belongs to (W3C Trace Context). With None, it is not
+                traced.
 
         Raises:
             NotListening: No connection can be made.

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from rollyard_inference.errors import BackendUnavailable, NotListening
-from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Reply, check_plain, too_long
+from rollyard_inference.transports.interface import (
+    MAX_ANSWER_BYTES,
+    PLAIN,
+    TRACEPARENT,
+    Reply,
+    check_plain,
+    too_long,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -71,6 +78,7 @@ class AiohttpTransport:
         *,
         seconds: float | None = None,
         limit: int = MAX_ANSWER_BYTES,
+        traceparent: str | None = None,
     ) -> Reply:
         """Send one request and read the whole answer. See `Transport.request`."""
         session = await asyncio.shield(self.begin())
@@ -78,6 +86,8 @@ class AiohttpTransport:
 
         data = orjson.dumps(body) if body is not None else None
         headers = PLAIN | ({"Content-Type": "application/json"} if data is not None else {})
+        if traceparent is not None:
+            headers[TRACEPARENT] = traceparent
         try:
             async with (
                 asyncio.timeout(seconds),

@@ -6,7 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from rollyard_inference.errors import BackendUnavailable, NotListening
-from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Reply, check_plain, too_long
+from rollyard_inference.transports.interface import (
+    MAX_ANSWER_BYTES,
+    PLAIN,
+    TRACEPARENT,
+    Reply,
+    check_plain,
+    too_long,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -34,6 +41,7 @@ class HttpxTransport:
         *,
         seconds: float | None = None,
         limit: int = MAX_ANSWER_BYTES,
+        traceparent: str | None = None,
     ) -> Reply:
         """Send one request and read the whole answer. See `Transport.request`."""
         import httpx
@@ -41,12 +49,13 @@ class HttpxTransport:
         connect = self._connect_seconds if seconds is None else min(seconds, self._connect_seconds)
         # The limit for the whole exchange is outside the client, so it also applies to a server that sends a
         # byte now and then.
+        headers = PLAIN if traceparent is None else PLAIN | {TRACEPARENT: traceparent}
         quiet = httpx.Timeout(seconds, connect=connect)
         try:
             async with (
                 asyncio.timeout(seconds),
                 self._client.stream(
-                    method, url, json=body, timeout=quiet, headers=PLAIN, follow_redirects=False
+                    method, url, json=body, timeout=quiet, headers=headers, follow_redirects=False
                 ) as answer,
             ):
                 check_plain(url, answer.headers.get("content-encoding"))
@@ -55,8 +64,8 @@ class HttpxTransport:
                     content += chunk
                     if len(content) > limit:
                         raise too_long(url, limit)
-                headers = {name.lower(): value for name, value in answer.headers.items()}
-                return Reply(answer.status_code, headers, bytes(content))
+                named = {name.lower(): value for name, value in answer.headers.items()}
+                return Reply(answer.status_code, named, bytes(content))
         except TimeoutError as error:
             raise BackendUnavailable(f"{method} {url}: no answer within {seconds:g} s") from error
         except httpx.ConnectError as error:

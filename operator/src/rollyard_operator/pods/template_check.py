@@ -33,7 +33,7 @@ _SOURCES: Final = frozenset(("configMap", "downwardAPI"))
 _MOUNT_KEYS: Final = frozenset(("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath"))
 _ENV_SOURCES: Final = frozenset(("configMapKeyRef", "fieldRef", "resourceFieldRef"))
 _CODE_ENV: Final = re.compile(
-    r"(PYTHON|LD_|GLIBC_|GCONV_|SSL_|OPENSSL_|CURL_|REQUESTS_|ROLLYARD_|GIT_).*"
+    r"(PYTHON|LD_|GLIBC_|GCONV_|SSL_|OPENSSL_|CURL_|REQUESTS_|ROLLYARD_|OTEL_|GIT_).*"
     r"|.*_PROXY|.*_PRELOAD|PATH|HOME|XDG_.*|IFS|ENV|BASH_.*|LOCPATH|NLSPATH|HOSTALIASES|RES_OPTIONS",
     re.IGNORECASE,
 )

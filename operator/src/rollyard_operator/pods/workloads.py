@@ -12,6 +12,7 @@ from rollyard_crds.claims import EXEC_PORT
 from rollyard_crds.fields.pod_template import PodResources, PodTemplate
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_crds.reading.engine_arguments import given_port
+from rollyard_crds.telemetry.variables import LOG_FORMAT, trace_variables
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
 from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
@@ -62,7 +63,18 @@ def installation_digest(settings: OperatorSettings) -> str:
         [secret.name for secret in settings.image_pull_secrets],
         settings.worker.model_dump(),
         settings.engine.model_dump(),
+        # An installation without them keeps the digest that earlier versions made.
+        *([_telemetry(settings)] if _telemetry(settings) else []),
     )
+
+
+def _telemetry(settings: OperatorSettings) -> dict[str, str]:
+    """Return the variables of a stage worker for traces and log lines."""
+    traces = settings.traces
+    found: dict[str, str] = {LOG_FORMAT: settings.log_format} if settings.log_format != "text" else {}
+    if traces.endpoint:
+        found |= trace_variables(traces.endpoint, traces.sample, None)
+    return found
 
 
 def _env(values: Mapping[str, str]) -> list[Object]:
@@ -171,6 +183,7 @@ def worker_spec(
     env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard"}
     if settings.control_plane_ca_file is not None:
         env["SSL_CERT_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
+    env |= _telemetry(settings)
     container: Object = {
         "name": "worker",
         "image": template.image or settings.images.worker,
@@ -236,6 +249,8 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         mounts.append({"name": "rollyard-shm", "mountPath": "/dev/shm"})
     else:
         image, defaults, env = settings.images.engine, settings.engine.resources, dict(_BASE_ENV)
+        if settings.log_format != "text":
+            env[LOG_FORMAT] = settings.log_format
         command = ("python", *ENGINE_MODULE, *engine_arguments(workload, "0.0.0.0", BACKEND_PORT))
     wanted = resources(defaults, template.resources)
     if workload.gpus:

@@ -10,7 +10,6 @@ Every token that `ctx.turn()` samples is recorded. An agent cannot lose or forge
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
+from rollyard_pipeline.tools.tool_span import ToolSpan
 from rollyard_pipeline.trajectories.episode import Episode, clean_turn
 
 MAX_CALLS_PER_TURN: Final = 64
@@ -117,17 +117,18 @@ class AgentContext:
         Raises:
             rollyard_sandbox.errors.SandboxError: The sandbox failed. Agents should not catch this exception.
         """
-        started = time.monotonic()
         tool = self._tools.get(call.name)
-        if call.error is not None:
-            result = refusal(call.error)
-        elif tool is None:
-            result = refusal(f"unknown tool '{call.name}'; tools: {', '.join(self._tools) or 'none'}")
-        elif (problem := check_arguments(tool.parameters, call.arguments)) is not None:
-            result = refusal(problem)
-        else:
-            result = await self._ran(tool, call)
-        self.episode.add_observation(call, result.text, result.error, time.monotonic() - started)
+        with ToolSpan(tool.name if tool is not None else "") as span:
+            if call.error is not None:
+                result = refusal(call.error)
+            elif tool is None:
+                result = refusal(f"unknown tool '{call.name}'; tools: {', '.join(self._tools) or 'none'}")
+            elif (problem := check_arguments(tool.parameters, call.arguments)) is not None:
+                result = refusal(problem)
+            else:
+                result = await self._ran(tool, call)
+            span.failed = result.error is not None
+        self.episode.add_observation(call, result.text, result.error, span.seconds)
         if result.answer is not None:
             self.episode.answer = result.answer
             self.episode.finished = True

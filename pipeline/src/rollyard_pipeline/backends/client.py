@@ -98,11 +98,13 @@ class BackendClient:
         prompt: Sequence[int],
         sampling: Sampling,
         paused: Callable[[float], None] | None = None,
+        traceparent: str | None = None,
     ) -> Sample:
         """Send one request and return its sample.
 
         Args:
             paused: Called with every further second in which the backend is paused, as it passes.
+            traceparent: The span that the request belongs to, as the header of W3C Trace Context names it.
 
         Raises:
             BackendUnavailable: There is no connection, no answer in time, or a 5xx. Another try may help.
@@ -117,7 +119,9 @@ class BackendClient:
         try:
             async with _Watch(self, known, backend.url, paused):
                 body = facts.call.body(facts.model(backend.model), prompt, sampling)
-                reply = await self._transport.request("POST", url, body, limit=self._max_answer_bytes)
+                reply = await self._transport.request(
+                    "POST", url, body, limit=self._max_answer_bytes, traceparent=traceparent
+                )
             if reply.status in NO_SUCH_CALL and not _about_model(url, reply):
                 raise BackendUnavailable(f"{url} is gone (HTTP {reply.status})")
             answer = facts.call.parse(sampled(url, reply), prompt, sampling)

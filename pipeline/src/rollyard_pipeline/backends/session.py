@@ -27,6 +27,7 @@ from rollyard_inference.sampling.request import Sampling
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
 from rollyard_pipeline.backends.outage import Outage
+from rollyard_pipeline.backends.turn_spans import Cause, TurnSpan
 from rollyard_pipeline.errors import NoBackend
 from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_pipeline.trajectories.request_seeds import request_seed
@@ -95,6 +96,7 @@ class BackendSession:
         self._waiting = False
         self._prompt: Sequence[int] = ()
         self._modes: dict[str, str] = {}
+        self._span: TurnSpan | None = None
         self.backend = backend
         self.vocabulary: int | None = None
         """The number of token ids of the model, which all ids are below. None disables the check."""
@@ -160,10 +162,26 @@ class BackendSession:
             BackendMismatch, BackendRefused, WeightsChanged: See BackendClient.sample.
         """
         started, waited = time.monotonic(), self.waited_seconds
+        self._span, before = TurnSpan(turn), self.stats.requests
+        sample, failure = None, "Interrupted"
         try:
-            return await self._turn(prompt, max_tokens, turn)
+            sample = await self._turn(prompt, max_tokens, turn)
+            failure = ""
+            return sample
+        except Exception as error:
+            failure = type(error).__name__
+            raise
         finally:
             self.model_seconds += time.monotonic() - started - (self.waited_seconds - waited)
+            self._span.end(
+                model=self.backend.model,
+                url=self.backend.url,
+                prompt=len(prompt),
+                max_tokens=max_tokens,
+                requests=self.stats.requests - before,
+                sample=sample,
+                error=failure,
+            )
 
     async def _turn(self, prompt: Sequence[int], max_tokens: int, turn: int) -> Sample:
         ids: list[int] = []
@@ -215,7 +233,7 @@ class BackendSession:
             elif len(ids) == room:
                 return done("length")
             elif not sample.token_ids:
-                await self._wait(_FIRST_WAIT)  # The backend is still being updated.
+                await self._wait(_FIRST_WAIT, "weights")  # The backend is still being updated.
         raise BackendUnavailable(
             f"{self.backend.url}: a turn was not done after {_MAX_PARTS} requests, which updates of its "
             "weights cut short"
@@ -244,7 +262,7 @@ class BackendSession:
                 else:
                     wait = max(_WAITS.pause(failures), min(error.retry_after or 0.0, _LONGEST_RETRY_AFTER))
                 if error.overloaded or self._outage.lasts:
-                    await self._wait(min(wait, left))
+                    await self._wait(min(wait, left), "backend")
                 else:
                     await asyncio.sleep(min(wait, left))
             else:
@@ -254,7 +272,8 @@ class BackendSession:
                 return sample
 
     async def _checked(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
-        sample = await self._client.sample(self.backend, prompt, sampling, self._passed)
+        parent = None if self._span is None else self._span.traceparent
+        sample = await self._client.sample(self.backend, prompt, sampling, self._paused, parent)
         if self.vocabulary is not None and sample.token_ids and max(sample.token_ids) >= self.vocabulary:
             raise BackendMismatch(
                 f"{self.backend.url} sampled token {max(sample.token_ids)}, the vocabulary has "
@@ -305,7 +324,7 @@ class BackendSession:
         while so_far < _UPDATE_SECONDS:
             looks += 1
             wait = _WAITS.pause(looks)
-            await self._wait(wait)
+            await self._wait(wait, "weights")
             so_far += wait
             try:
                 label = await self._client.weight_label(self.backend)
@@ -317,10 +336,20 @@ class BackendSession:
             f"{self.backend.url} has weights that were not verified within {_UPDATE_SECONDS:g} s"
         )
 
-    async def _wait(self, seconds: float) -> None:
+    async def _wait(self, seconds: float, cause: Cause) -> None:
         """Sleep because of the backend, and count the time as waited."""
+        if self._span is not None:
+            now = time.monotonic()
+            self._span.wait(cause, now, now + seconds)
         self._passed(seconds)  # The time is reported first, which moves a limit before it expires.
         await asyncio.sleep(seconds)
+
+    def _paused(self, seconds: float) -> None:
+        """Note that the backend has been paused for so many further seconds."""
+        if self._span is not None:
+            now = time.monotonic()
+            self._span.wait("weights", now - seconds, now)
+        self._passed(seconds)
 
     def _passed(self, seconds: float) -> None:
         self.waited_seconds += seconds

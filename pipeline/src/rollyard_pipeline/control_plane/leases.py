@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollyard_crds.lease import Lease, LeaseRef, LiveTurn, SandboxHandle
+
+if TYPE_CHECKING:
+    from rollyard_crds.telemetry.scope import RolloutScope
 
 Stop = Literal["cancelled", "lost", "drained"]
 
@@ -23,6 +26,8 @@ class HeldLease:
     task: asyncio.Task[None] | None = None
     stop: Stop | None = None
     """The reason why its task was stopped from outside."""
+    scope: RolloutScope | None = None
+    """The rollout, for log lines and spans."""
     begun: bool = False
     """Whether its task has begun to run. A task that is cancelled earlier would never clean up."""
     reporting: bool = False

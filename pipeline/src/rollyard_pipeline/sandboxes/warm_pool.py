@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollyard_crds.backoff import Backoff
+from rollyard_crds.telemetry.scope import outside
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -128,7 +129,9 @@ class WarmPool:
         """Start the missing sandboxes of this key in the background."""
         task = self._refills.get(key)
         if self._wanted.get(key, 0) != self.ready(key) and (task is None or task.done()):
-            self._refills[key] = asyncio.create_task(self._fill(key), name="sandbox-refill")
+            self._refills[key] = asyncio.create_task(
+                self._fill(key), name="sandbox-refill", context=outside()
+            )
 
     async def _fill(self, key: SandboxKey) -> None:
         failures = 0

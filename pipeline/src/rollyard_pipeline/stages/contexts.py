@@ -10,9 +10,12 @@ from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
 from rollyard_crds.task import Task, TaskSandbox
 
+from rollyard_pipeline import registry
+from rollyard_pipeline.agents.base import Agent
 from rollyard_pipeline.errors import HandlerStateInvalid, TaskInvalid
 from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_pipeline.tools.base import Tool
 
 _CARRY_LIMIT: Final = 1 << 20  # The limit that the wire format sets, in bytes.
 
@@ -32,6 +35,17 @@ def stage_context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageCo
         env={**spec.sandbox.env, **lease.task.sandbox.env},
         carry=carry,
     )
+
+
+def agent_of(extensions: registry.Registry, spec: RolloutJobSpec) -> tuple[Agent, dict[str, Tool]]:
+    """Return the agent of a job, and its tools by name."""
+    agent: Agent = extensions.load(registry.AGENTS, spec.agent.type)()
+    tools: dict[str, Tool] = {}
+    if agent.uses_tools:
+        for name in spec.agent.tools:
+            tool: Tool = extensions.load(registry.TOOLS, name)()
+            tools[tool.name] = tool
+    return agent, tools
 
 
 def narrowed(spec: SandboxSpec, task: TaskSandbox) -> SandboxSpec:

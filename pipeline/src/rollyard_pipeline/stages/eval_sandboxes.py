@@ -24,6 +24,7 @@ from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider
+from rollyard_pipeline.sandboxes.start_span import sandbox_started
 from rollyard_pipeline.stages import eval_carry
 from rollyard_pipeline.stages.contexts import narrowed, sandbox_request
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
@@ -172,7 +173,7 @@ class EvalSandboxes:
         apart = handler.eval_apart(task)
         network = narrowed(spec.sandbox, task.sandbox if apart is None else apart)
         request = sandbox_request(spec, handler, task, apart)
-        sandbox = await self._provider.acquire(request, held.ref, for_eval=True)
+        sandbox = await sandbox_started(self._provider, request, held.ref, for_eval=True)
         held.eval_sandbox = sandbox.handle
         try:
             async with self._egress.lent(sandbox, network, context.rollout, context.env):

@@ -17,7 +17,7 @@ from rollyard_inference.errors import BackendUnavailable
 from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline import registry
-from rollyard_pipeline.agents.base import Agent, AgentContext
+from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache, to_chat
@@ -39,14 +39,21 @@ from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
-from rollyard_pipeline.stages.contexts import checked_carry, narrowed, sandbox_request, stage_context
+from rollyard_pipeline.sandboxes.start_span import sandbox_started
+from rollyard_pipeline.stages.contexts import (
+    agent_of,
+    checked_carry,
+    narrowed,
+    sandbox_request,
+    stage_context,
+)
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.reward_shaping import shaped
 from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
-from rollyard_pipeline.tools.base import Tool, ToolContext
+from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.live import turns_from
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
@@ -141,7 +148,7 @@ class Stages:
 
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds
-        handler, (_, tools) = self._handler(spec).for_task(lease.task), self._agent(spec)
+        handler, (_, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         # Unknown names are detected here, before a sandbox is started.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         await self._rewards.check(self._handler(spec), spec)
@@ -172,7 +179,7 @@ class Stages:
 
     async def _run(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.run.timeout_seconds
-        handler, (agent, tools) = self._handler(spec).for_task(lease.task), self._agent(spec)
+        handler, (agent, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
         held.live = functools.partial(turns_from, episode)
@@ -306,7 +313,7 @@ class Stages:
         if self._provider is None:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
         wanted = sandbox_request(spec, self._handler(spec), held.lease.task)
-        sandbox = await self._provider.acquire(wanted, held.ref)
+        sandbox = await sandbox_started(self._provider, wanted, held.ref)
         held.sandbox = sandbox.handle
         # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
         if held.lease.job_uid in self._met:
@@ -371,15 +378,6 @@ class Stages:
             handler: Handler = self._extensions.load(registry.HANDLERS, spec.handler)()
             self._handlers[spec.handler] = handler
         return self._handlers[spec.handler]
-
-    def _agent(self, spec: RolloutJobSpec) -> tuple[Agent, dict[str, Tool]]:
-        agent: Agent = self._extensions.load(registry.AGENTS, spec.agent.type)()
-        tools: dict[str, Tool] = {}
-        if agent.uses_tools:
-            for name in spec.agent.tools:
-                tool: Tool = self._extensions.load(registry.TOOLS, name)()
-                tools[tool.name] = tool
-        return agent, tools
 
     async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:
         """Return the number of token ids that the model has."""

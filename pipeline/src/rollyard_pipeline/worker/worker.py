@@ -11,6 +11,8 @@ from typing import Final
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
+from rollyard_crds.telemetry.export import SpanExport
+from rollyard_crds.telemetry.scope import RolloutScope, entered
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache
@@ -65,6 +67,8 @@ class WorkerOptions:
     formats: FormatCache = field(default_factory=FormatCache)
     egress: Egress = field(default_factory=Egress)
     """The network of sandboxes whose jobs ask for one."""
+    traces: SpanExport | None = None
+    """The export of spans, or None if nothing is traced."""
 
     @property
     def sandbox_limit(self) -> int:
@@ -251,7 +255,7 @@ class Worker:
     def _start(self, lease: Lease) -> None:
         if self._group is None:
             raise RuntimeError("a lease came before the worker ran")
-        held = HeldLease(lease)
+        held = HeldLease(lease, scope=self._scope(lease))
         self._table.add(held)
         if lease.stage == "init":
             self._images.note(lease)
@@ -259,6 +263,10 @@ class Worker:
 
     async def _hold(self, held: HeldLease) -> None:
         """Work on one lease from its start to its report, and free its place at the end."""
+        with entered(held.scope):
+            await self._held(held)
+
+    async def _held(self, held: HeldLease) -> None:
         times = StageTimes()
         try:
             try:
@@ -279,6 +287,18 @@ class Worker:
                 self._outbox.put(held, result)
         finally:
             self._pools[held.lease.stage].release()
+
+    def _scope(self, lease: Lease) -> RolloutScope:
+        traces = self._options.traces
+        return RolloutScope(
+            namespace=lease.namespace,
+            job=lease.job,
+            rollout=lease.rollout,
+            stage=lease.stage,
+            token=lease.token,
+            attempt=lease.attempt,
+            sink=traces if traces is not None and traces.takes(lease.rollout) else None,
+        )
 
     async def _stopped(self, held: HeldLease, times: StageTimes) -> None:
         """Handle a lease that was stopped from outside by a cancellation, by fencing or by a drain."""
@@ -314,6 +334,10 @@ class Worker:
             log.warning("sandbox %s: %s", handle.id, error)
 
     async def _reported(self, held: HeldLease, outcome: str) -> None:
+        with entered(held.scope):
+            await self._answered(held, outcome)
+
+    async def _answered(self, held: HeldLease, outcome: str) -> None:
         lease = held.lease
         if outcome in ("stale", "cancelled", "unknown"):
             log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)

@@ -2,10 +2,10 @@
 
 A fork of a Python process costs milliseconds: the kernel copies its tables of pages, and each page that
 either process writes later. A child of vfork(2) borrows the memory instead, while its parent waits, but it
-may then run no Python. Between its beginning and execve(2) a command only makes system calls whose arguments are
-known before, so a few instructions of machine code that go through a list are all that it needs. Where these
-cannot be used (another processor, or a kernel or policy that refuses them), a forked process makes the same
-calls.
+may then run no Python. Between its beginning and execve(2) a command only makes system calls whose arguments
+are known before, so a few instructions of machine code that go through a list are all that it needs. Where
+these cannot be used (another processor, or a kernel or policy that refuses them), a forked process makes the
+same calls.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollyard_client.environment import CA_FILE
+from rollyard_crds.telemetry.variables import LOG_FORMAT
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
 from rollyard_drivers.commands.worker import WORKER_MODULE, ready_arguments, worker_arguments
@@ -134,10 +135,12 @@ def batch_script(
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
     trust = {CA_FILE: str(site.ca_file)} if site.ca_file and workload.kind == "stage-worker" else {}
+    worker = workload.kind == "stage-worker"
+    telemetry = {name: value for name, value in site.telemetry if worker or name == LOG_FORMAT}
     lines: list[Line] = [
         Comment(f"{owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)"),
         Code("umask 077"),
-        *(Export(name, value) for name, value in {**trust, **wanted.env}.items()),
+        *(Export(name, value) for name, value in {**trust, **telemetry, **wanted.env}.items()),
         *(Code(line) for line in wanted.prolog),
         *program,
         *_begin(_engine_env(workload)),

@@ -29,6 +29,8 @@ class Site:
     sandbox_options: tuple[str, ...] = ()
     """Further command-line arguments of the workers, such as `--default-image`."""
     python: str = field(default_factory=lambda: sys.executable)
+    telemetry: tuple[tuple[str, str], ...] = ()
+    """The variables of workers and backends for traces and log lines."""
     ca_file: Path | None = None
     """The file with the certificate authorities that workers trust for `https:`, if they are not public."""
 

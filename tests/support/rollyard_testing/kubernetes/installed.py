@@ -138,6 +138,8 @@ def a_release(cluster: Cluster, images: str, tasks: int) -> Iterator[Release]:
             "api.resources.requests.memory=128Mi",
             "operator.resources.requests.cpu=50m",
             "workers.resources.requests.cpu=50m",
+            # A pool loads the weights of a trainer from a volume.
+            "jobs.allow.volumes={persistentVolumeClaim}",
             "sandboxes.cpuRequestFraction=0.02",
             "sandboxes.memoryRequestFraction=0.25",
         ]

@@ -11,6 +11,7 @@ from rollyard import terminal
 from rollyard.commands.slurm_bridge.options import bridge_home, bridge_options
 from rollyard.commands.slurm_bridge.running import detach, dry_run, require_extras, run_here
 from rollyard.commands.up import LEASE_SECONDS, NO_BACKEND_SECONDS
+from rollyard.telemetry_options import telemetry_options
 
 DOWN_SECONDS = 240.0
 HOME = click.option(
@@ -182,6 +183,7 @@ def command() -> None:
 @click.option(
     "-f", "--file", "files", multiple=True, type=click.Path(path_type=Path), help="With --dry-run: manifests."
 )
+@telemetry_options
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `slurm-bridge down`.")
 @click.pass_context
 def up(ctx: click.Context, /, **given: Any) -> None:

@@ -32,6 +32,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
     from rollyard_slurm.options import BridgeOptions
 
     from rollyard.errors import UsageProblem
+    from rollyard.telemetry_options import set_telemetry
 
     home = bridge_home(given["home"]).root
     if bool(given["join"]) != (given["token_file"] is not None):
@@ -73,6 +74,8 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         )
     if given["listen"] == "unix" and (given["advertise"] or given["port"]):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
+    variables = set_telemetry(given["otlp_endpoint"], given["trace_sample"], given["log_format"])
+    telemetry = tuple(sorted(variables.items()))
     names = ("partition", "account", "qos", "time_limit", "constraint", "start")
     chosen = {name: given[name] for name in names}
     if given["rest_url"]:
@@ -109,6 +112,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         sandbox=given["sandbox"],
         sandbox_options=tuple(sandbox),
         profile=site,
+        telemetry=telemetry,
         pools=_pools(given),
         lease_seconds=given["lease_seconds"],
         no_backend_seconds=given["no_backend_seconds"] or DEFAULT_NO_BACKEND_SECONDS,

@@ -10,6 +10,7 @@ import click
 
 from rollyard import terminal
 from rollyard.commands.slurm_bridge.options import bridge_home
+from rollyard.telemetry_options import speaker
 
 if TYPE_CHECKING:
     from rollyard_slurm.options import BridgeOptions
@@ -62,28 +63,31 @@ def run_here(options: BridgeOptions) -> None:
     from rollyard_slurm.bridge import Bridge, BridgeReady, install_signals
     from rollyard_slurm.options import served
 
+    say = speaker(click.echo, "rollyard.slurm-bridge")
+    trouble = speaker(lambda line: terminal.echo_line(line, err=True), "rollyard.slurm-bridge")
+
     def ready(what: BridgeReady) -> None:
-        click.echo(f"{_how(options)} {what.url}")
-        click.echo(f"  sandbox  {options.sandbox}")
-        click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
+        say(f"{_how(options)} {what.url}")
+        say(f"  sandbox  {options.sandbox}")
+        say(f"  home     {what.home.root}  (logs in {what.home.logs})")
         if what.found:
-            click.echo(f"  {what.found} Slurm jobs of an earlier run continue")
+            say(f"  {what.found} Slurm jobs of an earlier run continue")
         if options.join:
-            click.echo(f"  serves   {served(options.namespaces)}")
-            click.echo(
+            say(f"  serves   {served(options.namespaces)}")
+            say(
                 "Their jobs and pools with `placement: slurm` run here; "
                 "a user who may make a BackendPool there can run programs as you."
             )
-        click.echo(_END if options.join else f"{_SUBMIT}; {_END}")
+        say(_END if options.join else f"{_SUBMIT}; {_END}")
         sys.stdout.flush()
 
     async def run() -> None:
-        bridge = Bridge(options, RestStore, ready, lambda line: terminal.echo_line(line, err=True))
+        bridge = Bridge(options, RestStore, ready, trouble)
         install_signals(bridge)
         await bridge.run()
 
     asyncio.run(run())
-    click.echo("stopped")
+    say("stopped")
 
 
 def arguments_again(ctx: click.Context) -> list[str]:

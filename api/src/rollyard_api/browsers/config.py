@@ -1,0 +1,143 @@
+"""The settings of what browsers see, and their options on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.hosts import NAME, HostCheck, address_of
+
+MAX_PREFIX: Final = 200
+"""The largest number of characters of a path prefix."""
+MAX_HOST: Final = 253
+"""The largest number of characters of a host's DNS name."""
+IDLE_SECONDS: Final = 12 * 3600.0
+SESSION_SECONDS: Final = 7 * 86400.0
+_PREFIX: Final = re.compile(r"(/[A-Za-z0-9_~][A-Za-z0-9._~-]*)+")
+_OWN: Final = frozenset({"assets", "docs", "healthz", "jobs", "metrics", "openapi.json", "readyz", "v1"})
+"""What paths of the control plane itself begin with."""
+
+
+class BrowserOptionInvalid(ControlPlaneError):
+    """An option of the page or of sign-in cannot be used."""
+
+    reason = "BrowserOptionInvalid"
+
+
+@dataclass(frozen=True, slots=True)
+class BrowserSettings:
+    """The addresses of the page, and the times that sessions last."""
+
+    bound: str = "127.0.0.1"
+    """The address that the control plane listens on, or the path of a Unix socket."""
+    path_prefix: str = ""
+    """The path below which browsers find the page and the calls, such as `/rollyard`, or "" for the root."""
+    allowed_hosts: tuple[str, ...] = ()
+    """The DNS names under which browsers may reach the control plane, in addition to `localhost`."""
+    idle_seconds: float = IDLE_SECONDS
+    """The time in seconds after which a session ends that nobody uses."""
+    session_seconds: float = SESSION_SECONDS
+    """The time in seconds after which every session ends."""
+    page_folder: Path = Path(__file__).parent.parent / "page"
+    """The folder with the page's index.html and its assets."""
+
+    @property
+    def hosts(self) -> HostCheck:
+        """The Host headers that are accepted from callers without a token."""
+        return HostCheck(self.bound, self.allowed_hosts)
+
+
+def path_prefix(text: str) -> str:
+    """Return a path prefix in its usual form, without a slash at its end; "" and "/" stand for the root.
+
+    Raises:
+        BrowserOptionInvalid: This is no path prefix, or it begins with a path of the control plane.
+    """
+    prefix = text.removesuffix("/")
+    if not prefix:
+        return ""
+    if len(prefix) > MAX_PREFIX or not _PREFIX.fullmatch(prefix):
+        raise BrowserOptionInvalid(
+            "--path-prefix must be a path such as /rollyard, of letters, digits and '-._~', "
+            f"with at most {MAX_PREFIX} characters (got {text[:MAX_PREFIX]!r})"
+        )
+    first = prefix.split("/")[1]
+    if first in _OWN:
+        raise BrowserOptionInvalid(
+            f"--path-prefix must not begin with /{first}, which is a path of the control plane itself"
+        )
+    return prefix
+
+
+def host_name(text: str) -> str:
+    """Return the DNS name of a host in lower case.
+
+    Raises:
+        BrowserOptionInvalid: This is no DNS name.
+    """
+    name = text.strip().removesuffix(".").lower()
+    if address_of(name) is not None:
+        raise BrowserOptionInvalid(
+            f"--allowed-host is for DNS names, and {name} is an address; addresses are accepted without it"
+        )
+    if len(name) > MAX_HOST or not NAME.fullmatch(name):
+        raise BrowserOptionInvalid(
+            "--allowed-host must be a DNS name such as rollyard.example.org, without a scheme and a port "
+            f"(got {text[:MAX_HOST]!r})"
+        )
+    return name
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the page and of sign-in."""
+    group = parser.add_argument_group("the page and sign-in")
+    group.add_argument(
+        "--path-prefix",
+        default="",
+        metavar="PATH",
+        help="path below which browsers find the page, as /rollyard; calls are answered below it, too, and "
+        "without it (default: none)",
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="DNS name under which browsers may open the page, beside localhost and the address of --host; "
+        "may be given several times",
+    )
+    group.add_argument(
+        "--session-idle-seconds",
+        type=float,
+        default=IDLE_SECONDS,
+        help="a session that nobody uses ends after so long (default: %(default)s)",
+    )
+    group.add_argument(
+        "--session-seconds",
+        type=float,
+        default=SESSION_SECONDS,
+        help="every session ends after so long (default: %(default)s)",
+    )
+
+
+def parsed(given: argparse.Namespace) -> BrowserSettings:
+    """Return the settings that the command line gives.
+
+    Raises:
+        BrowserOptionInvalid: An option cannot be used. The message names it.
+    """
+    for name in ("session_idle_seconds", "session_seconds"):
+        if not 0 < getattr(given, name) <= 366 * 86400.0:
+            option = f"--{name.replace('_', '-')}"
+            raise BrowserOptionInvalid(f"{option} must be more than 0, and at most a year")
+    return BrowserSettings(
+        bound=given.host,
+        path_prefix=path_prefix(given.path_prefix),
+        allowed_hosts=tuple(host_name(text) for text in given.allowed_host),
+        idle_seconds=given.session_idle_seconds,
+        session_seconds=given.session_seconds,
+    )

@@ -1,0 +1,158 @@
+"""The door for callers without a bearer token: who has a session, and what a session may do.
+
+The rules of bearer tokens stay as they are. A session may make the calls of a viewer that change nothing, end
+itself, and cancel if its role is `admin`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from starlette.types import Message, Scope, Send
+
+from rollyard_api.access.permissions import Rule
+from rollyard_api.browsers import cookies, headers, origins
+from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.browsers.sessions import BrowserSession, Sessions
+from rollyard_api.core.problems import Forbidden, Unauthorized
+
+PROBES: Final = frozenset({"/healthz", "/readyz"})
+"""The calls that are answered under every name, because load balancers and kubelets choose one of their own.
+They reveal nothing."""
+LOOK_SECONDS: Final = 5.0
+"""The longest time in seconds for which a stream is sent without a look whether its session is in force."""
+_CANCEL: Final = re.compile(r"/v1/rolloutjobs/[^/]+/cancel")
+SESSION: Final = "/v1/session"
+
+
+class SessionOver(OSError):
+    """Raised where a stream is sent whose session has ended, as if its client had gone."""
+
+
+class Door:
+    """The checks of requests that bear no token.
+
+    Args:
+        settings: The names of the control plane and the prefix of its paths.
+        sessions: A function that returns the sessions, which exist once the control plane runs.
+    """
+
+    def __init__(self, settings: BrowserSettings, sessions: Callable[[], Sessions]) -> None:
+        self._hosts = settings.hosts
+        self._prefix = settings.path_prefix
+        self._sessions = sessions
+
+    def check_open(self, scope: Scope) -> None:
+        """Check a request that needs no token.
+
+        Raises:
+            Forbidden: It comes under a foreign name, or it is a change that comes from another origin.
+        """
+        if scope["path"] in PROBES:
+            return
+        given = origins.headers_of(scope)
+        origins.check_host(given, self._hosts)
+        if not given.is_read:
+            origins.check_origin(given)
+
+    def check_bearer(self, scope: Scope) -> None:
+        """Check a request with a bearer token that carries a cookie, too, and may come from a browser.
+
+        Raises:
+            Forbidden: A page of another origin has sent it.
+        """
+        given = origins.headers_of(scope)
+        if given.origin is not None and origins.is_foreign(given):
+            raise Forbidden("this request comes from a page of another origin", reason="ForeignOrigin")
+
+    async def admit(self, scope: Scope, rule: Rule) -> BrowserSession | None:
+        """Return the session of a request without a bearer token, or None if it has no cookie of ours.
+
+        Raises:
+            Forbidden: The request comes from elsewhere, or a session may not make this call.
+            Unauthorized: The session has ended.
+        """
+        given = origins.headers_of(scope)
+        secrets = await self.secrets(given)
+        if not secrets:
+            return None
+        origins.check_host(given, self._hosts)
+        origins.check_origin(given)
+        session = await self._sessions().find(secrets)
+        if session is None:
+            raise Unauthorized(
+                "this session has ended; `rollyard open` makes a new link", reason="SessionEnded"
+            )
+        _authorize(rule, session, scope["method"], scope["path"])
+        return session
+
+    async def secrets(self, given: origins.BrowserHeaders) -> list[str]:
+        """Return the secrets of sessions that a request carries."""
+        if not given.cookie:
+            return []
+        name = await self._sessions().installation()
+        return cookies.secrets_in(given.cookie, name, https=given.scheme == "https")
+
+    async def cookie(self, given: origins.BrowserHeaders, secret: str, seconds: float) -> str:
+        """Return the Set-Cookie header for a session's secret; "" removes the cookie."""
+        name = await self._sessions().installation()
+        return cookies.cookie(secret, name, self._prefix, https=given.is_https, seconds=seconds)
+
+    def sender(self, send: Send, session: BrowserSession) -> Send:
+        """Return a function that sends the answer to a session.
+
+        It adds the headers that keep other pages and caches from the answer. It ends a stream whose session
+        has ended in the meantime.
+        """
+        return _SessionSend(send, session.digest, self._is_over)
+
+    async def _is_over(self, digest: str) -> bool:
+        return await self._sessions().current(digest) is None
+
+
+class _SessionSend:
+    def __init__(self, send: Send, digest: str, is_over: Callable[[str], Awaitable[bool]]) -> None:
+        self._send = send
+        self._digest = digest
+        self._is_over = is_over
+        self._looked = time.monotonic()
+        self._is_endless = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            present = {name.lower() for name, _ in message.get("headers", ())}
+            # An answer whose length was announced must be sent as a whole, and it ends soon.
+            self._is_endless = b"content-length" not in present
+            more = {**headers.data_headers(), "Cache-Control": "no-store", "Vary": "Cookie"}
+            added = [(name.lower().encode(), value.encode()) for name, value in more.items()]
+            kept = [pair for pair in added if pair[0] not in present]
+            message = {**message, "headers": [*message.get("headers", ()), *kept]}
+        elif self._is_endless and time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            if message.get("more_body", False) and await self._is_over(self._digest):
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+                raise SessionOver("the session has ended")
+        await self._send(message)
+
+
+def _authorize(rule: Rule, session: BrowserSession, method: str, path: str) -> None:
+    """Check whether a session may make this call.
+
+    Raises:
+        Forbidden: It may not.
+    """
+    if method in origins.READS:
+        if "viewer" in rule.roles:
+            return
+    elif (method, path) == ("DELETE", SESSION):
+        return
+    elif method == "POST" and _CANCEL.fullmatch(path):
+        if session.role == "admin":
+            return
+        raise Forbidden(
+            "this session may only read; `rollyard open --role admin` makes a link that may cancel, too"
+        )
+    raise Forbidden(f"a session may not {method} {path}; this call needs a bearer token")

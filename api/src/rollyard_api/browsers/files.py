@@ -1,0 +1,171 @@
+"""The files of the page, which are read into memory once, so that no request names a file of the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from starlette.responses import Response
+
+from rollyard_api.browsers import headers
+from rollyard_api.core.problems import ApiError
+
+MAX_FILES: Final = 256
+MAX_BYTES: Final = 16 << 20
+"""The largest size of all files of the page together, in bytes."""
+WORTH_PACKING: Final = 256
+"""The smallest size of a file in bytes that is packed."""
+FOREVER: Final = "public, max-age=31536000, immutable"
+ASK_AGAIN: Final = "no-cache"
+TYPES: Final[Mapping[str, str]] = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".ico": "image/x-icon",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
+}
+_PACKED: Final = frozenset({".css", ".html", ".js", ".json", ".svg", ".txt"})
+_HASHED: Final = re.compile(r".+[-.][A-Za-z0-9_]{8,}\.[a-z0-9]+")
+_PREFIX_META: Final = re.compile(r'(<meta name="rollyard-prefix" content=")[^"]*(")')
+_ASSET: Final = re.compile(r'\b(src|href)="/?(assets/|favicon\.)')
+
+
+class PageUnusable(ApiError):
+    """The folder of the page cannot be read, or holds more than is kept in memory."""
+
+    reason = "PageUnusable"
+
+
+@dataclass(frozen=True, slots=True)
+class WebFile:
+    """One file as it is sent."""
+
+    body: bytes
+    packed: bytes | None
+    """The body packed by gzip, or None if that saves nothing."""
+    tag: str
+    """The entity tag, which changes with the content."""
+    headers: tuple[tuple[str, str], ...]
+
+    def answer(self, given: Mapping[str, str]) -> Response:
+        """Return the answer to a request with these headers, whose names are in lower case."""
+        packed = self.packed if takes_gzip(given.get("accept-encoding", "")) else None
+        tag = f'"{self.tag}-gzip"' if packed is not None else f'"{self.tag}"'
+        sent = {**dict(self.headers), "ETag": tag, "Vary": "Accept-Encoding"}
+        if _has_tag(given.get("if-none-match", ""), tag):
+            return Response(status_code=304, headers=sent)
+        if packed is not None:
+            sent["Content-Encoding"] = "gzip"
+        return Response(self.body if packed is None else packed, headers=sent)
+
+
+def web_file(name: str, body: bytes, policy: str = "") -> WebFile:
+    """Return a file as it is sent.
+
+    Args:
+        name: The name of the file, whose ending decides its type. A name with a hash of the content in it is
+            kept by browsers for ever.
+        body: The content.
+        policy: The content security policy of a document, or "" for any other file.
+    """
+    ending = Path(name).suffix
+    packed = gzip.compress(body, 9, mtime=0) if ending in _PACKED and len(body) >= WORTH_PACKING else None
+    sent = headers.document_headers(policy) if policy else headers.data_headers()
+    sent["Content-Type"] = TYPES[ending]
+    sent["Cache-Control"] = FOREVER if not policy and _HASHED.fullmatch(name) else ASK_AGAIN
+    tag = hashlib.sha256(body).hexdigest()[:32]
+    return WebFile(body, packed, tag, tuple(sent.items()))
+
+
+class PageFiles:
+    """The page and its assets.
+
+    The first request reads and packs them, in a thread, because most control planes are asked for the page
+    long after their start, and a start must be quick.
+
+    Args:
+        folder: The folder with index.html and assets/.
+        prefix: The path prefix of the page, or "".
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._lock = asyncio.Lock()
+        self._files: Mapping[str, WebFile] | None = None
+
+    async def get(self, path: str) -> WebFile | None:
+        """Return a file by its path in the folder, such as `assets/app.js`, or None if there is none.
+
+        Raises:
+            PageUnusable: The folder cannot be read, or holds more than is kept in memory.
+        """
+        if self._files is None:
+            async with self._lock:
+                if self._files is None:
+                    self._files = await asyncio.to_thread(self._read)
+        return self._files.get(path)
+
+    def _read(self) -> Mapping[str, WebFile]:
+        try:
+            return _read(self._folder, self._prefix)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PageUnusable(f"the files of the page cannot be read: {error}") from error
+
+
+def _read(folder: Path, prefix: str) -> Mapping[str, WebFile]:
+    found: dict[str, WebFile] = {}
+    total = 0
+    for path in _paths(folder):
+        body = path.read_bytes()
+        total += len(body)
+        if total > MAX_BYTES:
+            raise PageUnusable(f"{folder}: the page's files have more than {MAX_BYTES} bytes")
+        name = path.relative_to(folder).as_posix()
+        if name == "index.html":
+            found[name] = web_file(name, _filled(body, prefix), headers.PAGE_POLICY)
+        else:
+            found[name] = web_file(name, body)
+    return found
+
+
+def _paths(folder: Path) -> Sequence[Path]:
+    """Return the files of the folder and of its folder assets, without links, which could lead elsewhere."""
+    paths = sorted([*folder.glob("*"), *folder.glob("assets/*")])
+    files = [path for path in paths if path.suffix in TYPES and path.is_file() and not path.is_symlink()]
+    if len(files) > MAX_FILES:
+        raise PageUnusable(f"{folder}: the page has more than {MAX_FILES} files")
+    return files
+
+
+def _filled(document: bytes, prefix: str) -> bytes:
+    """Return index.html with the path prefix in its meta element, and before the paths of its assets."""
+    escaped = html.escape(prefix, quote=True)
+    text = document.decode("utf-8")
+    text = _PREFIX_META.sub(lambda match: f"{match[1]}{escaped}{match[2]}", text)
+    return _ASSET.sub(lambda match: f'{match[1]}="{escaped}/{match[2]}', text).encode()
+
+
+def takes_gzip(header: str) -> bool:
+    """Return whether an Accept-Encoding header accepts gzip."""
+    for part in header.lower().split(","):
+        name, _, parameters = part.partition(";")
+        if name.strip() in ("gzip", "*"):
+            weight = parameters.replace(" ", "").removeprefix("q=")
+            return not parameters or not re.fullmatch(r"0(\.0{0,3})?", weight)
+    return False
+
+
+def _has_tag(header: str, tag: str) -> bool:
+    return any(one.strip().removeprefix("W/") in (tag, "*") for one in header.split(","))

@@ -1,0 +1,263 @@
+"""One-time codes and the sessions that they become. Both are rows of the database, which all replicas read.
+
+A session is worth nothing without the bearer token by which its code was made. Each request compares the
+row's proof with the tokens that are in force, so that a session ends with the second in which its token is
+taken out of the token file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.browsers.cookies import SECRET
+from rollyard_api.core.problems import ApiError, Conflict, Unauthorized
+from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.sign_in_tables import browser_sessions, installation, sign_in_codes
+
+SessionRole = Literal["viewer", "admin"]
+CODE_SECONDS: Final = 60.0
+"""The time in seconds in which a code must be used."""
+MAX_CODES: Final = 256
+"""The largest number of unused codes that tokens of one role have. A further one replaces the oldest."""
+MAX_SESSIONS: Final = 1024
+"""The largest number of sessions that tokens of one role have. A further one replaces the least recently
+used one."""
+TOUCH_SECONDS: Final = 300.0
+"""The longest time in seconds between two records of the use of a session."""
+TOUCHES: Final = 12
+"""How often the use of a session is recorded within the time after which it would end unused."""
+
+_Valid = Mapping[Any, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class BrowserSession:
+    """A session that is in force."""
+
+    digest: str
+    role: SessionRole
+    expires_at: float
+    """When it ends at the latest, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneTimeCode:
+    """A code that becomes a session once."""
+
+    text: str
+    role: SessionRole
+    expires_at: float
+
+
+class Sessions:
+    """The codes and sessions of one control plane.
+
+    Args:
+        database: The database with their rows.
+        settings: The times that sessions last.
+        valid: A function that returns the bearer tokens in force, by role.
+    """
+
+    def __init__(self, database: Database, settings: BrowserSettings, valid: Callable[[], _Valid]) -> None:
+        self._database = database
+        self._idle = settings.idle_seconds
+        self._longest = settings.session_seconds
+        self._touch = min(TOUCH_SECONDS, settings.idle_seconds / TOUCHES)
+        self._valid = valid
+        self._name = ""
+
+    async def installation(self) -> str:
+        """Return the name of this installation, which all of its replicas share. The first call makes it."""
+        if not self._name:
+            self._name = await self._database.read(_named) or await self._make_name()
+        return self._name
+
+    async def _make_name(self) -> str:
+        made = secrets.token_hex(4)
+        try:
+            return await self._database.write(partial(_name_it, made=made))
+        except Conflict:
+            # Another replica was faster.
+            return await self._database.read(_named)
+
+    async def make_code(self, role: SessionRole, maker: str, token: str) -> OneTimeCode:
+        """Make a code for a session of this role.
+
+        Args:
+            role: The role of the session.
+            maker: The role of the bearer token that asks for it.
+            token: The secret of this token.
+        """
+        text = secrets.token_urlsafe(32)
+        digest = _digest(text)
+        row = {"digest": digest, "role": role, "maker": maker, "proof": _proof(token, digest)}
+
+        def add(tx: Transaction) -> float:
+            _forget_old(tx, self._idle)
+            _make_room(tx, sign_in_codes, sign_in_codes.c.made_at, maker, MAX_CODES)
+            times = {"made_at": tx.now, "expires_at": tx.now + CODE_SECONDS}
+            tx.conn.execute(sign_in_codes.insert().values(**row, **times))
+            return times["expires_at"]
+
+        return OneTimeCode(text, role, await self._database.write(add))
+
+    async def redeem(self, code: str, earlier: Sequence[str] = ()) -> tuple[str, BrowserSession]:
+        """Make a session of a code, which cannot be used again, and return its secret and the session.
+
+        Args:
+            code: The code.
+            earlier: The secrets of the browser's earlier sessions, which end.
+
+        Raises:
+            Unauthorized: The code is unknown, was used before, or has expired.
+        """
+        if not SECRET.fullmatch(code):
+            raise _unusable()
+        secret, spent, valid = secrets.token_urlsafe(32), _digest(code), self._valid()
+        digest, ended = _digest(secret), [_digest(one) for one in earlier]
+
+        def exchange(tx: Transaction) -> BrowserSession | None:
+            row = tx.conn.execute(sign_in_codes.select().where(sign_in_codes.c.digest == spent)).one_or_none()
+            gone = tx.conn.execute(sign_in_codes.delete().where(sign_in_codes.c.digest == spent)).rowcount
+            token = None if row is None else _maker_of(row, valid)
+            if row is None or token is None or not gone or row.expires_at <= tx.now:
+                # Nothing is raised, because a code that has expired is to be removed all the same.
+                return None
+            if ended:
+                tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest.in_(ended)))
+            _forget_old(tx, self._idle)
+            _make_room(tx, browser_sessions, browser_sessions.c.used_at, row.maker, MAX_SESSIONS)
+            made = BrowserSession(digest, row.role, tx.now + self._longest)
+            tx.conn.execute(
+                browser_sessions.insert().values(
+                    digest=digest,
+                    role=row.role,
+                    maker=row.maker,
+                    proof=_proof(token, digest),
+                    made_at=tx.now,
+                    used_at=tx.now,
+                    expires_at=made.expires_at,
+                )
+            )
+            return made
+
+        session = await self._database.write(exchange)
+        if session is None:
+            raise _unusable()
+        return secret, session
+
+    async def find(self, given: Sequence[str]) -> BrowserSession | None:
+        """Return the session of the first of these secrets that has one in force, or None."""
+        for secret in given:
+            session = await self.current(_digest(secret))
+            if session is not None:
+                return session
+        return None
+
+    async def current(self, digest: str) -> BrowserSession | None:
+        """Return the session with this digest if it is in force, and record that it is used."""
+        row = await self._database.read(partial(_session, digest=digest))
+        now = time.time()
+        if row is None or now >= min(row.expires_at, row.used_at + self._idle):
+            return None
+        if _maker_of(row, self._valid()) is None:
+            return None
+        if now - row.used_at >= self._touch:
+            # A database without space for this record can still be read.
+            with contextlib.suppress(ApiError):
+                await self._database.write(partial(_touch, digest=digest), durable=False)
+        return BrowserSession(digest, row.role, row.expires_at)
+
+    async def end(self, digest: str) -> None:
+        """End a session."""
+
+        def remove(tx: Transaction) -> None:
+            tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest == digest))
+
+        await self._database.write(remove)
+
+    async def end_all(self, token: str | None) -> int:
+        """End all sessions and codes, or those that were made by one token, and return their number."""
+
+        def remove(tx: Transaction) -> int:
+            count = 0
+            for table in (browser_sessions, sign_in_codes):
+                rows = tx.conn.execute(sa.select(table.c.digest, table.c.proof)).all()
+                theirs = [row.digest for row in rows if token is None or _is_proof(token, row)]
+                for digest in theirs:
+                    count += tx.conn.execute(table.delete().where(table.c.digest == digest)).rowcount
+            return count
+
+        return await self._database.write(remove)
+
+
+def _unusable() -> Unauthorized:
+    return Unauthorized(
+        f"this code is unknown, was used before, or is older than {CODE_SECONDS:g} s; `rollyard open` makes "
+        "another",
+        reason="CodeUnusable",
+    )
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _proof(token: str, digest: str) -> str:
+    return hmac.new(token.encode(), f"rollyard sign-in {digest}".encode(), hashlib.sha256).hexdigest()
+
+
+def _is_proof(token: str, row: Any) -> bool:
+    return hmac.compare_digest(_proof(token, row.digest), row.proof)
+
+
+def _maker_of(row: Any, valid: _Valid) -> str | None:
+    """Return the token in force by which a row was made, or None if it is in force no more."""
+    return next((token for token in valid.get(row.maker, ()) if _is_proof(token, row)), None)
+
+
+def _named(conn: Connection) -> str:
+    return conn.execute(sa.select(installation.c.name)).scalar_one_or_none() or ""
+
+
+def _name_it(tx: Transaction, *, made: str) -> str:
+    name = _named(tx.conn)
+    if not name:
+        tx.conn.execute(installation.insert().values(no=1, name=made))
+    return name or made
+
+
+def _session(conn: Connection, *, digest: str) -> Any:
+    return conn.execute(browser_sessions.select().where(browser_sessions.c.digest == digest)).one_or_none()
+
+
+def _touch(tx: Transaction, *, digest: str) -> None:
+    row = browser_sessions.c.digest == digest
+    tx.conn.execute(browser_sessions.update().where(row).values(used_at=tx.now))
+
+
+def _forget_old(tx: Transaction, idle: float) -> None:
+    sessions, codes = browser_sessions.c, sign_in_codes.c
+    over = sa.or_(sessions.expires_at <= tx.now, sessions.used_at <= tx.now - idle)
+    tx.conn.execute(browser_sessions.delete().where(over))
+    tx.conn.execute(sign_in_codes.delete().where(codes.expires_at <= tx.now))
+
+
+def _make_room(tx: Transaction, table: sa.Table, age: sa.Column[Any], maker: str, most: int) -> None:
+    """Remove the oldest rows of a maker, so that one more has room."""
+    oldest = sa.select(table.c.digest).where(table.c.maker == maker).order_by(age.desc()).offset(most - 1)
+    digests = tx.conn.execute(oldest).scalars().all()
+    if digests:
+        tx.conn.execute(table.delete().where(table.c.digest.in_(digests)))

@@ -1,0 +1,99 @@
+"""The page in a real browser, with 100,000 rollouts in the store, and what it costs the control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+import rollyard_api
+from rollyard_testing.browser.chromium import a_browser, problem
+from rollyard_testing.browser.plane import a_plane
+from rollyard_testing.browser.signin import Served, cookies_of
+from rollyard_testing.page.conversations import TINY_POLICY
+from rollyard_testing.page.ordinary import LONG_GROUP, LONG_TOKENS, VERSIONS, Ordinary, ordinary_job
+from rollyard_testing.page.store import opened
+
+from rollyard_bench import page_cost, page_views
+from rollyard_bench.page_views import Stage
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+
+GROUPS: Final = 12_500
+NAME: Final = "large"
+KEPT_SECONDS: Final = 300.0
+BUNDLE: Final = Path(rollyard_api.__file__).parent / "page"
+
+
+async def _fill(state: Path) -> Ordinary:
+    async with opened(state) as store:
+        await store.pool("default", TINY_POLICY, VERSIONS)
+        return await ordinary_job(store, NAME, GROUPS, time.time(), pool="default", long=True)
+
+
+def _until_kept(served: Served, rollouts: int) -> float:
+    """Return the seconds until the control plane has counted all rollouts into the job's statistics."""
+    begin = time.monotonic()
+    with served.http() as http:
+        while True:
+            found = http.get(f"/v1/rolloutjobs/{NAME}/statistics").raise_for_status().json()
+            if found["upto"] == rollouts:
+                return time.monotonic() - begin
+            if time.monotonic() - begin > KEPT_SECONDS:
+                raise ProgramFailed(f"the statistics hold {found['upto']} of {rollouts} rollouts")
+            time.sleep(0.5)
+
+
+def _bundle() -> Measurement:
+    """Measure what a browser loads to show the page: each file is compressed by itself, as it is sent."""
+    files = sorted(path for path in BUNDLE.rglob("*") if path.suffix in (".html", ".js", ".css", ".svg"))
+    if not files:
+        raise ProgramFailed(f"the page is not built: there is nothing in {BUNDLE}")
+    sizes = {path.name: len(gzip.compress(path.read_bytes(), 9)) for path in files}
+    plain = sum(path.stat().st_size for path in files)
+    how = "gzip -9 of " + ", ".join(f"{name} {size:,} bytes" for name, size in sizes.items())
+    return Measurement(
+        "page_bundle",
+        sum(sizes.values()) / 1e3,
+        Baseline("not compressed", plain / 1e3),
+        f"{how}; 1 KB is 1,000 bytes",
+    )
+
+
+def _play(settings: Settings) -> list[Measurement]:
+    found = [_bundle()]
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
+        state = Path(folder) / "state"
+        made = asyncio.run(_fill(state))
+        with a_plane(state) as plane, a_browser(["--enable-precise-memory-info"]) as browser:
+            served = plane.served
+            _until_kept(served, made.rollouts)
+            rollout = page_views.long_rollout(served, NAME, f"task-{LONG_GROUP:05d}")
+            stage = Stage(
+                browser=browser,
+                served=served,
+                cookies=cookies_of(browser, served),
+                job=NAME,
+                groups=GROUPS,
+                rollout=rollout,
+                rounds=2 if settings.quick else 5,
+            )
+            found.append(page_views.first_view(stage))
+            found.append(page_views.filters(stage))
+            found.append(page_views.scroll(stage))
+            found += page_views.trajectory(stage, LONG_TOKENS)
+            seconds, rounds = (10.0, 1) if settings.quick else (30.0, 5)
+            found.append(page_cost.measure(plane, browser, stage.cookies, seconds=seconds, rounds=rounds))
+    return found
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """Fill a store, start a control plane on it, and measure the views and the cost of open pages."""
+    reason = problem()
+    if reason is not None:
+        raise ProgramFailed(reason)
+    return await asyncio.to_thread(_play, settings)

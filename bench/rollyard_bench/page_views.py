@@ -1,0 +1,288 @@
+"""What a reader waits for in a real browser: first views, filters, frames of a scroll, a long trajectory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any, Final
+
+import httpx
+from playwright.sync_api import Browser, Page
+from rollyard_testing.browser.signin import Served, a_context
+
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.registry import Measurement
+from rollyard_bench.results import Baseline
+
+LIMIT_MS: Final = 120_000
+"""The time after which a step in the browser has failed."""
+SCROLL_PIXELS: Final = 240
+"""How far each frame of a scroll moves, which is two notches of a usual wheel."""
+_CELLS: Final = "document.querySelectorAll('[role=grid] [data-row] [data-key=sample]').length >= 40"
+_JOB_SHOWN: Final = f"{_CELLS} && document.querySelectorAll('.panel').length >= 2"
+_TOKENS_SHOWN: Final = "document.querySelectorAll('.token-line [data-start]').length >= 20"
+
+# An init script runs before the page's own, so it sees the first frame in which the condition holds.
+_WHEN_SHOWN: Final = """
+window.__shown = new Promise((resolve, reject) => {
+  const look = () => {
+    if (%s) resolve(performance.now());
+    else if (performance.now() > 60000) reject(new Error("nothing was shown within a minute"));
+    else requestAnimationFrame(look);
+  };
+  document.addEventListener("DOMContentLoaded", () => requestAnimationFrame(look));
+});
+"""
+_CHOOSE: Final = """
+([label, value, first]) => new Promise((resolve, reject) => {
+  const field = [...document.querySelectorAll("select, input")].find(each =>
+    (each.getAttribute("aria-label") ?? each.closest("label")?.textContent ?? "").trim().startsWith(label));
+  if (!field) return reject(new Error(`there is no field ${label}`));
+  const begin = performance.now();
+  field.value = value;
+  field.dispatchEvent(new Event("input", {bubbles: true}));
+  field.dispatchEvent(new Event("change", {bubbles: true}));
+  const look = () => {
+    const shown = document.querySelector('[role=grid] [data-row="0"] [data-key=task]')?.textContent;
+    if (shown === first) resolve(performance.now() - begin);
+    else if (performance.now() - begin > 60000) reject(new Error(`${shown} is shown, and not ${first}`));
+    else requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+})
+"""
+_SCROLL: Final = """
+([selector, rows, pixels, attribute]) => new Promise((resolve, reject) => {
+  const list = document.querySelector(selector);
+  const frames = [], heaps = [], begin = performance.now();
+  let before = begin, waited = 0, seen = 0;
+  const step = now => {
+    const top = list.scrollTop;
+    if (performance.memory) heaps.push(performance.memory.usedJSHeapSize);
+    for (const row of list.querySelectorAll(`[${attribute}]`)) {
+      seen = Math.max(seen, Number(row.getAttribute(attribute)) + 1);
+    }
+    list.scrollTop = top + pixels;
+    const moved = list.scrollTop !== top;
+    // Frames that wait for rows count, too: they show what is there.
+    frames.push(now - before);
+    before = now;
+    waited = moved ? now : waited;
+    const whole = rows ? seen >= rows : !list.querySelector(".token-awaited");
+    if (!moved && whole) return resolve({frames: frames.slice(1), seen, heap: Math.max(0, ...heaps)});
+    if (now - begin > 110000) return reject(new Error(`only ${seen} of ${rows} rows were reached`));
+    requestAnimationFrame(step);
+  };
+  requestAnimationFrame(now => { before = now; waited = now; requestAnimationFrame(step); });
+})
+"""
+_REST: Final = """
+count => new Promise(resolve => {
+  const frames = [];
+  let before;
+  const step = now => {
+    if (before !== undefined) frames.push(now - before);
+    before = now;
+    frames.length < count ? requestAnimationFrame(step) : resolve(frames);
+  };
+  requestAnimationFrame(step);
+})
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the views are measured."""
+
+    browser: Browser
+    served: Served
+    cookies: Any
+    """The state of a context that has signed in."""
+    job: str
+    groups: int
+    rollout: str
+    """The rollout with the long trajectory."""
+    rounds: int
+
+
+def _until(page: Page, condition: str) -> None:
+    # A function needs no `eval`, which the page's policy forbids.
+    page.wait_for_function(f"() => ({condition})", timeout=LIMIT_MS)
+
+
+def _p99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+def _shown(stage: Stage, url: str, condition: str) -> list[float]:
+    """Return the milliseconds from a navigation until a condition holds, in a browser without a cache."""
+    found = []
+    for _ in range(stage.rounds + 1):
+        with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, witness):
+            page = context.new_page()
+            page.add_init_script(_WHEN_SHOWN % condition)
+            page.goto(url)
+            found.append(float(page.evaluate("window.__shown")))
+            if faults := witness.faults():
+                raise ProgramFailed(f"{url}: {'; '.join(faults)}")
+    # The first one also warms what the control plane keeps.
+    return found[1:]
+
+
+def _asked(stage: Stage, path: str, params: Mapping[str, Any]) -> tuple[float, Any]:
+    """Return the milliseconds of a call without a browser, the median of some, and its answer."""
+    found = []
+    with stage.served.http() as http:
+        for _ in range(stage.rounds):
+            begin = time.perf_counter()
+            answer = http.get(path, params=params).raise_for_status()
+            found.append((time.perf_counter() - begin) * 1e3)
+    return median(found), answer.json()
+
+
+def first_view(stage: Stage) -> Measurement:
+    """Measure a job's view from the navigation until its groups and statistics are drawn."""
+    times = _shown(stage, stage.served.job(stage.job), _JOB_SHOWN)
+    overview = _shown(
+        stage, f"{stage.served.url}/", "document.querySelectorAll('table a[href*=\"/jobs/\"]').length"
+    )
+    bare = _shown(stage, f"{stage.served.url}/healthz", "true")
+    how = (
+        f"the view of a job with {stage.groups:,} groups × 8, from the navigation of a browser without a "
+        f"cache until its grid and its panels are drawn, {len(times)} times: {_list(times)} ms; the "
+        f"overview: {_list(overview)} ms; the baseline is the same for /healthz"
+    )
+    return Measurement("page_first_view", median(times) / 1e3, Baseline("/healthz", median(bare) / 1e3), how)
+
+
+def filters(stage: Stage) -> Measurement:
+    """Measure the time from another filter or order until the grid shows the new first group."""
+    path = f"/v1/rolloutjobs/{stage.job}/grid"
+    steps: list[tuple[str, str, dict[str, str]]] = [
+        ("Order", "-reward", {"sort": "-reward"}),
+        ("Order", "reward", {"sort": "reward"}),
+        ("With samples", "failed", {"sort": "reward", "status": "failed"}),
+        ("Order", "variance", {"sort": "variance", "status": "failed"}),
+        ("Signal", "true", {"sort": "variance", "status": "failed", "informative": "true"}),
+        ("With samples", "", {"sort": "variance", "informative": "true"}),
+        ("Order", "ended", {"sort": "ended", "informative": "true"}),
+        ("Signal", "", {"sort": "ended"}),
+        ("Order", "no", {"sort": "no"}),
+    ]
+    times: list[float] = []
+    calls: list[float] = []
+    by_step: dict[str, list[float]] = {}
+    with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, _):
+        page = context.new_page()
+        page.goto(stage.served.job(stage.job))
+        _until(page, _CELLS)
+        before = page.inner_text('[role=grid] [data-row="0"] [data-key=task]')
+        for _ in range(stage.rounds):
+            for label, value, params in steps:
+                seconds, answer = _asked(stage, path, {**params, "limit": 500})
+                first = answer["items"][0]["task_id"]
+                if first == before:
+                    # Nothing would be seen to change, so this step is not timed.
+                    page.evaluate(_CHOOSE, [label, value, first])
+                    page.wait_for_load_state("networkidle")
+                    continue
+                took = float(page.evaluate(_CHOOSE, [label, value, first]))
+                times.append(took)
+                by_step.setdefault(f"{label} {value or 'any'}", []).append(took)
+                calls.append(seconds)
+                before = first
+    how = (
+        "another order or filter is chosen until the grid shows the first group of the answer, "
+        f"{len(times)} times; "
+        + ", ".join(f"{name}: {median(each):.0f} ms" for name, each in by_step.items())
+        + f"; slowest {max(times):.0f} ms; the baseline is the call alone, without a browser"
+    )
+    return Measurement("page_filter", median(times), Baseline("the call", median(calls)), how)
+
+
+def scroll(stage: Stage) -> Measurement:
+    """Measure the frames of a scroll through all groups, with the loading of those that are missing."""
+    all_frames: list[float] = []
+    worst = []
+    with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, _):
+        page = context.new_page()
+        for _ in range(stage.rounds):
+            page.goto(stage.served.job(stage.job))
+            _until(page, _CELLS)
+            found = page.evaluate(_SCROLL, ["[role=grid]", stage.groups, SCROLL_PIXELS, "data-row"])
+            worst.append(_p99(found["frames"]))
+            all_frames += found["frames"]
+        rest = page.evaluate(_REST, 200)
+    how = (
+        f"frames of a scroll of {SCROLL_PIXELS} px each through all {stage.groups:,} groups, which are "
+        f"loaded on the way, {len(worst)} times, {len(all_frames)} frames: p50 {median(all_frames):.1f} ms, "
+        f"p99 of each time {_list(worst)} ms, longest {max(all_frames):.0f} ms; the baseline is p99 at rest"
+    )
+    return Measurement("page_scroll", median(worst), Baseline("at rest", _p99(rest)), how)
+
+
+def _heap(page: Page) -> float:
+    """Return the megabytes that the page's scripts hold after a collection."""
+    session = page.context.new_cdp_session(page)
+    session.send("HeapProfiler.collectGarbage")
+    session.send("Performance.enable")
+    metrics = {item["name"]: item["value"] for item in session.send("Performance.getMetrics")["metrics"]}
+    session.detach()
+    return float(metrics["JSHeapUsedSize"]) / 1e6
+
+
+def trajectory(stage: Stage, tokens: int) -> list[Measurement]:
+    """Measure the first view of a long trajectory's tokens, and the heap while all of them are shown."""
+    url = f"{stage.served.rollout(stage.job, stage.rollout)}?tab=tokens"
+    times = _shown(stage, url, _TOKENS_SHOWN)
+    raw = []
+    with stage.served.http() as http:
+        for _ in range(stage.rounds):
+            begin = time.perf_counter()
+            http.get(f"/v1/rolloutjobs/{stage.job}/rollouts/{stage.rollout}").raise_for_status().json()
+            raw.append(time.perf_counter() - begin)
+    with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, _):
+        page = context.new_page()
+        page.goto(f"{stage.served.url}/")
+        _until(page, "document.querySelectorAll('table a').length > 0")
+        idle = _heap(page)
+        page.goto(url)
+        _until(page, _TOKENS_SHOWN)
+        found = page.evaluate(_SCROLL, [".token-lines", 0, SCROLL_PIXELS, "data-row"])
+        nodes = page.evaluate("document.querySelectorAll('*').length")
+        after = _heap(page)
+    how = (
+        f"the tokens of a trajectory of {tokens:,}, from the navigation of a browser without a cache until "
+        f"they are drawn, {len(times)} times: {_list(times)} ms; the baseline is the whole record without a "
+        "browser, parsed"
+    )
+    heap = (
+        f"the highest heap of scripts while all tokens are scrolled past; {after:.1f} MB after a collection, "
+        f"{nodes} elements; frames p99 {_p99(found['frames']):.1f} ms; the baseline is the overview's heap "
+        "after a collection"
+    )
+    return [
+        Measurement("page_trajectory", median(times) / 1e3, Baseline("the record", median(raw)), how),
+        Measurement("page_trajectory_heap", found["heap"] / 1e6, Baseline("the overview", idle), heap),
+    ]
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.0f}" for value in values)
+
+
+def long_rollout(served: Served, job: str, task: str) -> str:
+    """Return the id of the first sample of a task.
+
+    Raises:
+        httpx.HTTPStatusError: The control plane refuses.
+    """
+    with served.http() as http:
+        answer: httpx.Response = http.get(
+            f"/v1/rolloutjobs/{job}/grid", params={"task": task}
+        ).raise_for_status()
+        grid = answer.json()
+        name: str = grid["prefix"] + grid["items"][0]["samples"][0][0]
+        return name

@@ -1,0 +1,169 @@
+"""A receiver of traces that is slow or hostile, and hostile texts on their way to it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from rollyard_api.app import build
+from rollyard_api.service import ControlPlane
+from rollyard_api.settings import Settings
+from rollyard_crds import RolloutJob
+from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
+from rollyard_crds.task import Task
+from rollyard_crds.telemetry.export import MAX_TEXT, SpanExport
+from rollyard_crds.telemetry.identity import root_span_id, span_id, trace_id
+from rollyard_crds.telemetry.options import TraceOptions
+from rollyard_crds.telemetry.scope import RolloutScope, entered
+from rollyard_crds.telemetry.spans import TraceSpan
+from rollyard_operator.pods.template_check import job_violations
+from rollyard_pipeline.agents.base import AgentContext
+from rollyard_pipeline.tool_parsers.base import ParsedCall
+from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tools.base import ToolContext
+from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_testing.adversary.restplane import Yard
+from rollyard_testing.operator.operatorlab import settings_in
+from rollyard_testing.traces.receiver import receiving
+
+HOSTILE = (
+    "x" * (1 << 20),
+    "bash\n2030-01-01 all is well",
+    "\x1b[2J\x1b]0;title\x07",
+    "\u202eevil",
+    "\ud800",
+    "\x00" * 4096,
+)
+SPANS = 3000
+MEGABYTE = 1 << 20
+
+
+def _span(number: int) -> TraceSpan:
+    rollout, now = f"job-0-{number}-0", time.time()
+    return TraceSpan(
+        trace_id(rollout), span_id(str(number)), root_span_id(rollout), "chat tiny", now - 1, now
+    )
+
+
+@pytest.mark.parametrize("receiver", ["hangs", "drips", "garbage", "endless", "redirects", "refuses"])
+def test_no_receiver_holds_up_or_fills_a_process(receiver: str) -> None:
+    """It hangs, sends a byte now and then, answers garbage or 10 GB, or leads elsewhere."""
+    # What imports take is not the receiver's doing.
+    SpanExport(TraceOptions("http://127.0.0.1:1/v1/traces"), "s", "i").close(5.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with receiving(receiver) as running:
+        export = SpanExport(TraceOptions(f"{running.url}/v1/traces"), "s", "i", delay=0.01, queue=1000)
+        longest = 0.0
+        for number in range(SPANS):
+            began = time.thread_time()
+            export.add(_span(number))
+            longest = max(longest, time.thread_time() - began)
+        assert longest < 0.25, "a span is taken or dropped at once"
+        assert export.waiting <= 1000
+        end = time.monotonic() + 30.0
+        while running.requests == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        began = time.monotonic()
+        export.close(1.0)
+        assert time.monotonic() - began < 15.0
+        assert export.exported == 0
+        assert sum(export.dropped.values()) + export.waiting == SPANS
+        assert running.spans == [], "nothing was sent to where a redirect leads"
+        # What lies in buffers of sockets was sent, but no part of it is kept.
+        assert running.sent_bytes < 64 * MEGABYTE
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 128 * 1024, f"{grown} KiB"
+
+
+class Kept:
+    """A sink that keeps the spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[TraceSpan] = []
+
+    def add(self, span: TraceSpan) -> None:
+        self.spans.append(span)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_word_of_a_policy_is_part_of_a_span(name: str) -> None:
+    """The policy calls tools that do not exist, with arguments and names of its choice."""
+    sink = Kept()
+    context = AgentContext(
+        task=Task(id="t", prompt="p"),
+        spec=AgentSpec(),
+        sampling=SamplingSpec(),
+        episode=Episode(messages=[]),
+        tools={},
+        tool_context=ToolContext(client=None, timeout=1.0, max_output_bytes=1024),
+        parser=HermesParser(),
+        session=None,
+    )
+    with entered(RolloutScope("default", "job", "job-0-0-0", "run", 1, 0, sink)):
+        result = await context.call(ParsedCall(name, {"secret": name}))
+        await context.call(ParsedCall("", error=f"malformed: {name}"))
+    assert result.error is not None
+    assert [span.name for span in sink.spans] == ["execute_tool unknown"] * 2
+    for span in sink.spans:
+        values = [str(value) for value in span.attributes.values()]
+        assert values == ["execute_tool", "job-0-0-0", "unknown", "ToolError"]
+
+
+@pytest.mark.parametrize("reason", ["Bad\nforged", "\x1b[2J", "\u202e" * 128, "x" * 128])
+async def test_no_reason_of_a_worker_breaks_or_floods_a_trace(tmp_path: Path, reason: str) -> None:
+    """A worker's token is that of one job, and it may say anything as its reason."""
+    with receiving() as running:
+        settings = Settings(state_dir=tmp_path, traces=TraceOptions(f"{running.url}/v1/traces"))
+        app = build(settings)
+        async with app.router.lifespan_context(app), AsyncExitStack() as stack:
+            plane: ControlPlane = app.state.plane
+            yard = Yard(app, plane, stack)
+            await yard.submit("mine")
+            http = yard.client(yard.job_token("mine"))
+            (lease,) = await yard.lease(http, "mine", init=1)
+            failure = {k: lease[k] for k in ("rollout", "token", "stage")}
+            failure |= {"reason": reason, "retryable": False}
+            body = {"worker": "w", "failures": [failure]}
+            assert (await http.post("/v1/leases/fail", json=body)).status_code == 200
+            assert plane.traces is not None
+            plane.traces.close(30.0)
+            assert plane.traces.dropped == {}
+    assert sorted(span.name for span in running.spans) == ["init", "invoke_agent mine", "queue init"]
+    for span in running.spans:
+        for value in span.attributes.values():
+            assert len(str(value)) <= MAX_TEXT
+            assert not any(ord(c) < 32 or c == "\u202e" for c in str(value))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "ROLLYARD_OTLP_ENDPOINT",
+        "ROLLYARD_TRACE_SAMPLE",
+        "ROLLYARD_LOG_FORMAT",
+    ],
+)
+def test_no_job_chooses_the_receiver(name: str, tmp_path: Path) -> None:
+    """A template of a job is refused if it sets a variable that decides where the spans of workers go."""
+    job = RolloutJob.model_validate(
+        {
+            "apiVersion": "rollyard.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "job", "namespace": "team"},
+            "spec": {
+                "tasks": {"inline": [{"id": "t", "prompt": "p"}]},
+                "handler": "shell",
+                "agent": {"type": "oracle"},
+                "stages": {"run": {"template": {"env": [{"name": name, "value": "http://attacker"}]}}},
+            },
+        }
+    )
+    (found,) = job_violations(job, settings_in(tmp_path))
+    assert "spec.stages.run.template.env[0]" in found

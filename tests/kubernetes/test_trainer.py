@@ -1,0 +1,45 @@
+"""A trainer that is a Job on a real cluster is killed in the middle of steps, and uses each rollout once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+from rollyard_testing.kubernetes.trainerjob import a_trainer
+from rollyard_testing.trainer.killed_run import ENVIRONMENT_SECONDS, TrainerMissing, train_python
+from rollyard_testing.trainer.used import problems
+
+if TYPE_CHECKING:
+    from rollyard_testing.kubernetes.installed import Release
+
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.faults,
+    pytest.mark.real,
+    pytest.mark.timeout(ENVIRONMENT_SECONDS + 1200, func_only=True),
+]
+STEPS, GROUPS = 4, 3
+SIZE = (
+    f"--steps={STEPS}", f"--groups={GROUPS}", "--samples=4", "--in-flight=4", "--concurrency=4", "--warm=2",
+    "--held-out=0", "--enough=1.1",
+)  # fmt: skip
+
+
+def test_a_killed_trainer_loses_no_rollout_and_uses_none_twice(
+    release: Release, images: str, missing: Callable[[str], NoReturn]
+) -> None:
+    try:
+        python = train_python()
+    except TrainerMissing as error:
+        missing(str(error))
+    with a_trainer(release, images, python, *SIZE) as trainer:
+        for step, strike in ((2, trainer.delete_by_force), (3, trainer.kill)):
+            pod = trainer.in_the_middle_of(step)
+            assert trainer.who_sees_the_volume() == {"grpo-trainer": False, "backend": True}
+            strike(pod)
+            # What the step had read is in no checkpoint, so the next pod has to read it again.
+            assert trainer.step() == step - 1
+        trainer.finish()
+        assert len(trainer.pods) >= 3
+        assert problems(trainer.ledger(), trainer.groups(), trainer.cursor(), STEPS, GROUPS) == []

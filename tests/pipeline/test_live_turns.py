@@ -1,4 +1,4 @@
-"""Conversations of watched rollouts ride on heartbeats: only what is new, only while somebody watches, bounded."""
+"""Conversations of watched rollouts ride on heartbeats: what is new, while somebody watches, bounded."""
 
 from __future__ import annotations
 
@@ -34,12 +34,8 @@ def held(number: int, turns: Any = None) -> HeldLease:
 
 def test_a_conversation_is_cut_and_says_how_long_it_is() -> None:
     turns = turns_from(episode(), 0)
-    assert [(turn.no, turn.role) for turn in turns] == [
-        (0, "user"),
-        (1, "assistant"),
-        (2, "tool"),
-        (3, "assistant"),
-    ]
+    assert [turn.no for turn in turns] == [0, 1, 2, 3]
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant"]
     assert (len(turns[2].text), turns[2].characters) == (MAX_LIVE_TEXT, 10_000)
     (call,) = turns[1].tool_calls
     assert (call.name, len(call.arguments)) == ("bash", MAX_ARGUMENTS)

@@ -61,9 +61,9 @@ def test_a_worker_leads_to_the_rollouts_that_it_holds(own_plane: Plane, look: Ca
         page = look(served).at(f"{served.url}/")
         node = page.get_by_role("list", name="Nodes").get_by_role("button").filter(has_text="node-of-puppets")
         expect(node).to_contain_text("1 rollout")
-        table = page.get_by_role("region", name="Workers", exact=True)
-        if not table.is_visible():
+        if node.get_attribute("aria-expanded") != "true":
             node.click()
+        table = page.get_by_role("region", name="Workers", exact=True)
         table.get_by_role("button", name="node-of-puppets").click()
         held = table.get_by_role("link", name=re.compile(r"task-0000 #\d"))
         expect(held).to_be_visible()

@@ -53,7 +53,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 def test_a_record_is_one_line(log: tuple[logging.Logger, Read], text: object) -> None:
     logger, read = log
     logger.warning("worker said %s", text, extra={"rollout": str(text)})

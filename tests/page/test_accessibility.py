@@ -83,7 +83,7 @@ def test_axe_finds_no_serious_fault(
         page = window.at(_address(plane.served, view, rollout))
         _settled(page)
         found[view] = faults(page)
-        background.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        background.add(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
     found["keys"] = faults(page)
@@ -158,12 +158,12 @@ def test_everything_is_reached_by_the_tab_key_and_the_focus_is_seen(
 
 def test_the_theme_is_chosen_and_kept(plane: Plane, look: Callable[..., Any]) -> None:
     page = look(plane.served, color_scheme="light").at(f"{plane.served.url}/")
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     button = page.get_by_role("button", name="Theme")
     while "dark" not in button.inner_text().lower():
         button.click()
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    dark = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert dark != light
     page.reload()
     expect(page.get_by_role("button", name="Theme")).to_contain_text("dark")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == dark
+    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == dark

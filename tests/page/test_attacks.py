@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 from rollyard_testing.browser.plane import HALF, HOSTILE, Plane
-from rollyard_testing.browser.signin import Served
+from rollyard_testing.browser.signin import Served, a_context, sign_in
 from rollyard_testing.browser.witness import attacks_seen
 from rollyard_testing.page.attacks import LARGE, NAMES, TEXTS
 
@@ -117,12 +117,13 @@ def test_groups_with_hostile_ids_are_found_by_their_links(
     for place in range(count):
         page.goto(plane.served.job(HOSTILE))
         link = page.locator(f'[data-row="{place}"] [data-key=task]')
-        name = link.inner_text()
+        # Long names are shortened here.
+        name = re.compile(f"^{re.escape(link.inner_text().removesuffix('…'))}")
         link.click()
         expect(page.get_by_role("article").first).to_be_visible()
         expect(page.get_by_role("heading", level=1)).to_have_text(name)
         _settled(page)
-        assert attacks_seen(page) == [], name
+        assert attacks_seen(page) == [], name.pattern
         _shows_all(page)
         # The link leads to the same group in a new window, and stays on this control plane.
         url = page.url
@@ -260,18 +261,17 @@ def test_a_page_of_another_site_can_read_and_change_nothing(
     assert window.page.evaluate("url => fetch(url).then(a => a.status)", f"{served.url}/v1/session") == 200
 
 
-def test_a_name_that_was_rebound_reaches_nothing(plane: Plane, look: Callable[..., Any]) -> None:
+def test_a_name_that_was_rebound_reaches_nothing(plane: Plane, browser: Browser) -> None:
     served = plane.served
     port = served.origin.rpartition(":")[2]
-    window = look(served)
-    page = window.context.new_page()
-    for path in ("/", "/v1/session", "/v1/overview", f"/jobs/default/{HALF}"):
-        answer = page.goto(f"http://rebound.example:{port}{path}")
-        assert answer is not None
-        assert answer.status in (400, 403, 421), f"{path} answered {answer.status}"
-        assert "script" not in answer.text()
-    page.close()
-    window.witness.requests.clear()
+    with a_context(browser, served) as (context, _):
+        page = context.new_page()
+        sign_in(page, served)
+        for path in ("/", "/v1/session", "/v1/overview", f"/jobs/default/{HALF}"):
+            answer = page.goto(f"http://rebound.example:{port}{path}")
+            assert answer is not None
+            assert answer.status in (400, 403, 421), f"{path} answered {answer.status}"
+            assert "<script" not in answer.text()
     for headers in ({"Host": "rebound.example"}, {"Host": f"127.0.0.1.rebound.example:{port}"}):
-        answer2 = httpx.get(f"{served.url}/", headers=headers, trust_env=False)
-        assert answer2.status_code in (400, 403, 421), headers
+        refused = httpx.get(f"{served.url}/", headers=headers, trust_env=False)
+        assert refused.status_code in (400, 403, 421), headers

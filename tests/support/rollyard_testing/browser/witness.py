@@ -24,8 +24,9 @@ _ATTACKED: Final = """
     found.push(`element ${each.outerHTML.slice(0, 200)}`);
   }
   for (const each of document.querySelectorAll("script, img, link, a[href], use, source")) {
-    const url = each.getAttribute("src") ?? each.getAttribute("href") ?? "";
-    if (/^\\s*(javascript|data|vbscript):|attacker\\.example/i.test(url)) found.push(`address ${url}`);
+    const given = each.getAttribute("src") ?? each.getAttribute("href") ?? "";
+    const url = new URL(given, location.href);
+    if (url.origin !== location.origin) found.push(`address ${url}`);
   }
   for (const each of document.querySelectorAll("*")) {
     for (const name of each.getAttributeNames()) {

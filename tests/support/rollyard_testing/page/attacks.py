@@ -150,7 +150,7 @@ def _results(now: float) -> list[Result]:
         )
     output = f"first line\n{'x' * 80}\n" + "".join(f"line {n} <b data-attack>\n" for n in range(LARGE // 26))
     large = conversations.trajectory("Print much.", [Step("I print.", "yes", "y\n")], ["step-1"])
-    large["messages"][2]["content"] = output.ljust(LARGE, "y")
+    large["messages"][2]["content"] = output.ljust(LARGE, "y")[:LARGE]
     made.append(Result(ended_at=now - 40, trajectory=pack(dumps(large)), tokens=8))
     line = conversations.trajectory("Print one line.", [Step("I print.", "yes", "y")], ["step-1"])
     line["messages"][2]["content"] = "z" * LARGE

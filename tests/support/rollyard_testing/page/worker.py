@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
 from rollyard_testing.page.conversations import Conversations, Step
+
+ASKS: Final = 6
+"""The number of requests in which a lease must be granted, each of which waits for some seconds."""
 
 
 def untended_job(name: str, tasks: int, samples: int) -> dict[str, Any]:
@@ -53,12 +56,15 @@ class Puppet:
         Raises:
             AssertionError: There were fewer.
         """
-        capacity = {"init": 0, "run": 0, "eval": 0} | {stage: count}
-        ask = {"worker": self._name, "node": self._name, "capacity": capacity, "wait": 0, "job": self._job}
-        answer = self._http.post("/v1/leases", json=ask | {"namespace": "default"}).raise_for_status()
-        leases: list[dict[str, Any]] = answer.json()["leases"]
-        assert len(leases) == count, f"{len(leases)} rollouts were leased for {stage}, and not {count}"
-        return leases
+        ask = {"worker": self._name, "node": self._name, "wait": 5, "job": self._job, "namespace": "default"}
+        leases: list[dict[str, Any]] = []
+        for _ in range(ASKS):
+            capacity = {"init": 0, "run": 0, "eval": 0} | {stage: count - len(leases)}
+            answer = self._http.post("/v1/leases", json=ask | {"capacity": capacity}).raise_for_status()
+            leases += answer.json()["leases"]
+            if len(leases) == count:
+                return leases
+        raise AssertionError(f"{len(leases)} rollouts were leased for {stage}, and not {count}")
 
     def complete(self, lease: dict[str, Any], reward: float = 1.0) -> None:
         """Report that the stage of a lease is complete; Eval gives the reward.
@@ -96,6 +102,11 @@ class Puppet:
         else:
             item["reward"] = reward
         return item
+
+    def show(self) -> None:
+        """Send a heartbeat without leases. A node of which none comes is given up, with what waits for it."""
+        beat = {"worker": self._name, "node": self._name, "leases": []}
+        self._http.post("/v1/leases/heartbeat", json=beat).raise_for_status()
 
     def beat(self, lease: dict[str, Any], texts: list[str]) -> list[str]:
         """Send a heartbeat with turns of the policy, and return the rollouts that somebody watches."""

@@ -14,7 +14,7 @@ import yaml
 from rollyard_testing.browser.signin import Served
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
 
-SECONDS: Final = 120.0
+SECONDS: Final = 180.0
 LOOK_SECONDS: Final = 0.1
 
 

@@ -119,7 +119,7 @@ function Failures({ statistics, namespace, name }: SummaryProps): JSX.Element {
             </Link>
             <span class="muted">{failure.stage ? `in ${failure.stage}` : ""}</span>
             {failure.example ? (
-              <Link href={router.href({ view: "rollout", namespace, name, id: failure.example })} label={`An example of ${failure.reason}`}>
+              <Link href={router.href({ view: "rollout", namespace, name, id: failure.example })} label={`An example of ${visibleLine(failure.reason)}`}>
                 example
               </Link>
             ) : null}

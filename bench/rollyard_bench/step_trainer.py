@@ -35,12 +35,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import uvloop  # noqa: E402
+from rollyard_engine.server import SWITCH_INTERVAL_SECONDS  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from tinygrpo.batch import Row, advantages, rows_of  # noqa: E402
 from tinygrpo.onnx_folder import OnnxTemplate  # noqa: E402
 from tinygrpo.policy import load_policy  # noqa: E402
-from tinygrpo.rollouts import episode, sampling  # noqa: E402
+from tinygrpo.rollouts import StreamSettings, episode, sampling  # noqa: E402
 from tinygrpo.tasks import training_tasks  # noqa: E402
 from tinygrpo.update import UpdateSettings, make_optimizer, update_policy  # noqa: E402
 from tinygrpo.versions import PolicyVersions  # noqa: E402
@@ -91,7 +93,7 @@ class RollyardSide:
             "kind": "RolloutJob",
             "metadata": {"name": "bench"},
             "spec": {
-                **episode(CONCURRENCY),
+                **episode(StreamSettings(concurrency=CONCURRENCY)),
                 "tasks": {"stream": True},
                 "samplesPerTask": SAMPLES,
                 "sampling": sampling(SEED),
@@ -227,7 +229,10 @@ def main() -> None:
     parser.add_argument("side", choices=("rollyard", "in-process"))
     parser.add_argument("folder", type=Path, help="an absolute folder for checkpoints and sandboxes")
     options = parser.parse_args()
-    asyncio.run(_run(options.side, options.folder))
+    # The engine's own server does the same, so that its loop does not wait long for the interpreter's lock.
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(options.side, options.folder))
 
 
 if __name__ == "__main__":

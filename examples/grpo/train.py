@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch  # noqa: E402
 from rollyard_client import Client, RollyardError, ServerUnavailable  # noqa: E402
 
-from tinygrpo.errors import RunTaken, TrainingError  # noqa: E402
+from tinygrpo.errors import PoolNotReady, RunTaken, TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
 from tinygrpo.run_lock import run_lock  # noqa: E402
 from tinygrpo.trainer import Trainer, TrainSettings  # noqa: E402
@@ -43,8 +43,8 @@ ONNX: Final = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-pol
 
 TERMINATED: Final = 128 + signal.SIGTERM
 LATER: Final = 75
-"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, or another
-trainer of the run has not ended yet. After status 1, a person has to look first.
+"""The exit status where a later start may help (EX_TEMPFAIL of sysexits.h): nobody answers, the pool has no
+server, or another trainer of the run has not ended yet. After status 1, a person has to look first.
 """
 
 
@@ -148,7 +148,7 @@ def main() -> int:
             trainer.close()
     except (TrainingError, RollyardError) as error:
         print(f"train: {error.reason}: {error}", file=sys.stderr)
-        return LATER if isinstance(error, (ServerUnavailable, RunTaken)) else 1
+        return LATER if isinstance(error, (ServerUnavailable, PoolNotReady, RunTaken)) else 1
     (out / "result.json").write_text(json.dumps(document, indent=2) + "\n")
     if result.success_before is not None and result.success_after is not None:
         print(f"held-out success {result.success_before:.3f} -> {result.success_after:.3f}")

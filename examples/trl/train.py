@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from trl import GRPOConfig  # noqa: E402
 
 from tinygrpo.onnx_folder import OnnxTemplate  # noqa: E402
-from tinygrpo.rollouts import episode, sampling  # noqa: E402
+from tinygrpo.rollouts import StreamSettings, episode, sampling  # noqa: E402
 from tinygrpo.tasks import training_tasks  # noqa: E402
 
 BASE: Final = HERE.parent / "tiny-policy" / "hf"
@@ -49,7 +49,7 @@ def job(name: str, samples: int, seed: int) -> dict[str, Any]:
         "kind": "RolloutJob",
         "metadata": {"name": name},
         "spec": {
-            **episode(concurrency=32),
+            **episode(StreamSettings(concurrency=32)),
             "tasks": {"stream": True},
             "samplesPerTask": samples,
             "sampling": sampling(seed),

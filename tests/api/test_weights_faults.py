@@ -12,8 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_api.core.problems import Invalid
 from rollyard_api.settings import Settings
+from rollyard_api.weights import checkpoints
 from rollyard_api.weights.limits import UpdateLimits
+from rollyard_crds.weights import WeightSource
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step
 
@@ -360,6 +363,15 @@ async def test_bad_folders_name_the_field_and_the_file(
         assert (await served.admin.post("/v1/backendpools/q/weights", json=body)).status_code == 404
         assert (await served.worker.post("/v1/backendpools/p/weights", json=body)).status_code == 403
         assert (await served.admin.get("/v1/backendpools/p/weights")).json() == {"items": []}
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_folder_that_only_the_servers_see_is_left_to_them(engine: str, tmp_path: Path) -> None:
+    source = WeightSource.model_validate({"checkpoint": {"path": str(tmp_path / "volume")}})
+    for urls in ([], ["http://10.0.0.7:8000"]):
+        assert "the servers themselves check it" in checkpoints.check(source, urls, engine)
+    with pytest.raises(Invalid, match="does not exist on this machine"):
+        checkpoints.check(source, ["http://10.0.0.7:8000", "http://127.0.0.1:8000"], engine)
 
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)

@@ -20,7 +20,7 @@ from rollyard.main import main
 from rollyard_testing.api.control_plane import a_control_plane
 
 SCRIPT = Path(__file__).with_name("scripted_kubectl.py")
-READY_SECONDS = 30
+READY_SECONDS = 150
 
 
 @pytest.fixture(scope="module")

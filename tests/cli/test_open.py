@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard.connection import Connection
+from rollyard.connection import OpenConnection
 from rollyard.main import main
 from rollyard.page import desktop
 from rollyard.page.links import NoLink, link_if_any, page_url, path_of
@@ -87,7 +87,7 @@ def test_links_of_a_job_and_of_a_rollout(url: str, capsys: pytest.CaptureFixture
     )
     assert shown(capsys, "view", "job", second, "--web", "-n", "team") == f"{of_job}/rollouts/{second}"
     assert shown(capsys, "view", "job", "--web", "-n", "team") == of_job
-    assert f"Page:         {of_job}\n" in shown(capsys, "describe", "job", "-n", "team")
+    assert f"Page:         {of_job}\n" in shown(capsys, "describe", "rj", "job", "-n", "team")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_names_are_encoded() -> None:
 
 def test_a_tunnel_ends_with_the_command(url: str) -> None:
     with Client() as client:
-        hint = link_if_any(Connection(client, is_tunnel=True), "team", "job")
+        hint = link_if_any(OpenConnection(client, is_tunnel=True), "team", "job")
     assert "`rollyard open --kubernetes job`" in hint
 
 

@@ -13,7 +13,7 @@ import pytest
 from rollyard_sandbox.execution.launching import launch
 from rollyard_sandbox.isolation import system_calls
 from rollyard_sandbox.isolation.protections import Protections
-from rollyard_sandbox.isolation.system_calls import CallFailed, Calls, Starter
+from rollyard_sandbox.isolation.system_calls import CallFailed, Calls, Launcher
 
 LOOK = """
 import json, os, signal
@@ -34,7 +34,7 @@ print(json.dumps({
 @pytest.fixture(params=["machine code", "fork"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "fork":
-        forks = Starter(None)
+        forks = Launcher(None)
         monkeypatch.setattr(system_calls, "starter", lambda: forks)
     elif system_calls._machine_code() is None:
         pytest.skip("machine code is for x86_64 with Linux 5.11")

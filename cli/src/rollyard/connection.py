@@ -51,7 +51,7 @@ def server_options(command: F) -> F:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class OpenConnection:
     """The connection of a command to a control plane."""
 
     client: Client
@@ -67,7 +67,7 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
 
 
 @contextlib.contextmanager
-def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[Connection]:
+def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[OpenConnection]:
     """Yield a connection whose client's errors end the command with one line.
 
     If neither the arguments nor the environment name a server and no `rollyard up` runs, the client uses
@@ -98,7 +98,7 @@ def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[C
             else:
                 context, is_tunnel = stack.enter_context(_elsewhere(url, home, env))
             client = Client(context.url, context.token, namespace=namespace, tls=context.tls)
-            yield Connection(stack.enter_context(client), is_tunnel)
+            yield OpenConnection(stack.enter_context(client), is_tunnel)
     except wire.ServerUnavailable as error:
         raise NoServer(_one_line(error)) from error
     except wire.NotFound as error:

@@ -155,7 +155,7 @@ class HeartbeatResponse(Record):
     orphans: list[str]
     """Those of `sandboxes` that belong to no unfinished rollout; the worker must remove them."""
     watched: list[str] = Field(default_factory=list)
-    """The rollouts among the leases that somebody watches now. Only clients from the number 3 on are told."""
+    """The rollouts among the leases that somebody watches now. It is sent to clients from number 3 on."""
 
 
 class StageTimes(Record):

@@ -35,6 +35,8 @@ class FakeGroups(Iterator[Group]):
 class FakeClient:
     """It delivers given groups, and notes which targets were opened and which tasks were pushed."""
 
+    namespace = "ml"
+
     def __init__(self, groups: list[Group]) -> None:
         self.delivered = groups
         self.targets: list[tuple[str, int | None]] = []
@@ -111,6 +113,7 @@ def test_a_lag_that_is_allowed_is_trained_on(group: MakeGroup) -> None:
     assert [one.group_id for one in stream.collect(5, 4).trained] == ["old"]
     assert client.targets == []
     assert client.manifest["spec"]["maxPolicyLag"] == 1
+    assert client.manifest["metadata"] == {"name": "run", "namespace": "ml"}
 
 
 def test_groups_that_were_dropped_and_rollouts_that_failed_are_counted(group: MakeGroup) -> None:

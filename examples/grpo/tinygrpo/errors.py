@@ -23,6 +23,12 @@ class RolloutsEnded(TrainingError):
     reason: ClassVar[str] = "RolloutsEnded"
 
 
+class PoolNotReady(TrainingError):
+    """The pool has no server that is ready."""
+
+    reason: ClassVar[str] = "PoolNotReady"
+
+
 class UpdateFailed(TrainingError):
     """The pool did not take the new weights."""
 

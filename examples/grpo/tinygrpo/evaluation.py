@@ -58,8 +58,9 @@ def evaluate(
         "sampling": sampling(EVALUATION_SEED),
         "backendRef": {"name": pool},
     }
+    metadata = {"name": job, "namespace": client.namespace}
     client.submit(
-        {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": job}, "spec": spec}
+        {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": metadata, "spec": spec}
     )
     client.wait(job, timeout=_EVALUATION_SECONDS)
     families = {str(task["id"]): str(task["metadata"]["family"]) for task in tasks}

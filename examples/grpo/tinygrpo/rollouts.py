@@ -277,7 +277,7 @@ class RolloutStream:
         return {
             "apiVersion": "rollyard.dev/v1alpha1",
             "kind": "RolloutJob",
-            "metadata": {"name": self._job},
+            "metadata": {"name": self._job, "namespace": self._client.namespace},
             "spec": {
                 **episode(settings),
                 "tasks": {"stream": True},

@@ -125,6 +125,7 @@ class Trainer:
         resumed = self._progress.step
         # The trainer before may have been killed behind its checkpoint. If the pool has these weights
         # already, the call changes nothing.
+        self._weights.wait_for_pool()
         paused = self._push(resumed)
         if resumed > 0 and resumed not in self._metrics.steps():
             self._record(resumed, {}, paused)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Final
 
-from rollyard_client import Client
+from rollyard_client import Client, NotFound
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tinygrpo.errors import UpdateFailed
+from tinygrpo.errors import PoolNotReady, UpdateFailed
 from tinygrpo.policy import reference
 
 _UPDATE_SECONDS: Final = 600.0
+_POOL_SECONDS: Final = 900.0
+"""A server of a large model takes minutes to start."""
+_LOOK_SECONDS: Final = 1.0
 _TOLERANCE: Final = 0.001
 """Both sides compute in float32. One update changes log-probabilities by more than this."""
 _PROMPT: Final = (
@@ -34,6 +38,27 @@ class WeightPusher:
         self._client = client
         self._pool = pool
         self._prompt: list[int] = Tokenizer.from_file(str(tokenizer)).encode(_PROMPT).ids
+
+    def wait_for_pool(self, seconds: float = _POOL_SECONDS) -> None:
+        """Wait until the pool has a server that is ready. On a cluster the trainer may start before it.
+
+        Raises:
+            PoolNotReady: There is none in time. The message says why.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                conditions = self._client.pool(self._pool).status.conditions
+            except NotFound as error:
+                said = str(error)
+            else:
+                ready = next((one for one in conditions if one.type == "Ready"), None)
+                if ready is not None and ready.status == "True":
+                    return
+                said = "no driver has seen it yet" if ready is None else f"{ready.reason}: {ready.message}"
+            if time.monotonic() >= deadline:
+                raise PoolNotReady(f"the pool {self._pool} is not ready after {seconds:g} s: {said}")
+            time.sleep(_LOOK_SECONDS)
 
     def push(self, version: str, checkpoint: Path, model: PreTrainedModel) -> float:
         """Push a checkpoint, and return the longest time that a backend was paused, in seconds.

@@ -1,4 +1,4 @@
-/** A histogram of rewards: one bar a bin, each of which can be chosen as a filter. */
+/** A histogram of rewards. Bars that are side by side make one button, which is large enough for a finger. */
 
 import type { JSX } from "preact";
 import { count, reward } from "../text/format";
@@ -7,29 +7,37 @@ export interface HistogramProps {
   bins: number[];
   min: number;
   max: number;
-  onChoose?: (from: number, to: number) => void;
+  onChoose: (from: number, to: number) => void;
 }
+
+/** Bars that share a button. */
+const SHARED = 2;
 
 export function Histogram({ bins, min, max, onChoose }: HistogramProps): JSX.Element {
   const most = Math.max(1, ...bins);
   const width = (max - min) / Math.max(1, bins.length);
+  const edge = (index: number) => (index >= bins.length ? max : min + index * width);
+  const starts = bins.map((_, index) => index).filter((index) => index % SHARED === 0);
   return (
     <div class="histogram">
       <div class="bars">
-        {bins.map((n, index) => {
-          const from = min + index * width;
-          const to = index === bins.length - 1 ? max : from + width;
+        {starts.map((start) => {
+          const part = bins.slice(start, start + SHARED);
+          const n = part.reduce((sum, bin) => sum + bin, 0);
+          const from = edge(start);
+          const to = edge(start + part.length);
           const words = `reward ${reward(from)} to ${reward(to)}: ${count(n)} rollouts`;
-          // A small count among large ones is still seen: a bar with anything in it has two pixels at least.
-          const style = { height: n ? `max(2px, ${(100 * n) / most}%)` : "0" };
-          return onChoose && n ? (
-            <button key={index} type="button" class="bar" title={words} aria-label={`Show ${words}`} onClick={() => onChoose(from, to)}>
-              <span class={`bar-fill shade-${shadeOfBin(index, bins.length)}`} style={style} />
+          return (
+            <button key={start} type="button" class="bar" title={words} aria-label={`Show ${words}`} disabled={n === 0} onClick={() => onChoose(from, to)}>
+              {part.map((bin, index) => (
+                // A small count among large ones is still seen: a bar with anything in it has two pixels at least.
+                <span
+                  key={index}
+                  class={`bar-fill shade-${shadeOfBin(start + index, bins.length)}`}
+                  style={{ height: bin ? `max(2px, ${(100 * bin) / most}%)` : "0" }}
+                />
+              ))}
             </button>
-          ) : (
-            <span key={index} class="bar" title={words}>
-              <span class={`bar-fill shade-${shadeOfBin(index, bins.length)}`} style={style} />
-            </span>
           );
         })}
       </div>

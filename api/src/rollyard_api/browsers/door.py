@@ -17,6 +17,7 @@ from rollyard_api.access.permissions import Rule
 from rollyard_api.browsers import cookies, headers, origins
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.browsers.sessions import BrowserSession, Sessions
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Forbidden, Unauthorized
 
 PROBES: Final = frozenset({"/healthz", "/readyz"})
@@ -28,8 +29,10 @@ _CANCEL: Final = re.compile(r"/v1/rolloutjobs/[^/]+/cancel")
 SESSION: Final = "/v1/session"
 
 
-class SessionOver(OSError):
+class SessionOver(ControlPlaneError, OSError):
     """Raised where a stream is sent whose session has ended, as if its client had gone."""
+
+    reason = "SessionOver"
 
 
 class Door:

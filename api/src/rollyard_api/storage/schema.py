@@ -30,9 +30,11 @@ class StateNumber(sa.TypeDecorator[RolloutState]):
     cache_ok = True
 
     def process_bind_param(self, value: RolloutState | None, dialect: Dialect) -> int | None:
+        """Return the number of a state."""
         return None if value is None else int(value)
 
     def process_result_value(self, value: int | None, dialect: Dialect) -> RolloutState | None:
+        """Return the state with a number."""
         return None if value is None else BY_NUMBER[value]
 
 

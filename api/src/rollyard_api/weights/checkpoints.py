@@ -47,7 +47,7 @@ def _check(field: str, path: Path, urls: Iterable[str], engine: str, *, lora: bo
         raise _wrong(field, f"{path} must be an absolute path: servers run in folders of their own")
     if not path.exists():
         here = sorted(url for url in urls if urlsplit(url).hostname in _LOCAL)
-        if here or engine == "embedded":
+        if here:
             raise _wrong(field, f"{path} does not exist on this machine, where the servers are")
         return f"{path} does not exist where the control plane runs; the servers themselves check it"
     if not path.is_dir():

@@ -10,7 +10,7 @@ from rollyard.errors import CliError, LookupFailed
 if TYPE_CHECKING:
     from rollyard_client import Client
 
-    from rollyard.connection import Connection
+    from rollyard.connection import OpenConnection
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """What stands in a link for the address of a listener on all addresses of this machine."""
@@ -54,7 +54,7 @@ def path_of(namespace: str, job: str = "", rollout: str = "") -> str:
     return "/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def job_link(made: Connection, namespace: str, job: str, rollout: str = "") -> str:
+def job_link(made: OpenConnection, namespace: str, job: str, rollout: str = "") -> str:
     """Return the link of a job or of a rollout, without a code.
 
     Raises:
@@ -70,7 +70,7 @@ def job_link(made: Connection, namespace: str, job: str, rollout: str = "") -> s
     return page_url(made.client.url, prefix) + path_of(namespace, job, rollout)
 
 
-def link_if_any(made: Connection, namespace: str, job: str) -> str:
+def link_if_any(made: OpenConnection, namespace: str, job: str) -> str:
     """Return the link of a job, or what to do for one, or "" if this caller has no page."""
     from rollyard_client.errors import NotFound, Unauthorized
 

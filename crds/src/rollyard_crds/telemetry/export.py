@@ -107,12 +107,12 @@ class SpanExport:
                 self._inner: Any = OTLPSpanExporter(endpoint=export.options.url, session=_bounded_session())
 
             def export(self, spans: Any) -> SpanExportResult:
-                result = SpanExportResult.FAILURE
+                taken = False
                 try:
-                    result = self._inner.export(spans)
+                    taken = self._inner.export(spans) is SpanExportResult.SUCCESS
                 finally:
-                    export._count(len(spans), result is SpanExportResult.SUCCESS)
-                return result
+                    export._count(len(spans), taken)
+                return SpanExportResult.SUCCESS if taken else SpanExportResult.FAILURE
 
             def shutdown(self) -> None:
                 self._inner.shutdown()
@@ -259,7 +259,7 @@ def _bounded_session() -> Any:
     """Return a session of `requests` that reads MAX_ANSWER_BYTES of an answer at most."""
     import io
 
-    import requests  # type: ignore[import-untyped]
+    import requests
 
     class BoundedSession(requests.Session):
         def request(self, *args: Any, **options: Any) -> requests.Response:

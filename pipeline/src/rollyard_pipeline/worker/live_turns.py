@@ -35,6 +35,8 @@ class LiveTurnsToSend:
         found: list[LiveTurns] = []
         room = MAX_BYTES
         for item in held:
+            if room <= 0:
+                break
             lease = item.lease
             if lease.rollout not in self._sent or item.live is None or len(found) == MAX_ROLLOUTS:
                 continue

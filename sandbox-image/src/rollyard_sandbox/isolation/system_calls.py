@@ -178,7 +178,7 @@ class Calls:
             if name in ("execve", "execveat"):
                 if result >= 0:
                     return  # The kernel never returned to the list.
-                # Of the places where a program may be, the first that has one decides.
+                # The first of the places that has a program decides.
                 absent = -result in (errno.ENOENT, errno.ENOTDIR)
                 if failed is None or (not absent and failed[0] in (errno.ENOENT, errno.ENOTDIR)):
                     failed = (-result, purpose, name)
@@ -219,7 +219,7 @@ class _Table:
         return list(self.words[place * _WORDS + 1 : place * _WORDS + _RESULT])
 
 
-class Starter:
+class Launcher:
     """Starts processes that make a table of calls.
 
     Args:
@@ -320,9 +320,9 @@ def _stopped_children() -> list[int]:
 
 
 @cache
-def starter() -> Starter:
+def starter() -> Launcher:
     """Return what starts processes here. It is made once for a process and those that are forked from it."""
-    return Starter(_machine_code())
+    return Launcher(_machine_code())
 
 
 def _machine_code() -> Callable[[int, int], int] | None:

@@ -29,7 +29,7 @@ CLAIM = "grpo"
 RUN = "grpo-0"
 CHECKOUT = "/mnt/rollyard"
 PACKAGES = "/mnt/packages"
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.5
 PATIENCE_SECONDS = 240.0
 """The time for a step of the trainer, which takes some seconds on a machine with nothing else to do."""
 
@@ -83,6 +83,7 @@ class TrainerJob:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             assert self.step() < step, f"step {step} is over already"
+            self.ended()
             pod = self.pod()
             if pod is not None and self.step() == step - 1 and len(self.groups()) > len(self.ledger()):
                 return pod
@@ -117,6 +118,17 @@ class TrainerJob:
                 found[who] = all(one.get("readOnly", False) for one in mounts)
         return found
 
+    def ended(self) -> bool:
+        """Return whether the Job is complete.
+
+        Raises:
+            AssertionError: It failed.
+        """
+        status = self.release.cluster.get("job", NAME, self.release.jobs).get("status", {})
+        conditions = {one["type"] for one in status.get("conditions", []) if one["status"] == "True"}
+        assert not conditions & {"Failed", "FailureTarget"}, self.words()
+        return "Complete" in conditions
+
     def finish(self) -> None:
         """Wait until the Job is complete.
 
@@ -126,10 +138,7 @@ class TrainerJob:
         deadline = time.monotonic() + 2 * PATIENCE_SECONDS
         while time.monotonic() < deadline:
             self.pod()
-            status = self.release.cluster.get("job", NAME, self.release.jobs).get("status", {})
-            ended = {one["type"] for one in status.get("conditions", []) if one["status"] == "True"}
-            assert "Failed" not in ended, self.words()
-            if "Complete" in ended:
+            if self.ended():
                 return
             time.sleep(LOOK_SECONDS)
         raise AssertionError(f"the trainer does not end\n{self.words()}")

@@ -52,6 +52,7 @@ class Plane:
         self.cancelled: list[LeaseRef] = []
         self.lost: list[LeaseRef] = []
         self.orphans: list[str] = []
+        self.watched: list[str] = []
         self.beats: list[HeartbeatRequest] = []
         self.away = False
         self.over = False
@@ -97,7 +98,9 @@ class Plane:
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         self._check()
         self.beats.append(request)
-        return HeartbeatResponse(lost=self.lost, cancelled=self.cancelled, orphans=self.orphans)
+        return HeartbeatResponse(
+            lost=self.lost, cancelled=self.cancelled, orphans=self.orphans, watched=self.watched
+        )
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
         return await self._take(list(request.results))

@@ -119,7 +119,7 @@ class FleetFeed:
         """Yield server-sent events until the client leaves, beginning with the overview.
 
         Args:
-            only: The only job whose events are told, or None for all.
+            only: The only job whose events are sent, or None for all.
             closing: Returns whether the control plane is about to stop.
         """
         follower = _Follower(only)

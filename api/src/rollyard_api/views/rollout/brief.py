@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Final
 
 import sqlalchemy as sa
+from rollyard_crds.telemetry.identity import trace_id
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
@@ -25,11 +25,6 @@ _ROW = sa.select(
     rollouts.c.since,
     rollouts.c.timings,
 )
-
-
-def trace_id(rollout: str) -> str:
-    """Return the id of a rollout's trace: 32 hexadecimal digits, a hash of the rollout's id."""
-    return hashlib.sha256(f"trace\0{rollout}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def brief(

@@ -24,7 +24,7 @@ def difference(left: CompactRecord, right: CompactRecord) -> dict[str, Any]:
             position = _first(one.ids, other.ids, length)
             break
         if one.total != other.total:
-            # One ends where the other goes on, so no later segment can be compared.
+            # One of them is longer, so no later segment can be compared.
             break
     return {
         "segment": number,

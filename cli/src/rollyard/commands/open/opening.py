@@ -1,4 +1,4 @@
-"""The command `rollyard open`."""
+"""The link that `rollyard open` makes."""
 
 from __future__ import annotations
 

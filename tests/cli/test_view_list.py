@@ -1,0 +1,113 @@
+"""Lists of rollouts that the control plane sorts and searches, by the command line and the client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard.main import main
+from rollyard_client import Client, RolloutQuery
+from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
+
+MANIFEST = {
+    "apiVersion": "rollyard.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "tasks": {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]},
+        "handler": "shell",
+        "agent": {"type": "oracle"},
+    },
+}
+
+
+def _result(lease: dict[str, Any]) -> dict[str, Any]:
+    number = int(lease["task"]["id"][1:])
+    item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
+    if lease["stage"] == "run":
+        item["trajectory"] = {
+            "id": lease["rollout"],
+            "job": "job",
+            "task_id": lease["task"]["id"],
+            "group_id": lease["group_id"],
+            "sample_index": 0,
+            "messages": [{"role": "assistant", "content": f"animal number{number}"}],
+        }
+    return item | ({"reward": number / 10} if lease["stage"] == "eval" else {})
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedControlPlane]:
+    """Yield a control plane with an ended job: rewards 0, 0.1 and 0.2, and one failed rollout."""
+    folder: Path = tmp_path_factory.mktemp("plane")
+    with a_control_plane(folder, ready_seconds=170, end_seconds=60) as plane:
+        headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}
+        with httpx.Client(base_url=plane.url, headers=headers, timeout=60) as http:
+            assert http.post("/v1/rolloutjobs", json=MANIFEST).status_code == 201
+            ask = {"worker": "w", "node": "n", "capacity": {"init": 9, "run": 9, "eval": 9}}
+            while leases := http.post("/v1/leases", json=ask).json()["leases"]:
+                for lease in leases:
+                    if (lease["task"]["id"], lease["stage"]) == ("t3", "run"):
+                        failure = {key: lease[key] for key in ("rollout", "token", "stage")}
+                        failure |= {"reason": "TestBroken", "message": "it broke", "retryable": False}
+                        sent = http.post("/v1/leases/fail", json={"worker": "w", "failures": [failure]})
+                    else:
+                        results = {"worker": "w", "results": [_result(lease)]}
+                        sent = http.post("/v1/leases/complete", json=results)
+                    assert sent.status_code == 200, sent.text
+        yield plane
+
+
+@pytest.fixture
+def arguments(started: StartedControlPlane, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the options with which a command reaches the control plane, as a viewer."""
+    monkeypatch.setenv("ROLLYARD_TOKEN", started.tokens["viewer"])
+    return ["--url", started.url]
+
+
+def test_a_viewer_lists_rollouts_in_any_order(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", "job", "--list", "--sort", "-reward", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["ROLLOUT", "TASK", "SAMPLE"]
+    assert [line.split()[1] for line in lines[1:]] == ["t2", "t1", "t0", "t3"]
+    assert main(["view", "job", "--list", "--reason", "TestBroken", *arguments]) == 0
+    (_, line) = capsys.readouterr().out.splitlines()
+    assert "failed" in line
+    assert line.endswith("TestBroken")
+    assert main(["view", "job", "--list", "--min-reward", "0.05", "--max-reward", "0.15", *arguments]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_filters_belong_to_a_list(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lists = (["job", "--sort", "reward"], ["job", "r", "--list", "--task", "t0"], ["job", "--search", "x"])
+    for wrong in lists:
+        assert main(["view", *wrong, *arguments]) == 2
+        assert "give it with NAME and --list" in capsys.readouterr().err
+
+
+def test_the_client_searches_and_reads_statistics(started: StartedControlPlane) -> None:
+    with Client(started.url, started.tokens["viewer"]) as client:
+        found: list[str] = []
+        for _ in range(200):  # Records reach the store, and words with them, in about a second.
+            found = [row.task_id for row in client.rollout_rows("job", RolloutQuery(search="ANIMAL number1"))]
+            if found:
+                break
+        assert found == ["t1"]
+        assert len(list(client.rollout_rows("job"))) == 4
+        statistics = client.statistics("job")
+        assert statistics["rewards"]["n"] == 3
+        (failure,) = statistics["failures"]
+        assert (failure["reason"], failure["message"], failure["n"]) == ("TestBroken", "it broke", 1)
+        assert client.overview()["phases"]
+
+
+def test_describe_reads_failures_from_the_statistics(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", "job", *arguments]) == 0
+    assert "1 × TestBroken: it broke" in capsys.readouterr().out

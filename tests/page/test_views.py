@@ -230,6 +230,7 @@ def test_keys_lead_to_the_next_sample_and_back_up(
     expect(page.get_by_role("region", name="What Eval said")).to_be_visible()
     page.keyboard.press(key)
     expect(page).to_have_url(served.rollout(JOB, other) + "?tab=eval")
+    expect(page.get_by_role("main").locator("dd").filter(has_text=other)).to_be_visible()
     page.keyboard.press("u")
     expect(page).to_have_url(re.compile(r"/groups/[^/]+$"))
     page.keyboard.press("u")

@@ -63,9 +63,8 @@ def test_a_worker_leads_to_the_rollouts_that_it_holds(own_plane: Plane, look: Ca
         expect(node).to_contain_text("1 rollout")
         if node.get_attribute("aria-expanded") != "true":
             node.click()
-        table = page.get_by_role("region", name="Workers", exact=True)
-        table.get_by_role("button", name="node-of-puppets").click()
-        held = table.get_by_role("link", name=re.compile(r"task-0000 #\d"))
+        page.locator("button.disclosure").filter(has_text="node-of-puppets").click()
+        held = page.locator("ul.held").get_by_role("link", name=re.compile(r"task-0000 #\d"))
         expect(held).to_be_visible()
         held.click()
         expect(page).to_have_url(re.compile(re.escape(lease["rollout"])))

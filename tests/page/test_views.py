@@ -59,7 +59,8 @@ def test_the_overview_shows_jobs_pools_and_queues(live: Live, look: Callable[...
     row = _line(page, JOB)
     expect(row).to_contain_text("Succeeded")
     expect(row).to_contain_text(f"{TASKS * SAMPLES} of {TASKS * SAMPLES}")
-    backend = live.served.http().get("/v1/backendpools/default").json()["status"]["backends"][0]
+    with live.served.http() as http:
+        backend = http.get("/v1/backendpools/default").json()["status"]["backends"][0]
     expect(page.get_by_role("main")).to_contain_text(backend["url"].removeprefix("http://"))
     for stage in ("init", "run", "eval"):
         expect(page.get_by_role("main")).to_contain_text(re.compile(stage, re.IGNORECASE))
@@ -229,6 +230,7 @@ def test_keys_lead_to_the_next_sample_and_back_up(
     expect(page.get_by_role("region", name="What Eval said")).to_be_visible()
     page.keyboard.press(key)
     expect(page).to_have_url(served.rollout(JOB, other) + "?tab=eval")
+    expect(page.get_by_role("main").locator("dd").filter(has_text=other)).to_be_visible()
     page.keyboard.press("u")
     expect(page).to_have_url(re.compile(r"/groups/[^/]+$"))
     page.keyboard.press("u")

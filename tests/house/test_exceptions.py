@@ -19,8 +19,6 @@ EXEMPT = {
     "rollyard_pipeline.handlers.code.sandboxed.Unanswered",
     # Its errno and its filename say what failed, so it is handled like any other error of a start.
     "rollyard_sandbox.isolation.system_calls.CallFailed",
-    # The server takes it for the end of the connection, as it does any OSError of `send`.
-    "rollyard_api.browsers.door.SessionOver",
 }
 """The exceptions outside of the trees. A private one is in its tree like any other."""
 

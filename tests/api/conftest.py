@@ -58,7 +58,7 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
             return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=70)
 
         tokens = plane.tokens
-        roles = (tokens.admin, tokens.worker, tokens.driver, tokens.by_role["viewer"][0], None)
+        roles = (tokens.admin, tokens.worker, tokens.driver, tokens.by_role.get("viewer", ("",))[0], None)
         served = Served(plane, *map(client, roles))
         try:
             yield served

@@ -32,7 +32,7 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
     with start_api(tmp_path) as process:
         assert stat.S_IMODE((tmp_path / "tokens.json").stat().st_mode) == 0o600
         assert set(process.tokens) == {"admin", "worker", "driver", "metrics", "viewer"}
-        assert len(set(process.tokens.values())) == 4
+        assert len(set(process.tokens.values())) == 5
         async with _http(process, "worker") as http:
             waiting = asyncio.create_task(worker_of(http).lease(wait=60, init=1))
             await asyncio.sleep(0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from time import monotonic
@@ -33,7 +34,8 @@ def _launch_reason(error: Exception, program: str) -> str | None:
     """
     if refused(error):
         return "ConfinementFailed"
-    absent = isinstance(error, FileNotFoundError) and error.filename == program and "/" not in program
+    is_missing = isinstance(error, OSError) and error.errno == errno.ENOENT and error.filename == program
+    absent = is_missing and "/" not in program
     return "ProgramNotFound" if absent else None
 
 

@@ -151,7 +151,7 @@ class DriverClient(Connected):
 
     async def create_pool(self, pool: BackendPool) -> BackendPool:
         """Create a pool and return it. Creating the same pool twice has no further effect."""
-        return await self._transport.send(pools.create_pool(pool))
+        return await self._transport.send(pools.create_pool(pool, pool.metadata.namespace))
 
     async def delete_pool(self, namespace: str, name: str) -> None:
         """Remove a pool."""

@@ -110,8 +110,11 @@ class Client(ResultReader):
         self._transport.send(ready())
 
     def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
-        """Submit a RolloutJob and return it. Submitting the same job twice has no further effect."""
-        return self._transport.send(jobs.submit(manifest, SUBMIT_SECONDS))
+        """Submit a RolloutJob and return it, in the client's namespace if its manifest names none.
+
+        Submitting the same job twice has no further effect.
+        """
+        return self._transport.send(jobs.submit(manifest, self.namespace, SUBMIT_SECONDS))
 
     def upload(self, path: str | os.PathLike[str], namespace: str | None = None) -> str:
         """Upload a task file of any size and return its URL for `spec.tasks.url`.
@@ -289,7 +292,7 @@ class Client(ResultReader):
 
     def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
         """Create a BackendPool and return it. Creating the same pool twice has no further effect."""
-        return self._transport.send(pools.create_pool(manifest))
+        return self._transport.send(pools.create_pool(manifest, self.namespace))
 
     def pools(self, namespace: str | None = None) -> list[BackendPool]:
         """Return all pools of a namespace, or of all namespaces if none is given."""

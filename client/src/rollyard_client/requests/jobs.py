@@ -36,6 +36,17 @@ def document_of(manifest: Manifest) -> Mapping[str, Any]:
     return body
 
 
+def placed(manifest: Manifest, namespace: str) -> Mapping[str, Any]:
+    """Return the JSON form of a manifest, in `namespace` if it names none."""
+    document = document_of(manifest)
+    meta = document.get("metadata")
+    if not isinstance(meta, Mapping):
+        return document  # The server refuses it, and names the field.
+    if "namespace" in (meta if isinstance(manifest, Mapping) else manifest.metadata.model_fields_set):
+        return document
+    return {**document, "metadata": {**meta, "namespace": namespace}}
+
+
 def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
     """Return a manifest with the part of its metadata that the control plane keeps at a registration."""
     meta = manifest.metadata
@@ -45,12 +56,12 @@ def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
     return {**document_of(manifest), "metadata": kept.to_json()}
 
 
-def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[RolloutJob]:
-    """Return the call that submits a job.
+def submit(manifest: RolloutJob | Mapping[str, Any], namespace: str, timeout: float) -> Call[RolloutJob]:
+    """Return the call that submits a job, in `namespace` if its manifest names none.
 
     The server may take `timeout` seconds beyond the usual timeout to read a large task list.
     """
-    return Call("POST", JOBS, _job, body=encode(document_of(manifest)), wait=timeout)
+    return Call("POST", JOBS, _job, body=encode(placed(manifest, namespace)), wait=timeout)
 
 
 def jobs(

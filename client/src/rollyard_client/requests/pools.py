@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import rollyard_crds as crds
 
 from rollyard_client.call import Call, as_json, encode, nothing, segment
-from rollyard_client.requests.jobs import document_of, registered
+from rollyard_client.requests.jobs import placed, registered
 
 if TYPE_CHECKING:
     import httpx
@@ -22,9 +22,12 @@ def _pool(answer: httpx.Response) -> BackendPool:
     return crds.BackendPool.model_validate_json(answer.content)
 
 
-def create_pool(manifest: BackendPool | Mapping[str, Any]) -> Call[BackendPool]:
-    """Return the call that creates a pool. Creating the same pool twice has no further effect."""
-    return Call("POST", POOLS, _pool, body=encode(document_of(manifest)))
+def create_pool(manifest: BackendPool | Mapping[str, Any], namespace: str) -> Call[BackendPool]:
+    """Return the call that creates a pool, in `namespace` if its manifest names none.
+
+    Creating the same pool twice has no further effect.
+    """
+    return Call("POST", POOLS, _pool, body=encode(placed(manifest, namespace)))
 
 
 def pools(namespace: str | None) -> Call[list[BackendPool]]:

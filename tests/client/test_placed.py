@@ -7,6 +7,7 @@ from rollyard_client.requests.jobs import placed
 from rollyard_crds import RolloutJob
 
 SPEC = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
+NAMED = {"name": "a", "namespace": "default"}
 DOCUMENT = {"kind": "RolloutJob", "metadata": {"name": "a"}}
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
 _STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
+_CAP_AMBIENT, _RAISE, _SYS_ADMIN = 47, 2, 21  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN
 _EMPTY_PATH = 0x1000  # AT_EMPTY_PATH
 _STANDARD, _CHANNEL = (
     64,
@@ -186,6 +187,9 @@ class CommandNamespaces:
         call(self._libc, "unshare", _NEWPID)
         try:
             if not (starter().borrows and self._start_first()):
+                # A namespace whose first process has ended gets no other one.
+                self._join(self._own_pids, _NEWPID)
+                call(self._libc, "unshare", _NEWPID)
                 self._fork_first()
             self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
         finally:
@@ -207,6 +211,9 @@ class CommandNamespaces:
                 calls.ignore_signal(signal.SIGCHLD)  # With this the kernel reaps at once.
                 calls.add("dup3", high, _CHANNEL, 0)
                 calls.close_others((_CHANNEL,))
+                # A user other than root loses the right to mount when it executes a program, unless it is ambient.
+                calls.add("capset", *capability_sets(frozenset({_SYS_ADMIN}), inheritable=True))
+                calls.add("prctl", _CAP_AMBIENT, _RAISE, _SYS_ADMIN, 0, 0)
                 nothing = calls.texts([])
                 calls.add("execveat", opened[1], calls.text(""), calls.texts(["init"]), nothing, _EMPTY_PATH)
                 child = calls.start(watched=False)

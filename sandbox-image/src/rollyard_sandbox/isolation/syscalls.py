@@ -65,13 +65,18 @@ def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
 
 
 def capability_sets(
-    kept: frozenset[int],
+    kept: frozenset[int], *, inheritable: bool = False
 ) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
-    """Return the two arguments of capset(2) for the capabilities `kept`, with none inheritable."""
+    """Return the two arguments of capset(2) for the capabilities `kept`.
+
+    Args:
+        kept: The numbers of the capabilities, which are below 32.
+        inheritable: Whether they are inheritable, too. Otherwise none is.
+    """
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     # The effective, permitted and inheritable sets are given for the first 32, then for the others.
-    return header, (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
+    return header, (ctypes.c_uint32 * 6)(low, low, low if inheritable else 0, 0, 0, 0)
 
 
 MAX_TERMINALS = 64

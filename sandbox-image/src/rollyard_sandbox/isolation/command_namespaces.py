@@ -211,7 +211,7 @@ class CommandNamespaces:
                 calls.ignore_signal(signal.SIGCHLD)  # With this the kernel reaps at once.
                 calls.add("dup3", high, _CHANNEL, 0)
                 calls.close_others((_CHANNEL,))
-                # A user other than root loses the right to mount when it executes a program, unless it is ambient.
+                # A user other than root loses rights that are not ambient when it executes a program.
                 calls.add("capset", *capability_sets(frozenset({_SYS_ADMIN}), inheritable=True))
                 calls.add("prctl", _CAP_AMBIENT, _RAISE, _SYS_ADMIN, 0, 0)
                 nothing = calls.texts([])

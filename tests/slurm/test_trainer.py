@@ -49,8 +49,8 @@ def test_a_requeued_trainer_loses_no_rollout_and_uses_none_twice(
     bridge.start()
     checkpoints = shared / "run" / "checkpoints"
     submitted = slurm.run_as_user(
-        ["sbatch", "--parsable", "--partition=debug", "--cpus-per-task=1", str(SCRIPT), str(ROOT),
-         str(bridge.home), str(shared / "run"), *SIZE],
+        ["sbatch", "--parsable", "--partition=debug", "--time=15", "--cpus-per-task=1", str(SCRIPT),
+         str(ROOT), str(bridge.home), str(shared / "run"), *SIZE],
         cwd=shared, env={"TRAIN_PYTHON": str(python)},
     )  # fmt: skip
     number = int(submitted.stdout.strip().split(";")[0])

@@ -95,19 +95,9 @@ def rollout_rows(
 
 def statistics(name: str, namespace: str) -> Call[dict[str, Any]]:
     """Return the call that reads the statistics that the control plane keeps of a job."""
-
-    def parse(answer: httpx.Response) -> dict[str, Any]:
-        document: dict[str, Any] = as_json(answer)
-        return document
-
-    return Call("GET", f"{JOBS}/{segment(name)}/statistics", parse, query={"namespace": namespace})
+    return Call("GET", f"{JOBS}/{segment(name)}/statistics", as_json, query={"namespace": namespace})
 
 
 def overview() -> Call[dict[str, Any]]:
     """Return the call that reads the fleet at a glance."""
-
-    def parse(answer: httpx.Response) -> dict[str, Any]:
-        document: dict[str, Any] = as_json(answer)
-        return document
-
-    return Call("GET", "/v1/overview", parse)
+    return Call("GET", "/v1/overview", as_json)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import struct
 
+from rollyard_sandbox.isolation.system_calls import NUMBERS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +22,6 @@ if TYPE_CHECKING:
 _PAGE = 4096
 _CODE_AT, _CALLS_AT = 0x400000, 0x401000  # The addresses of the two pages.
 _WORDS = 8  # Each call has its number, six arguments, and the exit status if it fails.
-# The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
-_NUMBERS = {
-    "capset": 126, "chdir": 80, "close_range": 436, "mount": 165, "pause": 34, "prctl": 157, "recvfrom":
-    45, "setsid": 112, "unshare": 272, "write": 1,
-}  # fmt: skip
 _HEADER = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _EXECUTABLE, _X86_64, _LOAD, _READ, _WRITE, _EXECUTE = 2, 62, 1, 4, 2, 1
@@ -51,7 +48,7 @@ def program(calls: Sequence[Call]) -> bytes:
     data = bytearray()
     words: list[int] = []
     for place, (name, arguments) in enumerate([*calls, ("pause", ())], 1):
-        row = [_NUMBERS[name]]
+        row = [NUMBERS[name]]
         for argument in arguments:
             if isinstance(argument, bytes):
                 row.append(_CALLS_AT + table * _WORDS * 8 + len(data))

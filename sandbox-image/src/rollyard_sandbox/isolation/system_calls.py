@@ -36,10 +36,11 @@ _FORKED = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
 _LAST = 127  # The exit status of a child that executed nothing.
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
-_NUMBERS = {
+NUMBERS = {
     "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "execveat": 322,
-    "exit_group": 231, "fcntl": 72, "ioctl": 16, "prctl": 157, "rt_sigaction": 13, "rt_sigprocmask": 14,
-    "setns": 308, "setpriority": 141, "setsid": 112,
+    "exit_group": 231, "fcntl": 72, "ioctl": 16, "mount": 165, "pause": 34, "prctl": 157, "recvfrom": 45,
+    "rt_sigaction": 13, "rt_sigprocmask": 14, "setns": 308, "setpriority": 141, "setsid": 112, "unshare": 272,
+    "write": 1,
 }  # fmt: skip
 
 # long start(unsigned long clone_flags, uint64_t *calls) for x86_64. The child uses no stack and no libc.
@@ -201,7 +202,7 @@ class _Table:
         self.words = (ctypes.c_uint64 * (_WORDS * len(calls))).from_buffer(self._memory)
         for place, (name, *arguments) in enumerate(calls):
             at = place * _WORDS
-            self.words[at] = _NUMBERS[str(name)]
+            self.words[at] = NUMBERS[str(name)]
             for number, argument in enumerate(arguments, at + 1):
                 assert isinstance(argument, int)
                 self.words[number] = argument & 0xFFFFFFFFFFFFFFFF
@@ -331,7 +332,7 @@ def _machine_code() -> Callable[[int, int], int] | None:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     # Linux has close_range since 5.9 and its flag since 5.11. The range holds no descriptor.
-    if libc.syscall(_NUMBERS["close_range"], ctypes.c_uint(_ALL - 1), ctypes.c_uint(_ALL), _CLOSE_ON_EXEC):
+    if libc.syscall(NUMBERS["close_range"], ctypes.c_uint(_ALL - 1), ctypes.c_uint(_ALL), _CLOSE_ON_EXEC):
         return None
     try:
         memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -11,6 +11,7 @@ import os
 import shutil
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -488,3 +489,25 @@ async def test_a_program_that_floods_its_output_and_does_not_end_is_killed() -> 
         code, text = await run_program(flood, seconds=0.3, env={})
     assert code == 124
     assert text.endswith("no end within 0.3 s")
+
+
+async def test_a_start_that_is_cancelled_ends_what_the_program_has_started(tmp_path: Path) -> None:
+    """asyncio then kills the program alone, and waits for the end of its output, which its children hold."""
+    began = tmp_path / "began"
+    call = asyncio.create_task(
+        run_program(["/bin/sh", "-c", f"sleep 60 & echo $! > {began}; wait"], seconds=60, env={})
+    )
+    for _ in range(2):
+        await asyncio.sleep(0)
+    end = time.monotonic() + 30
+    while not began.exists() or not began.read_text().endswith("\n"):
+        assert time.monotonic() < end
+        time.sleep(0.01)  # The event loop must not see that the start is complete.
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(20):
+            await call
+    child = Path(f"/proc/{began.read_text().strip()}/stat")
+    while child.exists() and child.read_text().rpartition(") ")[2][0] != "Z":
+        assert time.monotonic() < end, "the program's child still runs"
+        time.sleep(0.01)

@@ -115,15 +115,24 @@ async def run_program(
     The output contains both streams. The program runs in its own session. On timeout (status 124) and on
     cancellation, that session's whole group is killed.
     """
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-        env=dict(env),
-        cwd=cwd,
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env=dict(env),
+            cwd=cwd,
+        )
     )
+    try:
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # A cancelled start kills the program alone, and then waits for those that it has started.
+        with contextlib.suppress(OSError):
+            await _end(await starting)
+        raise
     assert process.stdout is not None
     tail = b""
     try:
@@ -134,20 +143,26 @@ async def run_program(
     except TimeoutError:
         return 124, tail.decode(errors="replace") + f"\nno end within {seconds:g} s"
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            # asyncio sees the end of a process only after the end of its output, so the rest of that is read.
-            try:
-                async with asyncio.timeout(2):
-                    await process.communicate()
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                # A process that left the group may hold the output open, and nothing waits for that one.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(2):
-                        await process.communicate()
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a program that still runs, and all of its group, within four seconds."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    # asyncio sees the end of a process only after the end of its output, so the rest of that is read.
+    try:
+        async with asyncio.timeout(2):
+            await process.communicate()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # A process that left the group may hold the output open, and nothing waits for that one.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                await process.communicate()
 
 
 def program_env(folder: Path) -> dict[str, str]:

@@ -170,6 +170,26 @@ async def test_a_replacement_waits_until_the_program_is_started_again(folders: F
         await asyncio.gather(keeping, return_exceptions=True)
 
 
+async def test_what_follows_the_first_use_waits_until_the_program_is_started_again(folders: Folders) -> None:
+    made = ReadyProcesses(folders, [Program("ready_demo", second_after=3600.0)])
+    keeping = asyncio.create_task(made.keep())
+    try:
+        await until(lambda: len(waiting(folders)) == 1)
+        first = await made.start("ready_demo", "one", ["x"])
+        assert await first.wait(30)
+        await asyncio.sleep(0.5)  # Without the pause, one would be there.
+        assert waiting(folders) == []
+        second = await made.start("ready_demo", "two", ["x"])
+        await until(lambda: len(waiting(folders)) == 1)
+        third = await made.start("ready_demo", "three", ["x"])
+        await until(lambda: len(waiting(folders)) == 1)
+        assert await second.wait(30)
+        assert await third.wait(30)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) -> None:
     made = ReadyProcesses(folders, [Program("ready_demo", count=3)])
     keeping = asyncio.create_task(made.keep())

@@ -502,7 +502,7 @@ async def test_a_start_that_is_cancelled_ends_what_the_program_has_started(tmp_p
     end = time.monotonic() + 30
     while not began.exists() or not began.read_text().endswith("\n"):
         assert time.monotonic() < end
-        time.sleep(0.01)  # The event loop must not see that the start is complete.
+        time.sleep(0.01)  # noqa: ASYNC251 - The event loop must not see that the start is complete.
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         async with asyncio.timeout(20):
@@ -510,4 +510,4 @@ async def test_a_start_that_is_cancelled_ends_what_the_program_has_started(tmp_p
     child = Path(f"/proc/{began.read_text().strip()}/stat")
     while child.exists() and child.read_text().rpartition(") ")[2][0] != "Z":
         assert time.monotonic() < end, "the program's child still runs"
-        time.sleep(0.01)
+        await asyncio.sleep(0.01)

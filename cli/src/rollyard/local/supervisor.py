@@ -49,9 +49,10 @@ WORKER_IMPORTS = (
 ENGINE_IMPORTS = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
 PLANE_IMPORTS = ("uvloop", "httptools", "anyio.streams.tls")
-REPLACEMENTS_AFTER = 30.0
-"""The seconds after which a control plane and an engine stand ready, to replace one that dies."""
 """The modules that the control plane imports when it begins to serve."""
+REPLACEMENTS_AFTER = 30.0
+"""The seconds after which a control plane, an engine and a second worker stand ready. What has just begun
+needs the processor more. After one that dies sooner, the next one stands ready at once."""
 PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
 
 
@@ -144,7 +145,9 @@ def ready_programs(options: Options) -> tuple[Program, ...]:
     """
     if options.ready_workers == 0:
         return ()
-    worker = Program(WORKER, WORKER_IMPORTS, options.ready_workers, _known(options))
+    worker = Program(
+        WORKER, WORKER_IMPORTS, options.ready_workers, _known(options), second_after=REPLACEMENTS_AFTER
+    )
     plane = Program(CONTROL_PLANE, PLANE_IMPORTS, first_after=REPLACEMENTS_AFTER)
     if options.backend_url or options.engine != "embedded":
         return (worker, plane)

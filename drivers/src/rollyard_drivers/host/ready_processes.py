@@ -40,6 +40,8 @@ class Program:
     first_after: float = 0.0
     """The seconds before the first one is started, unless the program is started a second time before. A
     process that only replaces one that dies can wait until what has just begun needs the processor less."""
+    second_after: float = 0.0
+    """The same for the one that follows the first use."""
 
 
 @dataclass(slots=True)
@@ -114,8 +116,7 @@ class ReadyProcesses:
     async def _fill(self, pool: _Pool) -> None:
         program = pool.program
         options = ["--", *program.options] if program.options else []
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pool.repeated.wait(), program.first_after)
+        await _quiet(pool, program.first_after)
         while True:
             pool.changed.clear()
             ended = [child for child in pool.ready if child.exit_code is not None]
@@ -126,6 +127,8 @@ class ReadyProcesses:
                 continue
             if len(pool.ready) >= program.count:
                 await pool.changed.wait()
+                if pool.runs == 1:
+                    await _quiet(pool, program.second_after)
                 await asyncio.sleep(REFILL_SECONDS)
                 continue
             pool.started += 1
@@ -142,3 +145,9 @@ class ReadyProcesses:
                 await asyncio.sleep(_AGAIN.pause(pool.failures))
             else:
                 pool.ready.append(child)
+
+
+async def _quiet(pool: _Pool, seconds: float) -> None:
+    """Wait for a time, or until the program is started for the second time."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(pool.repeated.wait(), seconds)

@@ -87,6 +87,10 @@ class LeaseTable:
         found = (self._held.get((ref.rollout, ref.token)) for ref in refs)
         return [held for held in found if held is not None]
 
+    def any_working(self) -> bool:
+        """Return whether a lease is held whose outcome is not there yet."""
+        return any(not held.reporting for held in self._held.values())
+
     def unreported_sandboxes(self) -> set[str]:
         """Return the ids of the sandboxes that the control plane does not know.
 

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 BATCH = 8  # Outcomes per request: few enough to be answered while the next ones are collected.
 _SENDERS = 2  # One sender collects outcomes while the other waits for its answer.
+GATHER_SECONDS = 0.02
+"""How long an outcome waits for others while there is other work, in seconds. A request costs both sides
+about as much processor time as the outcome itself, and a stage takes much longer than this."""
 
 Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 """A function that is called with the lease and the control plane's answer for each outcome."""
@@ -41,12 +44,17 @@ class Outbox:
         control: The control plane.
         worker: The name of this worker.
         reported: Called when the control plane has answered for an outcome.
+        more: Returns whether more outcomes are to be expected, so that the first one waits for them.
     """
 
-    def __init__(self, control: LeaseCalls, worker: str, reported: Reported) -> None:
+    def __init__(
+        self, control: LeaseCalls, worker: str, reported: Reported, more: Callable[[], bool] = lambda: False
+    ) -> None:
         self._control = control
         self._worker = worker
         self._reported = reported
+        self._more = more
+        self._collecting = asyncio.Lock()
         self._items: deque[Item] = deque()
         self._ready = asyncio.Event()
 
@@ -67,10 +75,12 @@ class Outbox:
 
     async def _send(self) -> None:
         while True:
-            await self._ready.wait()
-            batch = self._take()
-            if batch:
-                await self._deliver(batch)
+            async with self._collecting:
+                await self._ready.wait()
+                if len(self._items) < BATCH and self._more():
+                    await asyncio.sleep(GATHER_SECONDS)
+                batch = self._take()
+            await self._deliver(batch)
 
     def _take(self) -> list[Item]:
         """Return up to BATCH outcomes of one kind, in the order of arrival."""

@@ -16,6 +16,9 @@ from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 20.0
+GATHER_SECONDS = 0.015
+"""How long a free place waits for others while there is other work in this stage, in seconds. One request
+then leases for all of them."""
 _ROOM_CHECK = 1.0  # The time between two checks for room that another process may have made, in seconds.
 
 
@@ -101,6 +104,8 @@ class StagePool:
 
     async def _free(self) -> int:
         while True:
+            if self._busy > 0:
+                await asyncio.sleep(GATHER_SECONDS)
             self._freed.clear()
             free = min(self.places - self._busy, MAX_BATCH)
             if free > 0 and self._room is not None:

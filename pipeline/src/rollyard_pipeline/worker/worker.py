@@ -120,7 +120,7 @@ class Worker:
             egress=options.egress,
         )
         self._images = ImagesAhead(control, provider)
-        self._outbox = Outbox(control, options.worker, self._reported)
+        self._outbox = Outbox(control, options.worker, self._reported, self._table.any_working)
         self._heartbeat = Heartbeat(
             control,
             self._table,

@@ -1,0 +1,76 @@
+"""Outcomes that end at about the same time are reported with one request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rollyard_crds.lease import CompleteRequest, OutcomeResponse, StageResult
+from rollyard_pipeline.worker.outbox import BATCH, Outbox
+
+
+class Control:
+    """A control plane that accepts every result and counts the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[list[str]] = []
+
+    async def complete(self, request: CompleteRequest) -> OutcomeResponse:
+        rollouts = [result.rollout for result in request.results]
+        self.requests.append(rollouts)
+        return OutcomeResponse.model_validate(
+            {"outcomes": [{"rollout": rollout, "outcome": "accepted"} for rollout in rollouts]}
+        )
+
+
+class Held:
+    """What the outbox knows of a lease."""
+
+    reporting = False
+
+    def __init__(self, rollout: str) -> None:
+        self.lease = type("Lease", (), {"rollout": rollout})
+
+
+async def reported(number: int, *, more: bool) -> list[list[str]]:
+    """Report this many outcomes, one a turn of the event loop, and return the rollouts of each request."""
+    control, answered = Control(), asyncio.Semaphore(0)
+
+    async def done(held: Any, outcome: str) -> None:
+        assert outcome == "accepted"
+        answered.release()
+
+    outbox = Outbox(control, "w", done, lambda: more)  # type: ignore[arg-type]
+    running = asyncio.create_task(outbox.run())
+    try:
+        for index in range(number):
+            held: Any = Held(f"r{index}")
+            outbox.put(held, StageResult(rollout=f"r{index}", token=1, stage="run"))
+            assert held.reporting
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            for _ in range(number):
+                await answered.acquire()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [rollout for request in control.requests for rollout in request] == [
+        f"r{index}" for index in range(number)
+    ]
+    return control.requests
+
+
+@pytest.mark.parametrize("number", [1, 5, BATCH])
+async def test_outcomes_wait_for_others_while_there_is_other_work(number: int) -> None:
+    assert len(await reported(number, more=True)) == 1
+
+
+async def test_the_last_outcome_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard_pipeline.worker.outbox.GATHER_SECONDS", 3600.0)
+    assert await reported(1, more=False) == [["r0"]]
+
+
+async def test_a_request_holds_no_more_than_a_batch() -> None:
+    requests = await reported(3 * BATCH, more=True)
+    assert max(map(len, requests)) == BATCH

@@ -469,9 +469,10 @@ async def test_an_external_servers_label(
     first = await check()
     assert (first["ready"], first["policyVersion"], first["weights"]) == (True, "default", "Current")
     assert server.completions == 1, "ready only after a first request"
+    # The label comes first, because the control plane checks by itself, too, and must not find the old one.
+    server.label = "unverified:v2"
     await _set(served, pools, policy_version="v1", policy_index=1)
     await _set(served, backends, policy_version="v1", policy_index=1)
-    server.label = "unverified:v2"
     other = await check()
     assert (other["ready"], other["policyVersion"]) == (True, "v1"), other["message"]
     server.label = "v1"

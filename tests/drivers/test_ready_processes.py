@@ -190,6 +190,27 @@ async def test_what_follows_the_first_use_waits_until_the_program_is_started_aga
         await asyncio.gather(keeping, return_exceptions=True)
 
 
+async def test_the_pause_after_the_first_use_delays_no_replacement_of_one_that_dies(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready_processes, "_AGAIN", ready_processes.Backoff(first=0.05, longest=0.05))
+    made = ReadyProcesses(folders, [Program("ready_demo", count=2)])
+    keeping = asyncio.create_task(made.keep())
+    (pool,) = made._pools.values()
+    try:
+        await until(lambda: len(pool.ready) == 2)
+        first = await made.start("ready_demo", "one", ["x"])
+        assert await first.wait(30)
+        await until(lambda: len(pool.ready) == 2)
+        monkeypatch.setattr(ready_processes, "_quiet", lambda pool, seconds: asyncio.sleep(3600))
+        killed = pool.ready[0]
+        killed.kill_group()
+        await until(lambda: killed not in pool.ready and len(pool.ready) == 2)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) -> None:
     made = ReadyProcesses(folders, [Program("ready_demo", count=3)])
     keeping = asyncio.create_task(made.keep())

@@ -119,15 +119,14 @@ class ReadyProcesses:
         await _quiet(pool, program.first_after)
         while True:
             pool.changed.clear()
-            ended = [child for child in pool.ready if child.exit_code is not None]
-            pool.ready = [child for child in pool.ready if child.exit_code is None]
-            if ended:
+            if _ended(pool):
+                pool.ready = [child for child in pool.ready if child.exit_code is None]
                 pool.failures += 1
                 await asyncio.sleep(_AGAIN.pause(pool.failures))
                 continue
             if len(pool.ready) >= program.count:
                 await pool.changed.wait()
-                if pool.runs == 1:
+                if pool.runs == 1 and not _ended(pool):
                     await _quiet(pool, program.second_after)
                 await asyncio.sleep(REFILL_SECONDS)
                 continue
@@ -145,6 +144,11 @@ class ReadyProcesses:
                 await asyncio.sleep(_AGAIN.pause(pool.failures))
             else:
                 pool.ready.append(child)
+
+
+def _ended(pool: _Pool) -> bool:
+    """Return whether a ready process has ended although nobody used it."""
+    return any(child.exit_code is not None for child in pool.ready)
 
 
 async def _quiet(pool: _Pool, seconds: float) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollyard_bench.processes import ProgramFailed, program
@@ -81,8 +82,38 @@ def _kind(words: str) -> str:
     return next((kind for name, kind in _KINDS if name in words), "commands")
 
 
+async def quickstart(tasks: int, samples: int, environment: Mapping[str, str] | None = None) -> Counter[str]:
+    """Run the quickstart of this checkout, and return the processor time of its processes, in seconds.
+
+    Args:
+        environment: The variables of the command; by default those of this process.
+
+    Raises:
+        ProgramFailed: It failed, or has not ended every rollout.
+    """
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "rollyard", "quickstart", "--out", str(folder / "out")]
+        command += ["--tasks", str(tasks), "--samples", str(samples)]
+        async with (
+            asyncio.timeout(RUN_SECONDS),
+            program(command, folder / "quickstart.log", environment) as running,
+        ):
+            tree = Tree(running.process.pid)
+            ended = asyncio.ensure_future(running.process.wait())
+            while not ended.done():
+                tree.look()
+                await asyncio.wait({ended}, timeout=LOOK_SECONDS)
+            if running.process.returncode != 0:
+                raise ProgramFailed(f"the quickstart failed: {running.tail()}")
+        done = json.loads((folder / "out" / "summary.json").read_text())
+    if done["rollouts"] != tasks * samples:
+        raise ProgramFailed(f"the quickstart has {done['rollouts']} of {tasks * samples} rollouts")
+    return tree.totals()
+
+
 async def measure(settings: Settings) -> list[Measurement]:
-    """Run the quickstart of this checkout several times, and return the run with the median."""
+    """Run the quickstart several times, and return the run with the median."""
     tasks, samples = (32, 8) if settings.quick else (64, 8)
     runs = [await _run(tasks, samples) for _ in range(1 if settings.quick else RUNS)]
     totals = [sum(each[kind] for kind in OWN) for _, each in runs]
@@ -100,24 +131,10 @@ async def measure(settings: Settings) -> list[Measurement]:
 
 async def _run(tasks: int, samples: int) -> tuple[float, dict[str, float]]:
     """Run the quickstart; return its seconds, and the milliseconds of a rollout in each kind of process."""
-    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "rollyard", "quickstart", "--out", str(folder / "out")]
-        command += ["--tasks", str(tasks), "--samples", str(samples)]
-        begin = time.perf_counter()
-        async with asyncio.timeout(RUN_SECONDS), program(command, folder / "quickstart.log") as running:
-            tree = Tree(running.process.pid)
-            ended = asyncio.ensure_future(running.process.wait())
-            while not ended.done():
-                tree.look()
-                await asyncio.wait({ended}, timeout=LOOK_SECONDS)
-            if running.process.returncode != 0:
-                raise ProgramFailed(f"the quickstart failed: {running.tail()}")
-        seconds = time.perf_counter() - begin
-        done = json.loads((folder / "out" / "summary.json").read_text())
-    rollouts = tasks * samples
-    each = {kind: total * 1e3 / rollouts for kind, total in tree.totals().items()}
-    missing = [kind for kind in OWN if kind not in each]
+    begin = time.perf_counter()
+    totals = await quickstart(tasks, samples)
+    seconds = time.perf_counter() - begin
+    missing = [kind for kind in OWN if kind not in totals]
     if missing:
-        raise ProgramFailed(f"no process of these kinds was seen: {', '.join(missing)}; {sorted(done)}")
-    return seconds, each
+        raise ProgramFailed(f"no process of these kinds was seen: {', '.join(missing)}")
+    return seconds, {kind: total * 1e3 / (tasks * samples) for kind, total in totals.items()}

@@ -6,22 +6,17 @@ what it gets.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, Final
 
-from rollyard_bench.own_cpu import LOOK_SECONDS, RUN_SECONDS, Tree
-from rollyard_bench.processes import ProgramFailed, program
+from rollyard_bench.own_cpu import quickstart
+from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
@@ -71,25 +66,7 @@ async def _seconds(tasks: int, samples: int, endpoint: str) -> Counter[str]:
     """Run the quickstart, and return the processor time of its processes by kind, in seconds."""
     # An empty value keeps a variable of this environment from applying.
     environment = {**os.environ, **dict.fromkeys(_VARIABLES, ""), _VARIABLES[0]: endpoint}
-    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "rollyard", "quickstart", "--out", str(folder / "out")]
-        command += ["--tasks", str(tasks), "--samples", str(samples)]
-        async with (
-            asyncio.timeout(RUN_SECONDS),
-            program(command, folder / "quickstart.log", environment) as running,
-        ):
-            tree = Tree(running.process.pid)
-            ended = asyncio.ensure_future(running.process.wait())
-            while not ended.done():
-                tree.look()
-                await asyncio.wait({ended}, timeout=LOOK_SECONDS)
-            if running.process.returncode != 0:
-                raise ProgramFailed(f"the quickstart failed: {running.tail()}")
-        done = json.loads((folder / "out" / "summary.json").read_text())
-    if done["rollouts"] != tasks * samples:
-        raise ProgramFailed(f"the quickstart has {done['rollouts']} of {tasks * samples} rollouts")
-    return tree.totals()
+    return await quickstart(tasks, samples, environment)
 
 
 async def measure(settings: Settings) -> list[Measurement]:

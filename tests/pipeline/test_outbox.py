@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from rollyard_crds.lease import CompleteRequest, OutcomeResponse, StageResult
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.worker.outbox import BATCH, Outbox
+from rollyard_testing.pipeline.workerlab import Plane, lease, spec
 
 
-class Control:
-    """A control plane that accepts every result and counts the requests."""
+class Counted(Plane):
+    """A control plane that keeps the rollouts of each request."""
 
     def __init__(self) -> None:
+        super().__init__(spec())
         self.requests: list[list[str]] = []
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
-        rollouts = [result.rollout for result in request.results]
-        self.requests.append(rollouts)
-        return OutcomeResponse.model_validate(
-            {"outcomes": [{"rollout": rollout, "outcome": "accepted"} for rollout in rollouts]}
-        )
-
-
-class Held:
-    """What the outbox knows of a lease."""
-
-    reporting = False
-
-    def __init__(self, rollout: str) -> None:
-        self.lease = type("Lease", (), {"rollout": rollout})
+        self.requests.append([result.rollout for result in request.results])
+        return await super().complete(request)
 
 
 async def reported(number: int, *, more: bool) -> list[list[str]]:
     """Report this many outcomes, one a turn of the event loop, and return the rollouts of each request."""
-    control, answered = Control(), asyncio.Semaphore(0)
+    control, answered = Counted(), asyncio.Semaphore(0)
 
-    async def done(held: Any, outcome: str) -> None:
+    async def done(held: HeldLease, outcome: str) -> None:
         assert outcome == "accepted"
         answered.release()
 
-    outbox = Outbox(control, "w", done, lambda: more)  # type: ignore[arg-type]
+    outbox = Outbox(control, "w", done, lambda: more)
     running = asyncio.create_task(outbox.run())
     try:
         for index in range(number):
-            held: Any = Held(f"r{index}")
+            held = HeldLease(lease(index, "run"))
             outbox.put(held, StageResult(rollout=f"r{index}", token=1, stage="run"))
             assert held.reporting
             await asyncio.sleep(0)

@@ -48,7 +48,7 @@ class Outbox:
     """
 
     def __init__(
-        self, control: LeaseCalls, worker: str, reported: Reported, more: Callable[[], bool] = lambda: False
+        self, control: LeaseCalls, worker: str, reported: Reported, more: Callable[[], bool]
     ) -> None:
         self._control = control
         self._worker = worker

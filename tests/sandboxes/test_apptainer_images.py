@@ -11,7 +11,6 @@ import os
 import shutil
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +21,7 @@ import pytest
 from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
 from rollyard_pipeline.sandboxes.apptainer.image_cache import BUILDS_AT_ONCE, ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
-from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram, run_program
+from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
@@ -473,41 +472,3 @@ def test_cache_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirUnusable, match=r"--image-cache .*file/cache cannot be used"):
         ImageCache(tmp_path / "file" / "cache").prepare()
-
-
-async def test_programs_that_hang_are_ended(tmp_path: Path) -> None:
-    code, text = await run_program(["/bin/sh", "-c", "echo early; sleep 60"], seconds=0.3, env={})
-    assert code == 124
-    assert text.startswith("early\n")
-    assert "no end within 0.3 s" in text
-
-
-async def test_a_program_that_floods_its_output_and_does_not_end_is_killed() -> None:
-    """asyncio reads no output while its buffer is full, and sees the end of a process only after it."""
-    flood = ["/bin/sh", "-c", "trap '' TERM; exec yes"]
-    async with asyncio.timeout(30):
-        code, text = await run_program(flood, seconds=0.3, env={})
-    assert code == 124
-    assert text.endswith("no end within 0.3 s")
-
-
-async def test_a_start_that_is_cancelled_ends_what_the_program_has_started(tmp_path: Path) -> None:
-    """asyncio then kills the program alone, and waits for the end of its output, which its children hold."""
-    began = tmp_path / "began"
-    call = asyncio.create_task(
-        run_program(["/bin/sh", "-c", f"sleep 60 & echo $! > {began}; wait"], seconds=60, env={})
-    )
-    for _ in range(2):
-        await asyncio.sleep(0)
-    end = time.monotonic() + 30
-    while not began.exists() or not began.read_text().endswith("\n"):
-        assert time.monotonic() < end
-        time.sleep(0.01)  # noqa: ASYNC251 - The event loop must not see that the start is complete.
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        async with asyncio.timeout(20):
-            await call
-    child = Path(f"/proc/{began.read_text().strip()}/stat")
-    while child.exists() and child.read_text().rpartition(") ")[2][0] != "Z":
-        assert time.monotonic() < end, "the program's child still runs"
-        await asyncio.sleep(0.01)

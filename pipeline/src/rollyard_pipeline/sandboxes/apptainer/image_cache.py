@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Final
 
 from rollyard_pipeline.sandboxes.apptainer.images import Image
-from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram, run_program
+from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
 from rollyard_pipeline.sandboxes.apptainer.shared_lock import STALE_SECONDS, shared_lock
 from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, RunDirUnusable, SandboxStartFailed
+from rollyard_pipeline.sandboxes.host.programs import run_program
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 
 log = logging.getLogger(__name__)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from rollyard_pipeline.sandboxes.errors import ApptainerMissing
+from rollyard_pipeline.sandboxes.host.programs import run_program
 
 INSTALL_HINT: Final = (
     "ask the administrator for Apptainer 1.1 or newer (an unprivileged installation is enough: "
@@ -26,7 +24,6 @@ _ANSWER: Final = re.compile(
 )
 _OLDEST: Final = {"apptainer": (1, 1), "singularity-ce": (3, 11)}
 _OCI_SINCE: Final = (4, 0)
-_OUTPUT_BYTES: Final = 256 << 10
 FUSE: Final = Path("/dev/fuse")
 
 
@@ -105,64 +102,6 @@ async def userns_problem() -> str | None:
     code += "sys.exit(os.strerror(ctypes.get_errno()) if l.unshare(0x10000000 | 0x20000 | 0x20000000) else 0)"
     status, text = await run_program([sys.executable, "-I", "-S", "-c", code], seconds=20, env={})
     return None if status == 0 else text.strip() or f"exit status {status}"
-
-
-async def run_program(
-    argv: Sequence[str], *, seconds: float, env: Mapping[str, str], cwd: Path = Path("/")
-) -> tuple[int, str]:
-    """Run a program for at most `seconds`, and return its exit status and its output.
-
-    The output contains both streams. The program runs in its own session. On timeout (status 124) and on
-    cancellation, that session's whole group is killed.
-    """
-    starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env=dict(env),
-            cwd=cwd,
-        )
-    )
-    try:
-        process = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        # A cancelled start kills the program alone, and then waits for those that it has started.
-        with contextlib.suppress(OSError):
-            await _end(await starting)
-        raise
-    assert process.stdout is not None
-    tail = b""
-    try:
-        async with asyncio.timeout(seconds):
-            while chunk := await process.stdout.read(1 << 16):
-                tail = (tail + chunk)[-_OUTPUT_BYTES:]
-            return await process.wait(), tail.decode(errors="replace")
-    except TimeoutError:
-        return 124, tail.decode(errors="replace") + f"\nno end within {seconds:g} s"
-    finally:
-        await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a program that still runs, and all of its group, within four seconds."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    # asyncio sees the end of a process only after the end of its output, so the rest of that is read.
-    try:
-        async with asyncio.timeout(2):
-            await process.communicate()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # A process that left the group may hold the output open, and nothing waits for that one.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2):
-                await process.communicate()
 
 
 def program_env(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from rollyard_pipeline.sandboxes.errors import (
 )
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_and_wait
+from rollyard_pipeline.sandboxes.host.programs import run_program
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import (
@@ -144,21 +145,7 @@ def forbidden_text(answer: str, sysctl: Path = Path("/proc/sys")) -> str:
 
 
 async def _run(*argv: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(10):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        output, _ = await process.communicate()
-        return 1, "no answer within 10 s"
-    return process.returncode or 0, output.decode(errors="replace")
+    return await run_program(argv, seconds=10, env=os.environ, cwd=Path())
 
 
 class BubblewrapStarter:

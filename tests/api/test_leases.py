@@ -262,6 +262,8 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
                                                     reward_reason="TestTimeout"))[0]  # fmt: skip
     for reason in ("test timeout", "x" * 200, 7):
         assert "one CamelCase word" in (await _refused(served, worker, lease, reward_reason=reason))[0]
+    for output in ("x" * 4097, 7, ["x"]):
+        assert "at most 4096 characters" in (await _refused(served, worker, lease, reward_output=output))[0]
     assert await worker.complete(worker.result(lease, reward=-1e6)) == ["accepted"]
 
 
@@ -273,10 +275,13 @@ async def test_the_reason_of_a_reward_reaches_the_record(
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
     runs = [worker.result(lease) for lease in await worker.lease(run=8)]
     for run in runs:
-        run["trajectory"]["reward_reason"] = "ByRun"  # Run may not set this.
+        run["trajectory"]["reward_reason"] = "ByRun"  # Run may not set these.
+        run["trajectory"]["reward_output"] = "by Run"
     await worker.complete(*runs)
     first, *rest = await worker.lease(eval=8)
-    results = [worker.result(first, reward=0.0, reward_reason="SandboxSabotaged")]
+    results = [
+        worker.result(first, reward=0.0, reward_reason="SandboxSabotaged", reward_output="a locked folder")
+    ]
     await worker.complete(*results, *[worker.result(lease) for lease in rest])
     path = "/v1/rolloutjobs/job/trajectories"
     records = [json.loads(line) for line in (await served.admin.get(path)).text.splitlines()]
@@ -284,6 +289,8 @@ async def test_the_reason_of_a_reward_reaches_the_record(
     assert by_id[first["rollout"]]["reward_reason"] == "SandboxSabotaged"
     # The field is left out where it says nothing, because older clients refuse a field that they do not know.
     assert [record.get("reward_reason") for record in records].count(None) == len(rest)
+    assert by_id[first["rollout"]]["reward_output"] == "a locked folder"
+    assert [record.get("reward_output") for record in records].count(None) == len(rest)
     answer = await served.admin.get(path, headers={"Accept": "application/vnd.apache.parquet"})
     table = pyarrow.parquet.read_table(io.BytesIO(answer.content)).to_pylist()
     assert sorted(row["reward_reason"] for row in table) == [""] * len(rest) + ["SandboxSabotaged"]

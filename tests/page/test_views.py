@@ -210,6 +210,11 @@ def test_a_trajectory_shows_its_timeline_its_evaluation_and_its_record(
     page.get_by_role("tab", name="Eval").click()
     verdict = page.get_by_role("region", name="What Eval said")
     expect(verdict).to_contain_text(re.compile(rf"reward\s+{record['reward']:g}"))
+    saw = page.get_by_role("region", name="What Eval saw and kept")
+    if record.get("reward_output"):
+        expect(saw).to_contain_text(record["reward_output"].splitlines()[-1])
+    else:
+        expect(saw).to_contain_text("The evaluation printed nothing.")
     page.get_by_role("tab", name="Raw").click()
     expect(page.get_by_label("The record as JSON")).to_contain_text(f'"id": "{record["id"]}"')
     with page.expect_download() as started:

@@ -50,9 +50,10 @@ def _completed(request: CompleteRequest) -> bytes:
     """Return the body without fields that older control planes lack and that have no value here."""
     silent: dict[int, dict[str, Any]] = {}
     for place, result in enumerate(request.results):
-        silent[place] = {"trajectory": {"reward_reason", "attempts", "attempts_dropped"}}
-        if not result.reward_reason:
-            silent[place]["reward_reason"] = True
+        silent[place] = {"trajectory": {"reward_reason", "reward_output", "attempts", "attempts_dropped"}}
+        for name in ("reward_reason", "reward_output"):
+            if not getattr(result, name):
+                silent[place][name] = True
     return request.model_dump_json(exclude={"results": silent}).encode()
 
 

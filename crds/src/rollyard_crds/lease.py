@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Record, RewardReason, Trajectory
+from rollyard_crds.trajectory import MAX_REWARD_OUTPUT, Record, RewardReason, Trajectory
 
 MAX_BATCH = 64
 MAX_LIVE_TURNS = 64
@@ -191,6 +191,8 @@ class StageResult(Record):
     reward_components: dict[str, float] = Field(default_factory=dict)
     reward_reason: RewardReason = ""
     """It is empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
+    reward_output: Annotated[str, Field(max_length=MAX_REWARD_OUTPUT)] = ""
+    """The end of what the evaluation printed; see `Trajectory.reward_output`."""
     stats: RunStats = Field(default_factory=RunStats)
     times: StageTimes = Field(default_factory=StageTimes)
 

@@ -20,6 +20,8 @@ TrajectoryStatus = Literal["succeeded", "failed", "cancelled"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "replayed"]
 RewardReason = Annotated[str, Field(max_length=128, pattern=r"^([A-Z][A-Za-z0-9]*)?$")]
 """CamelCase; empty where the evaluation simply decided."""
+MAX_REWARD_OUTPUT: Final = 4096
+"""The largest number of characters of what an evaluation printed. Earlier ones are left out."""
 MAX_ATTEMPTS: Final = 16
 """The number of attempts that a trajectory lists. It counts further ones."""
 MAX_ATTEMPT_MESSAGE: Final = 512
@@ -168,6 +170,9 @@ class Trajectory(Record):
     reward_reason: RewardReason = ""
     """Why the reward is what it is, where the evaluation could not simply decide: `SandboxSabotaged`,
     `TestTimeout`, … (CamelCase)."""
+    reward_output: Annotated[str, Field(max_length=MAX_REWARD_OUTPUT)] = ""
+    """The end of what the evaluation printed, or what it compared, for people. The policy's program may have
+    written it."""
     segments: list[Segment] = Field(default_factory=list)
     messages: list[Message] = Field(default_factory=list)
     turns: list[Turn] = Field(default_factory=list)

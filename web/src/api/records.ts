@@ -19,6 +19,7 @@ export function filledBrief(answer: Partial<Brief>): Brief {
     reward: null,
     reward_components: {},
     reward_reason: "",
+    reward_output: "",
     sampling: null,
     attempts: [],
     attempts_dropped: 0,

@@ -265,6 +265,8 @@ export interface Brief {
   reward: number | null;
   reward_components: Record<string, number>;
   reward_reason: string;
+  /** The end of what the evaluation printed. The policy's program may have written it. */
+  reward_output: string;
   sampling: Record<string, unknown> | null;
   timings: Timings;
   attempts: Attempt[];

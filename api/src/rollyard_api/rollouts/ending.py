@@ -34,6 +34,7 @@ class Ending:
     reward: float | None = None
     components: bytes | None = None
     reward_reason: str | None = None
+    reward_output: str | None = None
     reason: str | None = None
     message: str | None = None
     timings: str = "{}"
@@ -66,6 +67,7 @@ _END = (
         reward=bindparam("b_reward"),
         components=bindparam("b_components"),
         reward_reason=bindparam("b_reward_reason"),
+        reward_output=bindparam("b_reward_output"),
         reason=bindparam("b_reason"),
         message=bindparam("b_message"),
         timings=bindparam("b_timings"),
@@ -152,6 +154,7 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
                 "b_reward": e.reward,
                 "b_components": e.components,
                 "b_reward_reason": e.reward_reason,
+                "b_reward_output": e.reward_output,
                 "b_reason": e.reason,
                 "b_message": e.message,
                 "b_timings": e.timings,

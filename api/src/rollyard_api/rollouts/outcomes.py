@@ -182,6 +182,7 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
                 reward=float(item["reward"]),
                 components=None if components is None else dumps(components),
                 reward_reason=item.get("reward_reason") or None,
+                reward_output=item.get("reward_output") or None,
                 timings=timings,
                 settled=settled,
             )

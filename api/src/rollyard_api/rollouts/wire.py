@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from rollyard_crds.lease import MAX_BATCH, RunStats, SandboxHandle, StageFailure, StageTimes
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.trajectory import MAX_REWARD, Trajectory
+from rollyard_crds.trajectory import MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
 
 from rollyard_api.core.codec import check_plain, dumps, pack
 from rollyard_api.core.problems import Invalid
@@ -36,6 +36,7 @@ _RESULT_FIELDS = frozenset(
         "reward",
         "reward_components",
         "reward_reason",
+        "reward_output",
         "stats",
         "times",
     }
@@ -129,7 +130,7 @@ def _result_problems(item: Any, name: str) -> list[str]:
     else:
         problems += [
             f"{name}.{field}: only the Eval stage gives one"
-            for field in ("reward", "reward_reason")
+            for field in ("reward", "reward_reason", "reward_output")
             if item.get(field) not in (None, "")
         ]
     return problems
@@ -154,6 +155,9 @@ def _reward_problems(item: dict[str, Any], name: str) -> list[str]:
             f"{name}.reward_reason: must be one CamelCase word of at most 128 characters, or empty "
             f"(got {_shown(reason)})"
         )
+    output = item.get("reward_output")
+    if output is not None and not (isinstance(output, str) and len(output) <= MAX_REWARD_OUTPUT):
+        problems.append(f"{name}.reward_output: must be a text of at most {MAX_REWARD_OUTPUT} characters")
     return problems
 
 

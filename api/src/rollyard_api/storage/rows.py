@@ -193,6 +193,7 @@ class EndedRollout:
     reward: float | None
     components: bytes | None
     reward_reason: str | None
+    reward_output: str | None
     reason: str | None
     message: str | None
     end_seq: int

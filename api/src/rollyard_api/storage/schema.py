@@ -151,6 +151,7 @@ rollouts = sa.Table(
     sa.Column("reward", sa.Double),
     sa.Column("components", sa.LargeBinary),
     sa.Column("reward_reason", sa.String(128)),
+    sa.Column("reward_output", sa.Text),
     sa.Column("reason", sa.String(128)),
     sa.Column("message", sa.Text),
     # The place in the order in which the job's rollouts ended, which is the cursor of its trajectories.

@@ -48,7 +48,12 @@ BUILD_SECONDS = 60.0
 _PLACE = (
     sa.update(rollouts)
     .where(rollouts.c.id == bindparam("b_id"), rollouts.c.pending.is_not(None))
-    .values(pending=None, part_offset=bindparam("b_offset"), part_length=bindparam("b_length"))
+    .values(
+        pending=None,
+        part_offset=bindparam("b_offset"),
+        part_length=bindparam("b_length"),
+        reward_output=None,  # The record has it.
+    )
 )
 _DROP = sa.delete(payloads).where(payloads.c.rollout_id == bindparam("b_id"))
 

@@ -76,10 +76,10 @@ def listing(kept: bytes | None) -> tuple[list[dict[str, Any]], int]:
 
 
 def without(line: bytes) -> bytes:
-    """Return a record without its attempts, for older clients, which refuse fields that they do not know."""
-    if b'"attempts":[' not in line:
+    """Return a record without what older clients do not know: they refuse fields that are unknown to them."""
+    if b'"attempts":[' not in line and b'"reward_output":"' not in line:
         return line
     document = loads(line)
-    for name in FIELDS:
+    for name in (*FIELDS, "reward_output"):
         document.pop(name, None)
     return dumps(document)

@@ -62,7 +62,7 @@ def document_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
     document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
-        for name in ("reward_reason", *attempts.FIELDS):
+        for name in ("reward_reason", "reward_output", *attempts.FIELDS):
             document.pop(name, None)  # Run does not decide these.
     document |= {
         "id": row.id,
@@ -79,9 +79,11 @@ def document_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
         "reward_components": {} if row.components is None else loads(row.components),
         "timings": timings(row.timings),
     }
+    # These are given only if there is one, because older clients refuse fields that they do not know.
     if row.reward_reason:
-        # It is given only if there is one, because older clients refuse fields that they do not know.
         document["reward_reason"] = row.reward_reason
+    if row.reward_output:
+        document["reward_output"] = row.reward_output
     listed, dropped = attempts.listing(row.attempts)
     if listed:
         document |= {"attempts": listed, "attempts_dropped": dropped}

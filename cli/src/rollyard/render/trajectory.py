@@ -127,6 +127,11 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
     if trajectory.reward_components:
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_components.items())
         yield Text(f"reward components: {parts}", style=DIM)
+    if trajectory.reward_output:
+        yield Text("the evaluation printed:", style=DIM)
+        # The policy's program may have written it, and no line of it may look like one of these.
+        for text in trajectory.reward_output.splitlines():
+            yield Text(f"  │ {text}", style=DIM)
     yield from attempts(trajectory.attempts, trajectory.attempts_dropped)
     timings = trajectory.timings
     for name in ("init", "run", "eval"):

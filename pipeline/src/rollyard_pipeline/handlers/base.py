@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
 from rollyard_crds.task import Task, TaskSandbox
-from rollyard_crds.trajectory import MAX_REWARD, Trajectory
+from rollyard_crds.trajectory import MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
 from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
 
 from rollyard_pipeline.errors import SetupFailed
 from rollyard_pipeline.handlers.scripts import run_script, run_test
+from rollyard_pipeline.trajectories.sanitize import clean_text
 
 ANSWER = "answer"
 """The key of `ctx.carry` under which Run stores the answer that `submit` received."""
@@ -106,6 +107,16 @@ class StageContext:
     purpose: Literal["rollout", "eval", "control"] = "rollout"
     """Why the sandbox exists: for the rollout; in `init`, for an Eval of its own; or as a control, which
     shows what the evaluation gives where no policy has been."""
+    shown: str = ""
+    """The end of what Eval printed, for people (see `show`)."""
+
+    def show(self, text: str) -> None:
+        """Add a text to what people see of this evaluation. Only the last 4,096 characters are kept.
+
+        It becomes the record's `reward_output`, and has no effect on the reward.
+        """
+        joined = f"{self.shown}\n{text}" if self.shown else text
+        self.shown = clean_text(joined)[-MAX_REWARD_OUTPUT:]
 
     @property
     def sandbox(self) -> ExecClient:
@@ -125,7 +136,7 @@ class StageContext:
         if self.place is None:
             raise RuntimeError("run_test is for eval, of a handler that says needs_sandbox")
         env = {**self.eval_env, "ROLLYARD_REWARD_FILE": self.place.reward_file}
-        return await run_test(
+        result = await run_test(
             self.sandbox,
             script,
             env=env,
@@ -133,6 +144,8 @@ class StageContext:
             timeout=self.timeout,
             max_output=max_output,
         )
+        self.show(result.text().strip())
+        return result
 
     @property
     def answer(self) -> str | None:

@@ -43,7 +43,9 @@ class MathHandler(Handler):
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
         answer = final_answer(ctx.final_text)
         if not answer:
+            ctx.show("There is no answer.")
             return Evaluation(0.0, {"answered": 0.0})
+        ctx.show(f"compared answer: {answer}")
         try:
             equal = await self._compare(gold, answer, ctx.timeout)
         except VerifierTimeout:

@@ -27,6 +27,7 @@ _NUMBER: Final = re.compile(
     r"(?:\s*(?:[eE]\s*|(?:\\times|×|\*|x)\s*10\s*\^?\s*)\{?\s*([+-]?\d{1,4})\s*\}?)?(.*)",
     re.DOTALL,
 )
+_SHOWN: Final = 500  # Characters of an answer that people are shown.
 _TAIL: Final = 4096  # Characters. No stated answer is farther from the end.
 
 
@@ -66,6 +67,7 @@ class StemHandler(Handler):
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
         gold, said = ctx.task.answer or "", ctx.final_text.rpartition("</think>")[2]
+        ctx.show(f"compared answer: {said.strip()[-_SHOWN:] or 'none'}")
         if ctx.task.choices:
             chosen = letter(said, ctx.task.choices)
             return _scored(chosen is not None, chosen == letter(gold, ctx.task.choices))

@@ -72,6 +72,7 @@ async def evaluate(
         if not reason:
             raise
         log.info("%s: reward 0 (%s): %s: %s", context.rollout, reason, error.reason, error)
+        context.show(f"{error.reason}: {error}")
         return Evaluation(0.0, {}, reason)
     _check(handler, context.spec.handler, evaluation)
     return evaluation

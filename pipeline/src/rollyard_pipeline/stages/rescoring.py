@@ -137,9 +137,10 @@ class Rescorer:
             "reward": None,
             "reward_components": {},
             "reward_reason": "",
+            "reward_output": "",
         }
         try:
-            evaluation = await self._evaluated(trajectory, task)
+            evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
             reason = error.reason if isinstance(error, PipelineError) else "InternalError"
@@ -149,11 +150,12 @@ class Rescorer:
                 "reward": float(evaluation.reward),
                 "reward_components": dict(evaluation.components),
                 "reward_reason": evaluation.reason,
+                "reward_output": shown,
             }
         return RescoredTrajectory.model_validate(trajectory.model_dump() | changes)
 
-    async def _evaluated(self, trajectory: Trajectory, task: Task) -> Evaluation:
-        """Return the evaluation of a trajectory, with further tries if one fails.
+    async def _evaluated(self, trajectory: Trajectory, task: Task) -> tuple[Evaluation, str]:
+        """Return the evaluation of a trajectory and what it showed, with further tries if one fails.
 
         Raises:
             Exception: The last try failed, or one that cannot succeed later.
@@ -166,7 +168,7 @@ class Rescorer:
                     raise
         return await self._once(trajectory, task)
 
-    async def _once(self, trajectory: Trajectory, task: Task) -> Evaluation:
+    async def _once(self, trajectory: Trajectory, task: Task) -> tuple[Evaluation, str]:
         seconds = float(self._spec.stages.eval.timeout_seconds)
         handler, answer = self._handler.for_task(task), submitted(trajectory)
         context = StageContext(
@@ -184,7 +186,7 @@ class Rescorer:
         else:
             evaluation = await evaluate(handler, context, seconds)
         async with asyncio.timeout(seconds):
-            return await self._rewards.shaped(self._handler, context, evaluation, None)
+            return await self._rewards.shaped(self._handler, context, evaluation, None), context.shown
 
     async def _in_sandbox(self, handler: Handler, context: StageContext, seconds: float) -> Evaluation:
         """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own ones.

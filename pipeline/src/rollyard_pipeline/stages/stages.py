@@ -252,11 +252,14 @@ class Stages:
                 evaluation = Evaluation(0.0, {}, error.reward_reason)
             else:
                 evaluation = await self._blamed(held, spec, handler, error)
+            context.show(str(error))
         except CarryRefused as error:
             log.info("eval of %s: %s: %s", lease.rollout, error.reason, clean_text(str(error), 1000))
+            context.show(str(error))
             evaluation = Evaluation(0.0, {}, SABOTAGED)
         except EvalOutOfMemory as error:
             log.info("eval of %s: %s", lease.rollout, clean_text(str(error), 1000))
+            context.show(str(error))
             evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
         except (SandboxLost, ConnectionLost, EvalTimeout):
             # A server that the kernel keeps waiting for memory is not lost, and does not answer either.
@@ -277,6 +280,7 @@ class Stages:
             reward=float(evaluation.reward),
             reward_components={name: float(value) for name, value in evaluation.components.items()},
             reward_reason=evaluation.reason,
+            reward_output=context.shown,
             times=times,
         )
 

@@ -134,10 +134,14 @@ class Outbox:
             await self._reported(item.held, "unknown")
             return
         lease = item.held.lease
-        if item.outcome.reward_reason and "reward_reason: unknown field" in str(error):
-            # The control plane may be too old to know this field. The reward counts nevertheless.
-            known = item.outcome.model_copy(update={"reward_reason": ""})
-            await self._deliver([Item(item.held, known)])
+        unknown = {
+            name: ""
+            for name in ("reward_reason", "reward_output")
+            if getattr(item.outcome, name) and f"{name}: unknown field" in str(error)
+        }
+        if unknown:
+            # The control plane may be too old to know these fields. The reward counts nevertheless.
+            await self._deliver([Item(item.held, item.outcome.model_copy(update=unknown))])
             return
         failure = StageFailure(
             rollout=lease.rollout,

@@ -132,6 +132,7 @@ def _results(now: float) -> list[Result]:
                 worker=text[:253].replace("\x00", ""),
                 components={} if failed else {NAMES[number % len(NAMES)]: 0.5, "x": 1.0},
                 reward_reason=None if failed else NAMES[number % len(NAMES)],
+                reward_output=None if failed else text[-4096:].replace("\x00", ""),
                 reason=text[:128].replace("\x00", "") if failed else None,
                 message=text.replace("\x00", "") if failed else None,
                 attempts=_failure(text),

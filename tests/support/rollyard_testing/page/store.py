@@ -67,6 +67,7 @@ class Result:
     backend: str | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     reward_reason: str | None = None
+    reward_output: str | None = None
     stage: str = "eval"
     """The stage in which it ended."""
     reason: str | None = None
@@ -282,6 +283,7 @@ def _end(tx: Transaction, job_id: int, ended: Sequence[tuple[str, int, Result]])
                 reward=result.reward,
                 components=dumps(dict(result.components)) if result.components else None,
                 reward_reason=result.reward_reason,
+                reward_output=result.reward_output,
                 reason=result.reason,
                 message=result.message,
                 timings=result.timings,

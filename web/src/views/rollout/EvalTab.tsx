@@ -69,7 +69,13 @@ export function EvalTab({ brief }: { brief: Brief }): JSX.Element {
       </section>
       <section class="panel" aria-labelledby="saw-title">
         <h2 id="saw-title">What Eval saw and kept</h2>
-        {metadata.length === 0 ? <p class="muted">The record has no metadata.</p> : null}
+        {brief.reward_output ? (
+          <pre class="text mono output" tabIndex={0} aria-label="What the evaluation printed">
+            {visible(brief.reward_output)}
+          </pre>
+        ) : (
+          <p class="muted">The evaluation printed nothing.</p>
+        )}
         <dl class="metadata">
           {metadata.map(([name, value]) => (
             <div key={name}>

@@ -80,6 +80,8 @@ class CodeHandler(Handler):
                 passed += 1
             elif not tests.partial:
                 break
+        tried = "the program was stopped at its time limit" if trial.timed_out else "in time"
+        ctx.show(f"{passed} of {len(tests.cases)} tests passed, {tried}.")
         share = passed / len(tests.cases)
         reason = TEST_TIMEOUT if trial.timed_out and passed == 0 else ""
         components = {"tests_passed": share, "test_timeout": float(trial.timed_out)}

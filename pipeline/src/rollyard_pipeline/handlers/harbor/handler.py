@@ -236,7 +236,7 @@ class HarborHandler(Handler):
         self, ctx: StageContext, plan: HarborPlan, folder: HarborFolder, step: HarborStep
     ) -> StepVerdict:
         assert ctx.place is not None
-        return await verifier.verify(
+        verdict = await verifier.verify(
             ctx.sandbox,
             plan,
             step,
@@ -245,6 +245,8 @@ class HarborHandler(Handler):
             env=ctx.eval_env,
             timeout=min(step.verifier_seconds, ctx.timeout),
         )
+        ctx.show(verdict.printed)
+        return verdict
 
 
 def _plan(task: Task) -> tuple[HarborPlan, HarborFolder]:

@@ -34,6 +34,8 @@ class StepVerdict:
 
     rewards: Mapping[str, float]
     reason: str = ""
+    printed: str = ""
+    """The output of the tests."""
 
 
 async def make_folder(client: ExecClient, path: str) -> None:
@@ -118,11 +120,12 @@ async def verify(
     )  # fmt: skip
     # What the tests left running could change the files while they are read.
     await client.kill_all()
+    printed = result.text().strip()
     if result.timed_out:
-        return StepVerdict({}, TEST_TIMEOUT)
+        return StepVerdict({}, TEST_TIMEOUT, printed)
     try:
         as_json, as_text = await _content(client, "reward.json"), await _content(client, "reward.txt")
-        return StepVerdict(read_rewards(as_json, as_text))
+        return StepVerdict(read_rewards(as_json, as_text), printed=printed)
     except RewardUnusable as error:
         end = result.text()[-1000:].strip()
         words = f"{error}; test.sh exited with {result.exit_code}: {end or 'it printed nothing'}"

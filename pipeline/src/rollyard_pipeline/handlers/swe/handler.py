@@ -85,9 +85,11 @@ class SweHandler(Handler):
             refused = await diffs.apply_answer(ctx, folder, ctx.final_text, protected, most)
             if refused:
                 log.info("%s: the diff of the answer is refused: %s", ctx.rollout, refused)
+                ctx.show(f"The diff of the answer is refused: {refused}")
                 return Evaluation(0.0, {"patch_applied": 0.0}, PATCH_REFUSED)
         if tests.patch is not None and not await diffs.applies(ctx, folder, tests.patch, env=ctx.eval_env):
             # Init has applied it to the repository as it was. What the policy did must be in its way.
+            ctx.show("The patch of the hidden tests does not apply to what the policy left.")
             return Evaluation(0.0, {}, SABOTAGED)
         inside = ctx.sandbox.work_folder(folder)
         for path, text in tests.files.items():
@@ -125,10 +127,12 @@ async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str])
     # The script comes on standard input and is read completely before any of it runs, so that none of its
     # commands can read the rest.
     command = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
-    return await ctx.sandbox.run(
+    result = await ctx.sandbox.run(
         [*_SHELL, command, "bash"], env=env, clean_env=True, cwd=folder, stdin=script.encode(),
         timeout=ctx.timeout, max_output=_LOG_BYTES,
     )  # fmt: skip
+    ctx.show(result.text().strip())
+    return result
 
 
 def _scored(tests: SweTests, results: Results) -> Evaluation:

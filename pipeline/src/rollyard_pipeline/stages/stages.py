@@ -259,7 +259,6 @@ class Stages:
             evaluation = Evaluation(0.0, {}, SABOTAGED)
         except EvalOutOfMemory as error:
             log.info("eval of %s: %s", lease.rollout, clean_text(str(error), 1000))
-            context.show(str(error))
             evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
         except (SandboxLost, ConnectionLost, EvalTimeout):
             # A server that the kernel keeps waiting for memory is not lost, and does not answer either.

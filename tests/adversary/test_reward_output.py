@@ -47,6 +47,7 @@ def test_the_end_of_an_output_is_kept() -> None:
     shown = context()
     shown.show(HUGE)
     shown.show("the last line")
+    shown.show("")
     assert shown.shown.endswith("x\nthe last line")
 
 

@@ -115,7 +115,7 @@ class StageContext:
 
         It becomes the record's `reward_output`, and has no effect on the reward.
         """
-        joined = f"{self.shown}\n{text}" if self.shown else text
+        joined = "\n".join(part for part in (self.shown, text) if part)
         self.shown = clean_text(joined)[-MAX_REWARD_OUTPUT:]
 
     @property
@@ -144,7 +144,10 @@ class StageContext:
             timeout=self.timeout,
             max_output=max_output,
         )
-        self.show(result.text().strip())
+        printed = result.text().strip()
+        if not printed and result.exit_code != 0:
+            printed = f"The test script printed nothing, and its exit status is {result.exit_code}."
+        self.show(printed)
         return result
 
     @property

@@ -14,6 +14,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import MAX_REWARD_OUTPUT, Trajectory
 from rollyard_pipeline.handlers.base import StageContext
+from rollyard_pipeline.handlers.code import shown as code_shown
 from rollyard_testing.page.attacks import TEXTS
 
 HUGE = "x" * (10 << 20)
@@ -69,3 +70,27 @@ def test_a_terminal_obeys_no_output(kind: str) -> None:
     assert heading
     lines = len(shown.shown.splitlines())
     assert all(line.startswith("  │ ") for line in rest.splitlines()[:lines])
+
+
+def deep(levels: int) -> Any:
+    """Return a list in a list, and so on, as a policy's process may report it."""
+    value: Any = []
+    for _ in range(levels):
+        value = {"l": [value, value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        deep(500), {"l": [{"i": "f" * 1000}] * 100_000}, {"i": "f" * 5_000_000}, {"i": "no number"}, {"i": 7},
+        {"f": "nan" * 9999}, {"f": []}, {"d": [1, [2], [{}, {}]]}, {"d": "x"}, {}, {"o": "x" * 9999},
+        {"o": {}}, {"s": [{"l": []}]}, {"b": "zz"}, {"": ""}, 10**400, 1.5, None, [[[]]], "\x1b[2J" * 9999, "\ud800",
+    ],
+)  # fmt: skip
+def test_a_value_that_a_program_reports_is_shown_in_few_words(value: Any) -> None:
+    """It is no value of Python's here: nothing is hashed or compared, and no address in memory is shown."""
+    words = code_shown.calls([{"v": value}, {"e": value}, {}] * 1000)
+    assert len(words.splitlines()) == 8
+    assert len(words) < 8 * 260
+    assert " at 0x" not in words

@@ -47,13 +47,20 @@ async def sandbox(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
 
 
 async def scored(sandbox: tuple[ExecClient, str], answer: str, task: Task | dict[str, Any]) -> Evaluation:
+    return (await evaluated(sandbox, answer, task))[0]
+
+
+async def evaluated(
+    sandbox: tuple[ExecClient, str], answer: str, task: Task | dict[str, Any]
+) -> tuple[Evaluation, str]:
+    """Return the evaluation of an answer, and what people are shown of it."""
     if isinstance(task, dict):
         task = Task.model_validate({"id": "a", "prompt": "?", "tests": task})
     client, workdir = sandbox
     context = StageContext(task, SPEC, "r", 0, 60.0, client, workdir, carry={ANSWER: answer})
     handler = MixedHandler()
     try:
-        return await evaluate(handler, context, 90.0)
+        return await evaluate(handler, context, 90.0), context.shown
     finally:
         await handler.close()
 
@@ -241,6 +248,48 @@ async def test_a_python_of_another_version_compiles_by_itself(
     tests = {"entry_point": "f", "cases": [{"program": "for i in range(3): assert f(i) == i + 1"}]}
     assert (await scored(sandbox, "def f(x): return x + 1", tests)).reward == 1.0
     assert (await scored(sandbox, "def f(x): return x", tests)).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "tests", "shown"),
+    [
+        ("print(input())", {"cases": [{"input": "1\n", "output": "1"}]}, "1 of 1 tests passed."),
+        ("print('a\\nb')", {"cases": [{"input": "", "output": "a\nc\n"}]},
+         "0 of 1 tests passed.\nTest 1 of 1 failed: line 2 of the output is 'b'\nexpected: 'c'"),
+        ("print('a')", {"cases": [{"input": "", "output": "a\nb"}]},
+         "Test 1 of 1 failed: line 2 of the output is (none)\nexpected: 'b'"),
+        ("1 / 0", {"cases": [{"input": "", "output": "a"}]},
+         "failed: the program ended with exit status 1: it did not run to its end"),
+        ("print('a' * (6 << 20))", {"cases": [{"input": "", "output": "a"}]}, "it printed too much"),
+        ("while True: pass", {"cases": [{"input": "7", "output": "a"}], "time_limit_seconds": 1},
+         "the program did not end in time\ninput: '7'"),
+        ("def f(x): return [x, {'a': (1.5, None)}]",
+         {"entry_point": "f", "cases": [{"input": "41", "output": "42"}]},
+         "call 1 returned [41, {'a': (1.5, None)}]\nexpected: 42\ninput: '41'"),
+        ("def f(x): return x", {"entry_point": "f", "partial": True, "cases": [
+            {"program": "assert f(1) == 1"}, {"program": "assert f(1) == 2"}, {"program": "assert f(2) == 0"},
+        ]},
+         "1 of 3 tests passed.\nTest 2 of 3 failed: assert f(1) == 2\ncall 1 returned 1"),
+        ("def f(x): return {}[x]", {"entry_point": "f", "cases": [
+            {"program": "for i in range(9): assert f(i)"}]},
+         "for i in range(9): assert f(i)\ncall 1 raised KeyError\ncall 2 raised KeyError"),
+        ("def f(x): return 1", {"entry_point": "f", "cases": [
+            {"program": "assert f(1) == 1"}, {"program": "raise ValueError"}]},
+         "Test 2 of 2 failed: raise ValueError\nthe test raised ValueError"),
+        ("def f(x): return 1", {"entry_point": "f", "cases": [{"program": "import os\nos._exit(f(1))"}]},
+         "os._exit(f(1))\ncall 1 returned 1\nthe program of the test ended with exit status 1"),
+        ("def f(x): return 1", {"entry_point": "f", "compare": "checker",
+          "checker": "def check(i, o, e):\n    import os\n    os._exit(3)", "cases": [
+            {"input": "1", "output": "2"}]},
+         "call 1 returned 1\nexpected: 2\nthe program of the test ended with exit status 3"),
+    ],
+)  # fmt: skip
+async def test_people_are_shown_the_first_test_that_failed(
+    sandbox: tuple[ExecClient, str], answer: str, tests: dict[str, Any], shown: str
+) -> None:
+    evaluation, found = await evaluated(sandbox, answer, tests)
+    assert shown in found
+    assert ("failed" in found) is (evaluation.reward < 1.0)
 
 
 def test_a_test_that_names_its_function_otherwise_is_run() -> None:

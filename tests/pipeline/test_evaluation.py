@@ -194,13 +194,34 @@ async def test_whatever_a_handler_starts_has_the_environment_of_eval(sandbox: tu
         assert (await evaluate(Scored(score), context(client, workdir), 20.0)).reward == 1.0
 
 
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        ("echo one; echo two >&2; false", "one\ntwo"), ("true", ""),
+        ("exit 3", "The test script printed nothing, and its exit status is 3."),
+    ],
+)  # fmt: skip
+async def test_people_are_shown_what_a_test_printed(
+    sandbox: tuple[ExecClient, str], script: str, shown: str
+) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        await ctx.run_test(script)
+        return Evaluation(0.0)
+
+    found = context(*sandbox)
+    await evaluate(Scored(score), found, 20.0)
+    assert found.shown == shown
+
+
 async def test_a_file_that_the_policy_did_not_leave_is_its_failing(sandbox: tuple[ExecClient, str]) -> None:
     async def score(ctx: StageContext) -> Evaluation:
         await ctx.sandbox.read_file("result.txt")
         raise AssertionError("there is no such file")
 
-    found = await evaluate(Scored(score), context(*sandbox), 20.0)
+    seen = context(*sandbox)
+    found = await evaluate(Scored(score), seen, 20.0)
     assert (found.reward, found.reason) == (0.0, "SandboxSabotaged")
+    assert "result.txt" in seen.shown
 
 
 async def test_a_program_that_no_image_has_is_not_the_policys_failing(

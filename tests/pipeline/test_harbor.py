@@ -105,11 +105,13 @@ import json, os, helper
 seen = os.environ["A"] + os.environ["C"] + os.getcwd()
 print(json.dumps({"reward": 0.25, "seen": float(seen == helper.WANTED)}))
 PY
+echo people see this
 exit 3
 """
     task = folder(test, toml, **{"tests/helper.py": "WANTED = 'bc/data'"})
     found = await lab.play(task, [["pwd"]])
     assert (found.reward, found.reward_components) == (0.25, {"seen": 1.0})
+    assert found.reward_output == "people see this"
     assert lab.observed == ["/data"]
 
 

@@ -146,6 +146,15 @@ async def test_a_submitted_answer_goes_before_what_was_said(handler: MathHandler
 
 
 @shared
+async def test_people_are_shown_what_was_compared(handler: MathHandler) -> None:
+    compared, silent = context("a #### 12", "so \\boxed{13}"), context("12", "")
+    for each in (compared, silent):
+        assert (await handler.eval(each)).reward == 0.0
+    assert compared.shown == "compared answer: 13\nexpected: 12"
+    assert silent.shown == "There is no answer.\nexpected: 12"
+
+
+@shared
 async def test_a_task_without_an_answer_is_refused(handler: MathHandler) -> None:
     assert handler.check(Task(id="t", prompt="q")) == ["answer: required by the handler 'math'"]
     with pytest.raises(TaskInvalid, match="answer: required"):

@@ -43,6 +43,14 @@ def test_the_letter_that_a_text_chooses(said: str, chosen: str | None) -> None:
     assert letter(said.rpartition("</think>")[2], CHOICES) == chosen
 
 
+@pytest.mark.parametrize(("said", "shown"), [("<think>B</think>Answer: A", "Answer: A"), ("", "none")])
+async def test_people_are_shown_what_was_compared(said: str, shown: str) -> None:
+    given = Task.model_validate({"id": "a", "prompt": "?", "answer": "B", "choices": CHOICES})
+    context = StageContext(given, SPEC, "rollout", 0, 60.0, carry={ANSWER: said})
+    await StemHandler().eval(context)
+    assert context.shown == f"compared answer: {shown}\nexpected: B"
+
+
 async def test_choices_are_scored() -> None:
     assert await score("Answer: B", answer="B", choices=CHOICES) == 1.0
     assert await score("Answer: A", answer="B", choices=CHOICES) == 0.0

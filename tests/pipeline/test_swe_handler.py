@@ -67,6 +67,8 @@ async def test_solved_and_not_solved(lab: SweLab) -> None:
     assert solved.reward_components == {"fail_to_pass": 1.0, "pass_to_pass": 1.0}
     untouched = await lab.rollout(swe_task(["true"]))
     assert outcome(untouched) == (0.0, "")
+    assert "4 passed" in solved.reward_output
+    assert "FAILED tests/" in untouched.reward_output
     assert untouched.reward_components == {"fail_to_pass": 0.0, "pass_to_pass": 1.0}
 
 

@@ -115,8 +115,9 @@ class StageContext:
 
         It becomes the record's `reward_output`, and has no effect on the reward.
         """
-        joined = "\n".join(part for part in (self.shown, text) if part)
-        self.shown = clean_text(joined)[-MAX_REWARD_OUTPUT:]
+        # Cutting comes first, so that cleaning takes a bounded time.
+        joined = "\n".join(part for part in (self.shown, text[-MAX_REWARD_OUTPUT:]) if part)
+        self.shown = clean_text(joined[-MAX_REWARD_OUTPUT:])
 
     @property
     def sandbox(self) -> ExecClient:

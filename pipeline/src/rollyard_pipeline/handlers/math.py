@@ -12,6 +12,7 @@ from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
+_SHOWN: Final = 500  # Characters of an answer that people are shown.
 _VERDICT_SECONDS: Final = 10.0
 
 
@@ -43,9 +44,9 @@ class MathHandler(Handler):
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
         answer = final_answer(ctx.final_text)
         if not answer:
-            ctx.show("There is no answer.")
+            ctx.show(f"There is no answer.\nexpected: {gold}")
             return Evaluation(0.0, {"answered": 0.0})
-        ctx.show(f"compared answer: {answer}")
+        ctx.show(f"compared answer: {answer[-_SHOWN:]}\nexpected: {gold}")
         try:
             equal = await self._compare(gold, answer, ctx.timeout)
         except VerifierTimeout:

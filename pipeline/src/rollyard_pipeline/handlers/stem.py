@@ -67,7 +67,7 @@ class StemHandler(Handler):
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
         gold, said = ctx.task.answer or "", ctx.final_text.rpartition("</think>")[2]
-        ctx.show(f"compared answer: {said.strip()[-_SHOWN:] or 'none'}")
+        ctx.show(f"compared answer: {said.strip()[-_SHOWN:] or 'none'}\nexpected: {gold}")
         if ctx.task.choices:
             chosen = letter(said, ctx.task.choices)
             return _scored(chosen is not None, chosen == letter(gold, ctx.task.choices))

@@ -17,13 +17,35 @@ def same_text(output: str, expected: str, tolerance: float | None) -> bool:
         expected: What it should print.
         tolerance: The permitted distance of numbers, or None if texts must be equal.
     """
-    lines = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (output, expected))
-    given, wanted = lines
-    if given == wanted:
-        return True
-    if tolerance is None or len(given) != len(wanted):
-        return False
-    return all(_same_line(one, other, tolerance) for one, other in zip(given, wanted, strict=True))
+    given, wanted = _lines(output), _lines(expected)
+    return given == wanted or _difference(given, wanted, tolerance) is None
+
+
+def difference(output: str, expected: str, tolerance: float | None) -> tuple[int, str | None, str | None]:
+    """Return the first line in which two outputs differ that are not the same: its number, from 1, and both.
+
+    A line is None where its output has ended.
+
+    Raises:
+        ValueError: The outputs are the same.
+    """
+    given, wanted = _lines(output), _lines(expected)
+    place = _difference(given, wanted, tolerance)
+    if place is None:
+        raise ValueError("the outputs are the same")
+    ends = [lines[place] if place < len(lines) else None for lines in (given, wanted)]
+    return place + 1, ends[0], ends[1]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _difference(given: list[str], wanted: list[str], tolerance: float | None) -> int | None:
+    for place, (one, other) in enumerate(zip(given, wanted, strict=False)):
+        if one != other and (tolerance is None or not _same_line(one, other, tolerance)):
+            return place
+    return None if len(given) == len(wanted) else min(len(given), len(wanted))
 
 
 def _same_line(given: str, wanted: str, tolerance: float) -> bool:

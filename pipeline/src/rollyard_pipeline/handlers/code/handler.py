@@ -19,8 +19,9 @@ from rollyard_sandbox.errors import SandboxSabotaged
 
 from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
+from rollyard_pipeline.handlers.code import shown
 from rollyard_pipeline.handlers.code.assertions import plain_test
-from rollyard_pipeline.handlers.code.compare import same_result, same_text
+from rollyard_pipeline.handlers.code.compare import difference, same_result, same_text
 from rollyard_pipeline.handlers.code.programs import needed, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
@@ -74,14 +75,18 @@ class CodeHandler(Handler):
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
         source = whole_program(tests.prefix, ctx.final_text, tests.entry_point)
         trial = _Trial(ctx, tests, source)
-        passed = 0
-        for case in tests.cases:
+        passed, failure = 0, ""
+        for number, case in enumerate(tests.cases, 1):
             if await trial.passes(case):
                 passed += 1
-            elif not tests.partial:
+                continue
+            if not failure:
+                failure = f"Test {number} of {len(tests.cases)} failed: {trial.why}"
+                failure += f"\ninput: {shown.quoted(case.input)}" if case.input else ""
+            if not tests.partial:
                 break
-        tried = "the program was stopped at its time limit" if trial.timed_out else "in time"
-        ctx.show(f"{passed} of {len(tests.cases)} tests passed, {tried}.")
+        ctx.show(f"{passed} of {len(tests.cases)} tests passed.")
+        ctx.show(failure)
         share = passed / len(tests.cases)
         reason = TEST_TIMEOUT if trial.timed_out and passed == 0 else ""
         components = {"tests_passed": share, "test_timeout": float(trial.timed_out)}
@@ -96,13 +101,15 @@ def _arguments(case: CodeCase) -> list[Any]:
 class _Trial:
     """The tests of one program.
 
-    `timed_out` says whether a program of the policy exceeded a limit of time.
+    `timed_out` says whether a program of the policy exceeded a limit of time, and `why`, for people, in what
+    the last test failed that did.
     """
 
     ctx: StageContext
     tests: CodeTests
     source: str
     timed_out: bool = False
+    why: str = ""
     clean: bool = True
     """Whether no process of the policy has run since the last private place was made."""
     ends: float = field(init=False)
@@ -112,12 +119,16 @@ class _Trial:
 
     async def passes(self, case: CodeCase) -> bool:
         """Return whether the program passes one test."""
+        self.why = ""
         if case.program is not None:
             return await self._asserted(case.program)
         tolerance = self.tests.tolerance if self.tests.compare == "numeric" else None
         if self.tests.entry_point is not None:
             results = await self._results([[encode(tuple(_arguments(case))), encode({})]])
-            if results is None or "v" not in results[0]:
+            if results is None:
+                return False
+            self.why = f"{shown.calls(results)}\nexpected: {shown.short(case.output or '')}"
+            if "v" not in results[0]:
                 return False
             wanted = json.loads(case.output or "")
             if self.tests.checker is not None:
@@ -130,8 +141,14 @@ class _Trial:
         if output is None:
             return False
         if self.tests.checker is not None:
+            self.why = f"the checker refuses the output {shown.quoted(output)}"
             return await self._checked(case, output)
-        return same_text(output, case.output or "", tolerance)
+        if same_text(output, case.output or "", tolerance):
+            return True
+        line, given, wanted = difference(output, case.output or "", tolerance)
+        texts = ["(none)" if text is None else shown.quoted(text) for text in (given, wanted)]
+        self.why = f"line {line} of the output is {texts[0]}\nexpected: {texts[1]}"
+        return False
 
     async def _asserted(self, program: str) -> bool:
         name = self.tests.entry_point or ""
@@ -150,6 +167,7 @@ class _Trial:
             results = await self._results(calls)
             if results is None:
                 return False
+            self.why = f"{shown.test(program)}\n{shown.calls(results)}".rstrip()
             if plain is not None and not helpers and calls is plain.calls:
                 decided = plain.verdict(results)
                 if decided is not None:
@@ -157,6 +175,8 @@ class _Trial:
             answered = [list(pair) for pair in zip(calls, results, strict=True)]
             verdict = await self._authors("judge", {**request, "answered": answered, "collect": False})
             if verdict is None or not verdict["more"]:
+                if verdict is not None and verdict["error"]:
+                    self._also(f"the test raised {verdict['error']}")
                 return verdict is not None and verdict["passed"] is True
             calls = None
         return False
@@ -176,6 +196,7 @@ class _Trial:
         output = await self._policys("call", {"entry_point": self.tests.entry_point, "calls": calls})
         if output is None:
             return None
+        self.why = "the program did not report what its function returns"
         try:
             results = [json.loads(line) for line in output.splitlines()]
         except (ValueError, RecursionError):
@@ -190,9 +211,11 @@ class _Trial:
         limit = min(self.tests.time_limit_seconds, self.ends - time.monotonic())
         result = await self._run(what, {**request, "source": self.source}, self.ctx.place.tmp, limit)
         if result is None or result.timed_out:
-            self.timed_out = True
+            self.timed_out, self.why = True, "the program did not end in time"
             return None
         if result.exit_code != 0 or result.truncated_bytes:
+            much = "it printed too much" if result.truncated_bytes else "it did not run to its end"
+            self.why = f"the program ended with exit status {result.exit_code}: {much}"
             return None
         return result.text()
 
@@ -203,11 +226,16 @@ class _Trial:
         result = await self._run(what, request, place.home, limit)
         if result is None or result.timed_out:
             self.timed_out = True
+            self._also("the program of the test did not end in time")
             return None
         if result.exit_code != 0 or result.truncated_bytes:
+            self._also(f"the program of the test ended with exit status {result.exit_code}")
             return None
         answer = json.loads(result.text())
         return answer if isinstance(answer, dict) else None
+
+    def _also(self, words: str) -> None:
+        self.why = f"{self.why}\n{words}".strip()
 
     async def _private(self) -> EvalPlace:
         assert self.ctx.place is not None

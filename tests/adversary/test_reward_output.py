@@ -85,7 +85,8 @@ def deep(levels: int) -> Any:
     [
         deep(500), {"l": [{"i": "f" * 1000}] * 100_000}, {"i": "f" * 5_000_000}, {"i": "no number"}, {"i": 7},
         {"f": "nan" * 9999}, {"f": []}, {"d": [1, [2], [{}, {}]]}, {"d": "x"}, {}, {"o": "x" * 9999},
-        {"o": {}}, {"s": [{"l": []}]}, {"b": "zz"}, {"": ""}, 10**400, 1.5, None, [[[]]], "\x1b[2J" * 9999, "\ud800",
+        {"o": {}}, {"s": [{"l": []}]}, {"b": "zz"}, {"": ""}, 10**400, 1.5, None, [[[]]], "\x1b[2J" * 9999,
+        "\ud800",
     ],
 )  # fmt: skip
 def test_a_value_that_a_program_reports_is_shown_in_few_words(value: Any) -> None:

@@ -56,12 +56,11 @@ def test_no_receiver_holds_up_or_fills_a_process(receiver: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with receiving(receiver) as running:
         export = SpanExport(TraceOptions(f"{running.url}/v1/traces"), "s", "i", delay=0.01, queue=1000)
-        longest = 0.0
+        began = time.monotonic()
         for number in range(SPANS):
-            began = time.thread_time()
             export.add(_span(number))
-            longest = max(longest, time.thread_time() - began)
-        assert longest < 0.25, "a span is taken or dropped at once"
+        # Waiting for a place in the queue would take minutes, as the receiver takes nothing.
+        assert time.monotonic() - began < 30.0, "a span is taken or dropped at once"
         assert export.waiting <= 1000
         end = time.monotonic() + 30.0
         while running.requests == 0 and time.monotonic() < end:

@@ -22,7 +22,9 @@ from rollyard_crds.lease import SandboxHandle
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.client import KubeClient
-from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
+from rollyard_operator.kube.object_cache import PodCache
+from rollyard_operator.kube.reflector import Reflector
+from rollyard_operator.kube.watch import KubeWatch
 from rollyard_operator.sandboxes.isolation import isolation_checks
 from rollyard_operator.sandboxes.loop import SandboxLoop
 from rollyard_operator.sandboxes.witnesses import Witnesses
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
 SMALL = SHAPE.model_copy(update={"image": "", "cpu": 0.1, "memory_bytes": 256 << 20, "disk_bytes": 256 << 20})
-LOOK_SECONDS = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +75,6 @@ class Live:
         async with asyncio.timeout(seconds):
             while not holds():  # noqa: ASYNC110 - a cluster's state
                 await asyncio.sleep(0.01)
-
-    async def look(self) -> None:
-        """Do the watch's part."""
-        while True:
-            seen = await self.kube.list("Pod", self.namespace, f"{labels.INSTANCE}=k-live")
-            there = {uid_of(pod) for pod in seen}
-            for pod in self.pods:
-                if uid_of(pod) not in there:
-                    self.pods.remove(key_of(pod), uid_of(pod))
-            for pod in seen:
-                self.pods.put(pod)
-            await asyncio.sleep(LOOK_SECONDS)
 
     def warm_and_ready(self) -> int:
         return sum(
@@ -135,13 +124,19 @@ async def live(
     loop = SandboxLoop(
         kube, found.pods, found.desk, lambda *key: jobs.get(key), settings, "driver token", checks
     )
-    tasks = [asyncio.create_task(found.look()), asyncio.create_task(loop.run())]
+    watch = KubeWatch(kube)
+    reflector = Reflector(watch, "Pod", namespace, labels.selector("k-live"), found.pods)
+    tasks = [asyncio.create_task(reflector.run())]
     try:
+        async with asyncio.timeout(60.0):
+            await reflector.settled.wait()
+        tasks.append(asyncio.create_task(loop.run()))
         yield found
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await watch.close()
         await kube.close()
 
 

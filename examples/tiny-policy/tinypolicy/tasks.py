@@ -103,15 +103,21 @@ def text(lines: Sequence[str]) -> str:
 
 
 def answer_test(expected: str) -> str:
-    """Return a test script which checks that the submitted answer is `expected`."""
-    return f"[ \"$ROLLYARD_ANSWER\" = '{expected}' ]\n"
+    """Return a test script which checks that the submitted answer is `expected`, and says what it compares."""
+    return (
+        f"printf 'answer: %s\\nexpected: %s\\n' \"$ROLLYARD_ANSWER\" '{expected}'\n"
+        f"[ \"$ROLLYARD_ANSWER\" = '{expected}' ]\n"
+    )
 
 
 def files_test(final: Mapping[str, str], absent: Sequence[str] = ()) -> str:
-    """Return a test script: the files of `final` hold exactly these texts, and those in `absent` are gone."""
-    gone = "".join(f"[ ! -e {path} ] || exit 1\n" for path in absent)
+    """Return a test script: the files of `final` hold exactly these texts, and those in `absent` are gone.
+
+    It prints a line for each of them.
+    """
+    gone = "".join(f"[ ! -e {path} ] || {{ echo '{path}: is still there'; exit 1; }}\n" for path in absent)
     sums = text([f"{hashlib.sha256(final[p].encode()).hexdigest()}  {p}" for p in sorted(final)])
-    return f"{gone}sha256sum -c --status <<'EOF'\n{sums}EOF\n"
+    return f"{gone}sha256sum -c <<'EOF'\n{sums}EOF\n"
 
 
 def side_of(file_text: str) -> Side:

@@ -103,7 +103,7 @@ def text(lines: Sequence[str]) -> str:
 
 
 def answer_test(expected: str) -> str:
-    """Return a test script which checks that the submitted answer is `expected`, and says what it compares."""
+    """Return a test script that checks whether the submitted answer is `expected`, and prints both."""
     return (
         f"printf 'answer: %s\\nexpected: %s\\n' \"$ROLLYARD_ANSWER\" '{expected}'\n"
         f"[ \"$ROLLYARD_ANSWER\" = '{expected}' ]\n"

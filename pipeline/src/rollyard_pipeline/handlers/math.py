@@ -7,12 +7,11 @@ from typing import Final
 from rollyard_crds.task import Task
 
 from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
-from rollyard_pipeline.handlers.answers import final_answer
+from rollyard_pipeline.handlers.answers import comparison, final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
-_SHOWN: Final = 500  # Characters of an answer that people are shown.
 _VERDICT_SECONDS: Final = 10.0
 
 
@@ -46,7 +45,7 @@ class MathHandler(Handler):
         if not answer:
             ctx.show(f"There is no answer.\nexpected: {gold}")
             return Evaluation(0.0, {"answered": 0.0})
-        ctx.show(f"compared answer: {answer[-_SHOWN:]}\nexpected: {gold}")
+        ctx.show(comparison(answer, gold))
         try:
             equal = await self._compare(gold, answer, ctx.timeout)
         except VerifierTimeout:

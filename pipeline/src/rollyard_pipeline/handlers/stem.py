@@ -11,7 +11,7 @@ from typing import Final
 from rollyard_crds.task import NumericAnswer, Task
 
 from rollyard_pipeline.errors import TaskInvalid
-from rollyard_pipeline.handlers.answers import boxed, final_answer
+from rollyard_pipeline.handlers.answers import boxed, comparison, final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.units import unit
 
@@ -27,7 +27,6 @@ _NUMBER: Final = re.compile(
     r"(?:\s*(?:[eE]\s*|(?:\\times|×|\*|x)\s*10\s*\^?\s*)\{?\s*([+-]?\d{1,4})\s*\}?)?(.*)",
     re.DOTALL,
 )
-_SHOWN: Final = 500  # Characters of an answer that people are shown.
 _TAIL: Final = 4096  # Characters. No stated answer is farther from the end.
 
 
@@ -67,7 +66,7 @@ class StemHandler(Handler):
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
         gold, said = ctx.task.answer or "", ctx.final_text.rpartition("</think>")[2]
-        ctx.show(f"compared answer: {said.strip()[-_SHOWN:] or 'none'}\nexpected: {gold}")
+        ctx.show(comparison(said.strip(), gold))
         if ctx.task.choices:
             chosen = letter(said, ctx.task.choices)
             return _scored(chosen is not None, chosen == letter(gold, ctx.task.choices))

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
@@ -47,6 +48,27 @@ def _one_tls_context() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("httpx._transports.default.create_ssl_context", context)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay_as_they_are() -> Iterator[None]:
+    """Fail a test that leaves a signal ignored, handled or blocked which was not before, and undo that.
+
+    Programs that later tests of the same process start inherit ignored and blocked signals. Ctrl-C could not
+    stop them, and nothing in those tests would say why.
+    """
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    changed = [number for number in _STOPPING if signal.getsignal(number) != before[number]]
+    for number in changed:
+        signal.signal(number, before[number])
+    newly_blocked = signal.pthread_sigmask(signal.SIG_SETMASK, blocked) - blocked
+    names = ", ".join(sorted(signal.Signals(number).name for number in {*changed, *newly_blocked}))
+    assert not names, f"the test leaves {names} handled otherwise than before"
+
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE)
 
 
 @pytest.fixture(scope="session")

@@ -144,15 +144,16 @@ def test_a_build_that_takes_too_long(
 def test_ctrl_c_leaves_nothing(tasks: Path, program: Path, tmp_path: Path) -> None:
     Path(f"{program}.slow").touch()
     words = ["images", "build", str(tasks), "--cache", str(tmp_path / "cache"), "--apptainer", str(program)]
-    process = subprocess.Popen([sys.executable, "-m", "rollyard", *words], stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 30
-        while not Path(f"{program}.began").exists():
-            assert time.monotonic() < end
-            assert process.poll() is None
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(20) == 130
-    finally:
-        process.kill()
+    command = [sys.executable, "-m", "rollyard", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + 30
+            while not Path(f"{program}.began").exists():
+                assert time.monotonic() < end
+                assert process.poll() is None
+                time.sleep(0.02)
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
     assert list((tmp_path / "cache").iterdir()) == []

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,12 +96,23 @@ def test_an_assignment_with_other_arguments_is_refused(arguments: list[str], say
         assigned_options(parse(READY), assignment(*ARGUMENTS, *arguments))
 
 
+@pytest.fixture
+def stop_signals() -> Iterator[None]:
+    """Handle SIGTERM and SIGINT after the test as before it. A worker ignores both as its process ends."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("stop_signals")
 async def test_a_signal_ends_the_wait() -> None:
     with StopSignals() as signals:
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), 30) is None
 
 
+@pytest.mark.usefixtures("stop_signals")
 async def test_a_signal_before_the_wait_ends_it_too() -> None:
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -170,10 +170,25 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it stops what it has started."""
+    # Under nohup, SIGHUP stays ignored, because the command is meant to outlive the terminal.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+@_interruptible()
 def run(options: QuickstartOptions, console: Console) -> RolloutJob:
     """Run the quickstart from an empty folder to trajectories and summary.json, and return the ended job.
 
@@ -186,10 +201,6 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
     from rollyard.connection import connect
     from rollyard.jobs.watching import watch
 
-    signal.signal(signal.SIGTERM, _interrupt)
-    # Under nohup, SIGHUP stays ignored, because the command is meant to outlive the terminal.
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _interrupt)
     if options.vllm is not None:
         options.vllm.check()
     job = prepare(options)

@@ -32,6 +32,7 @@ from rollyard_operator.settings import OperatorSettings
 from rollyard_pipeline.sandboxes.interface import Sandbox
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
+from rollyard_testing.kubernetes.connections import connections_ended
 from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
 from rollyard_testing.sandboxes.outside import HOST, TALK, Outside
 
@@ -138,6 +139,7 @@ async def live(
         await asyncio.gather(*tasks, return_exceptions=True)
         await watch.close()
         await kube.close()
+        await connections_ended(access.host)
 
 
 async def reaches_its_hosts_alone(pod: ExecClient, bound: Claim, folder: Path) -> None:

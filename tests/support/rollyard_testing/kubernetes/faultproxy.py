@@ -22,6 +22,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from rollyard_testing.kubernetes.connections import LONGEST_SECONDS, connections_ended
+
 BODY_BYTES = 16 * 1024 * 1024
 START_SECONDS = 10.0
 IN_A_ROW = 2
@@ -193,7 +195,7 @@ class FaultProxy:
         assert self._stop is not None
         loop, stop = self._stop
         loop.call_soon_threadsafe(stop.set)
-        self._thread.join(START_SECONDS)
+        self._thread.join(START_SECONDS + LONGEST_SECONDS)
         assert not self._thread.is_alive()
         if self._trouble is not None:
             raise self._trouble
@@ -229,6 +231,7 @@ class FaultProxy:
                 await stop.wait()
             finally:
                 await runner.cleanup()
+        await connections_ended(self.server)
 
     async def _handle(self, request: web.Request, upstream: aiohttp.ClientSession) -> web.StreamResponse:
         call = call_of(request.method, request.path, request.query)

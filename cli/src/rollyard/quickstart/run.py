@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -159,15 +159,23 @@ def _wait_ready(home: Home, process: subprocess.Popen[bytes], log: Path) -> None
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP during the block, because it already stops what they would stop."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+def _handled(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    """Handle signals by `handler` during the block, and after it as before it."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C, SIGTERM and SIGHUP during the block, because it already stops what they would stop."""
+    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
 
 
 @contextlib.contextmanager
@@ -175,13 +183,8 @@ def _interruptible() -> Iterator[None]:
     """Let SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it stops what it has started."""
     # Under nohup, SIGHUP stays ignored, because the command is meant to outlive the terminal.
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _interrupt) for number in numbers}
-    try:
+    with _handled(_interrupt, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

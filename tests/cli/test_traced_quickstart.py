@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_client import Client
 from rollyard_crds.telemetry.identity import trace_id
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
@@ -132,15 +133,41 @@ def _worker(folder: Path) -> int | None:
     return None
 
 
+def _held(folder: Path) -> dict[str, str | None]:
+    """Return the stages of the rollouts that the worker holds, by rollout."""
+    home = folder / "home"
+    port = (home / "pids" / "control-plane.port").read_text().strip()
+    viewer = json.loads((home / "state" / "tokens.json").read_text())["viewer"]
+    with Client(f"http://127.0.0.1:{port}", viewer) as client:
+        return {rollout.id: rollout.stage for rollout in client.rollouts("quickstart", status="leased")}
+
+
+def killed_at_work(process: subprocess.Popen[bytes], folder: Path) -> set[str]:
+    """Kill the worker while it holds rollouts, one of them at least in Run, and return which it holds.
+
+    The worker is stopped before one looks, so that it completes nothing between the look and its death.
+    """
+    end = time.monotonic() + 200.0
+    while time.monotonic() < end:
+        assert process.poll() is None, (folder / "output").read_text()[-4000:]
+        pid = _worker(folder)
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+            # What it sent before it was stopped may arrive only after the first look.
+            before, held = _held(folder), _held(folder)
+            if before == held and "run" in held.values():
+                os.kill(pid, signal.SIGKILL)
+                return set(held)
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.02)
+    raise AssertionError("the worker was never seen with a rollout in Run")
+
+
 def test_a_killed_worker_leaves_one_tree(tmp_path: Path, receiver: Receiver, sandbox: str) -> None:
     """The killed process never sends its last spans, and its rollouts are run again."""
     process = start(tmp_path, receiver.url, sandbox, 12, 4)
     try:
-        # A rollout that has entered Run shows that the worker is in the middle of its work.
-        receiver.until(lambda spans: any(span.name == "queue run" for span in spans), 200.0)
-        pid = _worker(tmp_path)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        held = killed_at_work(process, tmp_path)
     except BaseException:
         process.kill()
         raise
@@ -148,12 +175,13 @@ def test_a_killed_worker_leaves_one_tree(tmp_path: Path, receiver: Receiver, san
     records = done(process, tmp_path)
     assert len(records) == 48
     traces = receiver.traces()
-    again = 0
+    again = set()
     for record in records:
         spans = traces[trace_id(record["id"])]
         assert problems_of_tree(spans) == [], record["id"]
-        again += any(span.failed and span.name in STAGES and span.start < killed for span in spans)
+        if any(span.failed and span.name in STAGES and span.start < killed for span in spans):
+            again.add(record["id"])
         # The last two seconds of spans of the killed worker are lost, and nothing else is.
         late = all(span.start > killed for span in spans if span.name == "run")
         check_sums(spans, record, of_workers=late)
-    assert again, "no rollout was in the hands of the worker that was killed"
+    assert again == held

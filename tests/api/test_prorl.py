@@ -345,6 +345,23 @@ async def test_a_rollout_without_messages_is_tried_again_and_cancelled_ones_are_
     assert await prorl.worker.lease(init=4) == []
 
 
+async def test_a_call_cancelled_in_eval_has_its_messages_and_no_reward(prorl: Prorl) -> None:
+    call = prorl.process()
+    (lease,) = await prorl.leases("init")
+    await prorl.worker.complete(prorl.worker.result(lease))
+    (lease,) = await prorl.leases("run")
+    ran = prorl.worker.result(lease)
+    ran["trajectory"] |= TRAJECTORY
+    assert await prorl.worker.complete(ran) == ["accepted"]
+    await prorl.leases("eval")
+    await prorl.ok("/cancel", {"job_id": "j1"})
+    found = (await call).json()
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert (found["success"], found["reward"], found["critical_error"]) == (False, None, "eval")
+    assert found["error"].startswith("Cancelled")
+    assert found["filter"] is True
+
+
 async def test_stop_ends_everything_and_answers_who_waits(prorl: Prorl) -> None:
     waiting = [prorl.process(job_id=f"j{number}") for number in range(5)]
     await prorl.leases("init", 5)

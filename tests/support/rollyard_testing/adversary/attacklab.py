@@ -162,7 +162,7 @@ class Lab:
         if mark is not None:
             return found + [f"the sandbox {name}" for name in self._in_use(mark)]
         folder = self.run / "sandboxes"
-        found += [f"the folder {path}" for path in folder.iterdir() if path.is_dir()]
+        found += [f"the folder {path}" for path in folder.glob("*") if path.is_dir()]
         for listing in ("self/mountinfo", "net/unix"):
             lines = Path("/proc", listing).read_text().splitlines()
             found += [f"in {listing}: {line}" for line in lines if needle in line]

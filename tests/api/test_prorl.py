@@ -109,8 +109,8 @@ class Prorl:
                 found += await self.worker.lease(wait=1.0, **{stage: count - len(found)})
         return found
 
-    async def finish(self, count: int = 1, reward: float = 1.0, **trajectory: Any) -> list[str]:
-        """Let so many rollouts pass through all stages, and return their ids."""
+    async def until_eval(self, count: int = 1, **trajectory: Any) -> list[str]:
+        """Let so many rollouts pass through Init and Run, and return their ids."""
         for lease in await self.leases("init", count):
             await self.worker.complete(self.worker.result(lease))
         done = []
@@ -119,6 +119,11 @@ class Prorl:
             result["trajectory"] |= TRAJECTORY | trajectory
             assert await self.worker.complete(result) == ["accepted"]
             done.append(lease["rollout"])
+        return done
+
+    async def finish(self, count: int = 1, reward: float = 1.0, **trajectory: Any) -> list[str]:
+        """Let so many rollouts pass through all stages, and return their ids."""
+        done = await self.until_eval(count, **trajectory)
         for lease in await self.leases("eval", count):
             await self.worker.complete(self.worker.result(lease, reward=reward))
         return done
@@ -347,12 +352,7 @@ async def test_a_rollout_without_messages_is_tried_again_and_cancelled_ones_are_
 
 async def test_a_call_cancelled_in_eval_has_its_messages_and_no_reward(prorl: Prorl) -> None:
     call = prorl.process()
-    (lease,) = await prorl.leases("init")
-    await prorl.worker.complete(prorl.worker.result(lease))
-    (lease,) = await prorl.leases("run")
-    ran = prorl.worker.result(lease)
-    ran["trajectory"] |= TRAJECTORY
-    assert await prorl.worker.complete(ran) == ["accepted"]
+    await prorl.until_eval()
     await prorl.leases("eval")
     await prorl.ok("/cancel", {"job_id": "j1"})
     found = (await call).json()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_client import Client
+from rollyard.connection import connect
 from rollyard_crds.telemetry.identity import trace_id
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
@@ -137,10 +137,7 @@ def _worker(folder: Path) -> int | None:
 
 def _held(folder: Path) -> dict[str, str | None]:
     """Return the stages of the rollouts that the worker holds, by rollout."""
-    home = folder / "home"
-    port = (home / "pids" / "control-plane.port").read_text().strip()
-    viewer = json.loads((home / "state" / "tokens.json").read_text())["viewer"]
-    with Client(f"http://127.0.0.1:{port}", viewer) as client:
+    with connect(None, folder / "home", "default") as client:
         return {rollout.id: rollout.stage for rollout in client.rollouts("quickstart", status="leased")}
 
 

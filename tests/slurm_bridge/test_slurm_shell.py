@@ -51,15 +51,15 @@ SHOW = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], sys.st
 
 
 def bash(tmp_path: Path, lines: list[str]) -> subprocess.CompletedProcess[str]:
-    text = "\n".join(lines) + "\n"
-    return subprocess.run(
+    """Run lines of bash. Its output is decoded as it is, while text mode would change carriage returns."""
+    done = subprocess.run(
         ["bash", "--noprofile", "--norc"],
-        input=text,
+        input=("\n".join(lines) + "\n").encode(),
         cwd=tmp_path,
         capture_output=True,
-        text=True,
         timeout=60,
     )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 tries = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -220,6 +220,13 @@ def defined(made: str) -> list[str]:
     text="x", kind="stage-worker", nodes=[], profile=SiteProfile(), called=("workload", "$(touch HACKED)")
 )
 @example(text="x", kind="backend", nodes=[], profile=SiteProfile(), called=("name", "p\ntouch HACKED"))
+@example(
+    text="x",
+    kind="backend",
+    nodes=[],
+    profile=SiteProfile.model_validate({"backends": {"image": "\r"}}),
+    called=("workload", "g"),
+)
 def test_whole_scripts(
     tmp_path: Path, text: str, kind: str, nodes: list[str], profile: SiteProfile, called: tuple[str, str]
 ) -> None:

@@ -142,14 +142,18 @@ def test_a_worker_that_is_preempted_is_slurm_s_to_start_again(slurm: Any, bridge
     assert bridge.jobs() == {}
 
 
-def test_a_worker_that_slurm_kills_and_starts_again_gives_its_leases_back(slurm: Any, bridge: Bridge) -> None:
+def test_a_worker_that_slurm_kills_and_starts_again_gives_its_leases_back(
+    slurm: Any, bridge: Bridge, shared: Path
+) -> None:
     """It is stopped, so that it hands over nothing. Long before its leases expire, the bridge sees it die."""
     bridge.options = ["--lease-seconds", "600"]
-    wanted = job("requeued", tasks=4, samples=2, pause=8.0)
+    wanted = job("requeued", tasks=4, samples=2, gate=shared / "killed")
     bridge.start()
     with bridge.client() as client:
         client.submit(wanted)
         (number,) = bridge.running()
+        # The death of a worker whose node the bridge has never seen is not proven.
+        until(lambda: bridge.records()[number]["nodes"], 60, "the bridge's sight of the node")
         until(lambda: client.job("requeued").status.counts.run.active == 4, 60, "rollouts in Run")
         name = re.compile(rf"rollyard_pipeline .*--name (\S+-{number})(?: |$)")
         ((pid, worker),) = [
@@ -157,6 +161,7 @@ def test_a_worker_that_slurm_kills_and_starts_again_gives_its_leases_back(slurm:
         ]
         os.kill(pid, signal.SIGSTOP)
         slurm.run_as_user(["scontrol", "requeue", str(number)])
+        (shared / "killed").touch()
         bridge.ended("requeued")
         attempts = [one for each in client.trajectories("requeued") for one in each.attempts]
         # Slurm's kill also ends sandboxes that wait for Run, which the next worker finds out.

@@ -38,22 +38,14 @@ def standing(bridge: Bridge, beside: int = 0) -> int:
     """
 
     def there() -> int:
-        standing = [one for one in records(bridge).items() if one[1]["workload"]["owner"][0] == "ReadyWorker"]
+        standing = [
+            one for one in bridge.records().items() if one[1]["workload"]["owner"][0] == "ReadyWorker"
+        ]
         ours = [number for number, one in standing if one["startedAt"] is not None]
         runs = {number for number, one in bridge.jobs().items() if one["state"] == "RUNNING"}
         return next((number for number in ours if number in runs and number != beside), 0)
 
     return int(until(there, 60, "a worker that stands ready"))
-
-
-def records(bridge: Bridge) -> dict[int, dict[str, Any]]:
-    """Return the records of the submissions of a bridge, by the numbers of their Slurm jobs."""
-    found = {}
-    for path in (bridge.home / "submissions").glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):
-            record = json.loads(path.read_text())
-            found[record["job"]] = record
-    return found
 
 
 def process_of(slurm: Any, name: str) -> int:
@@ -85,7 +77,7 @@ def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -
         return found[0] if len(found) == 1 else None
 
     token = Path(until(only_token, 60, "the end of the killed worker's token"))
-    assert str(records(bridge)[number]["workload"]["name"]) in token.name
+    assert str(bridge.records()[number]["workload"]["name"]) in token.name
     assert token.stat().st_mode & 0o777 == 0o600
     secret = token.read_text()
     assert secret.startswith("ry-ready.default.ready-")
@@ -118,7 +110,7 @@ def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -
 
 def test_a_bridge_killed_between_the_offer_and_the_assignment(slurm: Any, bridge: Bridge) -> None:
     number = standing(bridge)
-    name = str(records(bridge)[number]["workload"]["name"])
+    name = str(bridge.records()[number]["workload"]["name"])
     worker = process_of(slurm, name)
     # The worker stands still. The next control plane therefore has no request of it.
     os.kill(worker, signal.SIGSTOP)
@@ -130,7 +122,7 @@ def test_a_bridge_killed_between_the_offer_and_the_assignment(slurm: Any, bridge
         client.submit(wanted)
     until(lambda: offers(bridge) == {name: False}, 60, "the offer")
     bridge.kill()
-    assert records(bridge)[number]["ready"] == name
+    assert bridge.records()[number]["ready"] == name
     os.kill(worker, signal.SIGCONT)
     bridge.start()
     bridge.ended("between")

@@ -21,13 +21,20 @@ WORKER = "qs-12345678-worker-0-101"
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+async def unseen(tmp_path: Path) -> AsyncIterator[Bench]:
+    """Yield a bridge that has submitted the job of one worker, and has not seen it run."""
     async with httpx.AsyncClient(trust_env=False) as http:
         made = Bench(tmp_path / "h", http, job())
         await made.turns()
-        made.slurm.run(101)
-        await made.turns()
         yield made
+
+
+@pytest.fixture
+async def bench(unseen: Bench) -> Bench:
+    """Return a bridge that has seen the job of its worker run."""
+    unseen.slurm.run(101)
+    await unseen.turns()
+    return unseen
 
 
 async def test_each_restart_by_slurm_ends_one_worker(bench: Bench) -> None:
@@ -58,11 +65,54 @@ async def test_a_restart_between_two_polls_is_seen(bench: Bench) -> None:
     assert bench.store.deaths == [WORKER]
 
 
-async def test_a_restart_while_no_bridge_ran_is_seen(bench: Bench) -> None:
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_restart_while_no_bridge_ran_is_seen(bench: Bench, runs: bool) -> None:
     bench.slurm.requeue(101)
+    if runs:
+        bench.slurm.run(101)
     bench.begin()
     await bench.turns()
     assert bench.store.deaths == [WORKER]
+
+
+async def test_a_restart_is_asked_about_until_slurm_answers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(job: int) -> None:
+        raise SlurmUnavailable("scontrol did not answer within 20 s")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.slurm, "details", refuse)
+        bench.slurm.requeue(101)
+        await bench.turns()
+        bench.slurm.run(101)
+        await bench.turns()
+    assert bench.store.deaths == []
+    await bench.turns()
+    assert bench.store.deaths == [WORKER]
+
+
+async def test_a_run_that_is_seen_only_while_it_completes_has_a_node(unseen: Bench) -> None:
+    unseen.slurm.run(101)
+    unseen.slurm.change(101, state="COMPLETING", used=0.0)
+    await unseen.turns()
+    assert unseen.store.deaths == [], "its processes have not ended"
+    unseen.slurm.requeue(101)
+    await unseen.turns()
+    assert unseen.store.deaths == [WORKER]
+
+
+async def test_of_a_run_between_two_polls_nothing_is_proven(unseen: Bench) -> None:
+    """Its node is not known, so that it may run on a lost one. The next worker is known by its own name."""
+    unseen.slurm.run(101)
+    unseen.slurm.requeue(101)
+    await unseen.turns()
+    unseen.slurm.run(101)
+    await unseen.turns()
+    assert unseen.store.deaths == []
+    unseen.slurm.requeue(101)
+    await unseen.turns()
+    assert unseen.store.deaths == [f"{WORKER}-r1"]
 
 
 @pytest.mark.parametrize("between", ["cn1", "cn2"])

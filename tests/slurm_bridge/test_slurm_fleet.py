@@ -365,8 +365,8 @@ async def test_other_jobs_of_the_user_are_left_alone(bench: Bench) -> None:
     await bench.turns()
     mine = bench.slurm.queued[101]
     other = mine.comment.replace("instance=abcd1234", "instance=ffffffff")
-    bench.slurm.queued[7] = type(mine)(7, "RUNNING", "None", "cn1", 1.0, 1.0, 1.0, "theirs", "")
-    bench.slurm.queued[8] = type(mine)(8, "RUNNING", "None", "cn1", 1.0, 1.0, 1.0, mine.name, other)
+    bench.slurm.queued[7] = type(mine)(7, "RUNNING", "None", "cn1", 1.0, 1.0, 1.0, "theirs", "", "")
+    bench.slurm.queued[8] = type(mine)(8, "RUNNING", "None", "cn1", 1.0, 1.0, 1.0, mine.name, other, "")
     bench.store.listed.clear()
     await bench.turns(5)
     assert bench.slurm.cancelled == [101]

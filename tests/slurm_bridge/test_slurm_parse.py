@@ -49,20 +49,49 @@ def test_durations(text: str, seconds: float | None) -> None:
 
 def test_a_queue_with_strange_lines() -> None:
     text = (
-        "7|RUNNING|None|cn1|1:00|59:00|1:00:00|rollyard-a-worker-0|rollyard,instance=ab\n"
-        "8|PENDING|ReqNodeNotAvail, UnavailableNodes:cn[1-4]||0:00|1:00:00|1:00:00|x|a|b|c\n"
-        "9|COMPLETING|None|cn2|0:03|UNLIMITED|UNLIMITED|y|(null)\n"
+        "7|RUNNING|None|cn1|1:00|59:00|1:00:00|2026-01-02T03:04:05|rollyard-a-worker-0|rollyard,instance=ab\n"
+        "8|PENDING|ReqNodeNotAvail, UnavailableNodes:cn[1-4]||0:00|1:00:00|1:00:00|N/A|x|a|b|c\n"
+        "9|COMPLETING|None|cn2|0:03|UNLIMITED|UNLIMITED|N/A|y|(null)\n"
     )
     first, second, third = command_output.queue(text)
     assert first == QueuedJob(
-        7, "RUNNING", "None", "cn1", 60.0, 3540.0, 3600.0, "rollyard-a-worker-0", "rollyard,instance=ab"
+        id=7,
+        state="RUNNING",
+        reason="None",
+        nodes="cn1",
+        used=60.0,
+        left=3540.0,
+        limit=3600.0,
+        name="rollyard-a-worker-0",
+        comment="rollyard,instance=ab",
+        submitted="2026-01-02T03:04:05",
     )
     assert (second.reason, second.comment) == ("ReqNodeNotAvail, UnavailableNodes:cn[1-4]", "a|b|c")
     assert (third.left, third.limit, third.comment) == (None, None, "")
     assert command_output.queue("\n") == []
 
 
-@pytest.mark.parametrize("text", ["slurm_load_jobs error: x", "7|RUNNING", "x|RUNNING|None|cn1|1|2|3|n|c"])
+def test_a_recorded_queue() -> None:
+    """It is of Slurm 22.05.8. One of two jobs of a node that failed was queued again, at another time."""
+    recorded = Path(__file__).parent.parent / "slurm" / "data" / "queue.txt"
+    jobs = {job.name: job for job in command_output.queue(recorded.read_text())}
+    running, failed, again = (jobs[f"rollyard-{name}"] for name in ("running", "node_fail", "requeued"))
+    assert (running.state, running.nodes, running.used_nodes) == ("RUNNING", "cn3", "cn3")
+    assert running.comment == "owner=running|spec=0"
+    assert (failed.state, failed.nodes, failed.used_nodes) == ("NODE_FAIL", "cn2", "")
+    assert (again.state, again.nodes, again.used_nodes) == ("PENDING", "", "")
+    assert failed.submitted < running.submitted < again.submitted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "slurm_load_jobs error: x",
+        "7|RUNNING",
+        "7|RUNNING|None|cn1|1|2|3|n|c",
+        "x|RUNNING|None|cn1|1|2|3|t|n|c",
+    ],
+)
 def test_a_queue_that_cannot_be_read(text: str) -> None:
     with pytest.raises(Unreadable, match="squeue printed"):
         command_output.queue(text)
@@ -101,7 +130,7 @@ FAILED = "sbatch: error: Batch job submission failed"
 
 
 def pending(reason: str) -> QueuedJob:
-    return QueuedJob(5, "PENDING", reason, "", 0.0, None, None, "n", "")
+    return QueuedJob(5, "PENDING", reason, "", 0.0, None, None, "n", "", "")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +218,7 @@ def test_how_jobs_end(seen: JobDetails, code: int | None, expected: bool, words:
 
 
 def running(left: float | None, limit: float | None) -> QueuedJob:
-    return QueuedJob(5, "RUNNING", "None", "cn1", 0.0, left, limit, "n", "")
+    return QueuedJob(5, "RUNNING", "None", "cn1", 0.0, left, limit, "n", "", "")
 
 
 def test_successors_queue_in_time() -> None:

@@ -77,6 +77,7 @@ def test_recorded_jobs_in_both_shapes(version: int) -> None:
     assert (running.nodes, running.name, running.reason) == ("vm", "rollyard-running", "None")
     assert running.comment == "rollyard,instance=ab,of=running"
     assert (waiting.state, waiting.reason, waiting.used, waiting.left) == ("PENDING", "Resources", 0.0, 300.0)
+    assert running.submitted == str(job_json.number(by_name["rollyard-running"]["submit_time"]))
     assert job_json.queue(document, 1001, now) == []
 
     def ended(name: str) -> JobDetails:

@@ -123,8 +123,8 @@ def test_what_is_read_and_saved_again_is_the_same(tmp_path: Path, earlier: list[
         for document, name in ((before, "allocated"), (before, "launcher"), (before["workload"], "sandbox")):
             del document[name]  # This version has no use for it.
         # Earlier versions ignore these fields.
-        added = [after.pop(name) for name in ("nodes", "ready", "restartCount")]
-        assert added == ["", "", None]
+        added = [after.pop(name) for name in ("nodes", "queuedAt", "ready", "restartCount")]
+        assert added == ["", "", "", None]
         assert after["ending"] is None or after["ending"].pop("processEnded")
         assert after == before
 

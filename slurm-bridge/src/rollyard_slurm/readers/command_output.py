@@ -3,7 +3,7 @@
 They read the text formats and not the output of `--json`. The text formats are the same from Slurm 20.11
 on, while the JSON differs between releases (it gives exit codes as raw wait statuses and, for `sacct`,
 SUCCESS for jobs that failed). The readers use durations instead of absolute times, because the clocks of
-nodes may differ.
+nodes may differ. Times of submission are only tested for equality.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import re
 
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
-QUEUE_FORMAT = "%A|%T|%r|%N|%M|%L|%l|%j|%k"
+QUEUE_FORMAT = "%A|%T|%r|%N|%M|%L|%l|%V|%j|%k"
 """The format for `squeue -o`.
 
-Its fields are job, state, reason, nodes, time used, time left, time limit, name and comment.
+Its fields are job, state, reason, nodes, time used, time left, time limit, time of submission, name and
+comment.
 """
 _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
 _FIELD = r"(?:^|\s){}=(\S+)"
@@ -51,10 +52,12 @@ def queue(text: str) -> list[QueuedJob]:
     for line in text.splitlines():
         if not line.strip():
             continue
-        parts = line.split("|", 8)
-        if len(parts) < 9 or not parts[0].strip().isdigit():
+        parts = line.split("|", 9)
+        if len(parts) < 10 or not parts[0].strip().isdigit():
             raise Unreadable(f"squeue printed {line!r:.200}")
-        job, state, reason, nodes, used, left, limit, name, comment = (part.strip() for part in parts)
+        job, state, reason, nodes, used, left, limit, submitted, name, comment = (
+            part.strip() for part in parts
+        )
         jobs.append(
             QueuedJob(
                 id=int(job),
@@ -66,6 +69,7 @@ def queue(text: str) -> list[QueuedJob]:
                 limit=duration_seconds(limit),
                 name=name,
                 comment="" if comment == "(null)" else comment,
+                submitted=submitted,
             )
         )
     return jobs

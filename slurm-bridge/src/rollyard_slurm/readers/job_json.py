@@ -145,6 +145,7 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
                 limit=limit,
                 name=_text(job, "name"),
                 comment=_text(job, "comment"),
+                submitted=str(number(job.get("submit_time")) or ""),
             )
         )
     return found

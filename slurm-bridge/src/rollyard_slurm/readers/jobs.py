@@ -50,6 +50,17 @@ class QueuedJob:
     """The time limit in seconds, or None if there is no limit or it is not known."""
     name: str
     comment: str
+    submitted: str
+    """The time at which Slurm took the job, or at which it last queued the job again.
+
+    Slurm gives a job that it starts again a new time, once the job's nodes have reported the end of its
+    processes. Two such texts can only be tested for equality, because the form depends on the kind of call.
+    """
+
+    @property
+    def used_nodes(self) -> str:
+        """The nodes on which the job runs or completes. It is empty in all other states."""
+        return self.nodes if self.state in ("RUNNING", "COMPLETING") else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class _Record(_Stored):
     draining_since: _Time | None
     retired: bool
     restart_count: int | None = None
+    queued_at: str = ""
     nodes: str = ""
     ready: str = ""
     url: str

@@ -67,8 +67,13 @@ class Submission:
     probe: asyncio.Task[None] | None = None
     restart_count: int | None = 0
     """How many times Slurm has started the job again, or None if this is not known."""
+    queued_at: str = ""
+    """The time of submission that the job had when its restarts were last counted.
+
+    It is the text of `QueuedJob.submitted`, and is empty until the job is first seen.
+    """
     nodes: str = ""
-    """The nodes on which the job was seen to run since its last start."""
+    """The nodes on which the job was seen to run or to complete since its last start."""
     trouble: str = ""
     """The reason why a running worker takes no Init work, as the worker reported it."""
     ready: str = ""

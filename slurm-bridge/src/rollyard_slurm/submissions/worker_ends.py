@@ -89,13 +89,14 @@ class WorkerEnds:
         """
         for one in list(restarted)[:RESTARTS_AT_ONCE]:
             assert one.job is not None
+            assert one.seen is not None
             job = await self._calls.details(one.job)
             if job is None:
                 continue
             # If two restarts were seen as one, the known nodes are not those of the last worker.
             once = one.restart_count is not None and job.restarts == one.restart_count + 1
-            if once and await self._respond(one.nodes):
+            if once and one.nodes and await self._respond(one.nodes):
                 self.note(one)
-            one.restart_count = job.restarts
-            one.nodes = one.seen.nodes if one.seen is not None and one.seen.state == "RUNNING" else ""
+            one.restart_count, one.queued_at = job.restarts, one.seen.submitted
+            one.nodes = one.seen.used_nodes
             self._submissions.save(one)

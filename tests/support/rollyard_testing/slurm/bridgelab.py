@@ -178,6 +178,15 @@ class Bridge:
                 found[int(number)] = {"state": state, "node": node, "reason": reason, **said}
         return found
 
+    def records(self) -> dict[int, dict[str, Any]]:
+        """Return the records of the submissions, by the numbers of their Slurm jobs."""
+        found = {}
+        for path in (self.files / "submissions").glob("*.json"):
+            record = _read(path)
+            if record:
+                found[record["job"]] = record
+        return found
+
     def running(self, kind: str = "stage-worker", count: int = 1, seconds: float = 60.0) -> list[int]:
         """Wait until so many jobs of a kind run, and return their numbers."""
 

@@ -60,7 +60,16 @@ class FakeSlurm:
         assert name is not None
         self.scripts[self.last] = script
         self.queued[self.last] = QueuedJob(
-            self.last, "PENDING", "Priority", "", 0.0, LIMIT, LIMIT, f"rollyard-{name.workload}", comment[1]
+            id=self.last,
+            state="PENDING",
+            reason="Priority",
+            nodes="",
+            used=0.0,
+            left=LIMIT,
+            limit=LIMIT,
+            name=f"rollyard-{name.workload}",
+            comment=comment[1],
+            submitted="start 0",
         )
         return self.last
 
@@ -108,8 +117,9 @@ class FakeSlurm:
 
     def requeue(self, job: int) -> None:
         """Let Slurm take it off its node, and queue it again."""
-        self.change(job, state="PENDING", reason="BeginTime", nodes="", used=0.0)
         self.restarts[job] = self.restarts.get(job, 0) + 1
+        again = f"start {self.restarts[job]}"
+        self.change(job, state="PENDING", reason="BeginTime", nodes="", used=0.0, submitted=again)
 
     def end(self, job: int, state: str, status: int = 0, signal: int = 0) -> None:
         gone = self.queued.pop(job)

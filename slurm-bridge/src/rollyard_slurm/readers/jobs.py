@@ -53,8 +53,9 @@ class QueuedJob:
     submitted: str
     """The time at which Slurm took the job, or at which it last queued the job again.
 
-    Slurm gives a job that it starts again a new time, once the job's nodes have reported the end of its
-    processes. Two such texts can only be tested for equality, because the form depends on the kind of call.
+    Slurm gives a job that it queues again a new time, once the job's nodes have reported the end of its
+    processes. It keeps the time of a job whose script could not be launched. Two such texts can only be
+    tested for equality, because the form depends on the kind of call.
     """
 
     @property

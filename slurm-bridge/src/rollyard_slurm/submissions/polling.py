@@ -14,7 +14,7 @@ from rollyard_drivers.host.log_file import telling_line
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
-from rollyard_slurm.readers.jobs import QueuedJob
+from rollyard_slurm.readers.jobs import PENDING_STATES, QueuedJob
 from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import NODE_UNUSABLE
@@ -26,6 +26,8 @@ from rollyard_slurm.submissions.worker_ends import WorkerEnds
 
 ENDS_AT_ONCE = 16
 """The largest number of jobs that left the queue and are asked about in one poll."""
+CLOCK_SECONDS = 5.0
+"""The time that a job has run may seem to shrink by so many seconds although the job was not restarted."""
 
 
 class QueuePoller:
@@ -194,4 +196,15 @@ class QueuePoller:
 
 def _has_restarted(one: Submission, seen: QueuedJob) -> bool:
     """Return whether Slurm itself has restarted the job of a stage worker since its restarts were counted."""
-    return one.workload.kind == "stage-worker" and one.queued_at not in ("", seen.submitted)
+    if one.workload.kind != "stage-worker":
+        return False
+    if one.queued_at not in ("", seen.submitted):
+        return True
+    # Slurm keeps the time of submission if a script could not be launched, for example on a lost node.
+    if not one.nodes:
+        return False
+    if seen.state != "RUNNING":
+        return seen.state in PENDING_STATES
+    before = one.seen
+    shrank = before is not None and before.state == "RUNNING" and seen.used < before.used - CLOCK_SECONDS
+    return shrank or seen.nodes != one.nodes

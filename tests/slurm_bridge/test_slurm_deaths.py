@@ -56,22 +56,16 @@ async def test_each_restart_by_slurm_ends_one_worker(bench: Bench) -> None:
     assert bench.slurm.submissions == 1, "a restart is Slurm's own matter"
 
 
-@pytest.mark.parametrize("keeps_time", [False, True])
-async def test_a_restart_between_two_polls_is_seen(bench: Bench, keeps_time: bool) -> None:
-    """Slurm keeps the time of submission if it could not launch the script."""
-    bench.slurm.change(101, used=60.0)
+@pytest.mark.parametrize(("used", "keeps_time"), [(0.0, False), (60.0, False), (60.0, True)])
+async def test_a_restart_between_two_polls_is_seen(bench: Bench, used: float, keeps_time: bool) -> None:
+    """It is on the same node. Slurm keeps the time of submission if it could not launch the script."""
+    bench.slurm.change(101, used=used)
     await bench.turns()
+    submitted = bench.slurm.queued[101].submitted
     bench.slurm.requeue(101)
     bench.slurm.run(101)
     if keeps_time:
-        bench.slurm.change(101, submitted="start 0")
-    await bench.turns()
-    assert bench.store.deaths == [WORKER]
-
-
-async def test_a_restart_at_once_on_the_same_node_is_seen(bench: Bench) -> None:
-    bench.slurm.requeue(101)
-    bench.slurm.run(101)
+        bench.slurm.change(101, submitted=submitted)
     await bench.turns()
     assert bench.store.deaths == [WORKER]
 

@@ -188,25 +188,7 @@ def test_a_restarted_rollout_has_tokens_of_the_new_weights_only(trainer: Trainer
     updated = trainer.play("abort", "restart")
     assert updated.update["state"] == "Succeeded", updated.update
     assert {one["status"] for one in updated.trajectories} == {"succeeded"}
-    firsts = {tuple(one["segments"][0]["prompt_ids"]) for one in updated.trajectories}
-
-    # These are what a rollout of this job had when it was restarted, and what it still asked for before it
-    # knew.
-    dropped = {
-        answer.prompt + tuple(answer.ids)
-        for answer in updated.served
-        if set(answer.versions) == {updated.old}
-        and any(answer.prompt[: len(first)] == first for first in firsts)
-    }
-
-    def discarded(answer: Answer) -> bool:
-        """Return whether it was sampled for a rollout before its restart: with old weights, or continuing
-        such tokens.
-        """
-        whole = answer.prompt + tuple(answer.ids)
-        return whole in dropped or any(answer.prompt[: len(start)] == start for start in dropped)
-
-    verdict = judge(updated.trajectories, updated.served, discarded)
+    verdict = judge(updated.trajectories, updated.served, restarts=True)
     assert verdict.findings == []
     assert verdict.unused
     # Those that had ended before have only old tokens, and none has both.

@@ -9,7 +9,8 @@ proxy between it and the servers recorded. Each finding names the check that fai
     ids         a server was sent them and sampled other ids than the turn holds
     logprobs    the ids are those that it sampled, the log-probabilities are not, bit for bit
     versions    the policy versions are not those that it gave
-    unused      a server sampled tokens for a client that read them, and no trajectory holds them
+    unused      a server sampled tokens for a client that read them, no trajectory holds them, and no
+                restart explains this
     forward     a fresh forward pass gives other log-probabilities
 
 A turn may be made of several answers: an `abort` cuts one, and the next request holds its ids. Of an answer
@@ -21,7 +22,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,11 @@ class Answer:
     ended: float
     delivered: bool
     """Whether the client was there until the end."""
+
+    @property
+    def seed(self) -> int | None:
+        """Return the seed that it was sampled with."""
+        return self.parameters.get("seed")
 
     @property
     def counted(self) -> int:
@@ -145,19 +151,16 @@ class Judgement:
         self.findings.append(Finding(check, where, message))
 
 
-Discarded = Callable[[Answer], bool]
-
-
 def judge(
-    trajectories: Iterable[dict[str, Any]],
-    served: Iterable[Answer],
-    discarded: Discarded = lambda _answer: False,
+    trajectories: Iterable[dict[str, Any]], served: Iterable[Answer], *, restarts: bool = False
 ) -> Judgement:
     """Compare every turn of every trajectory with what was served.
 
     Args:
-        discarded: Whether an answer that no trajectory holds is explained (a rollout that was restarted).
+        restarts: Whether rollouts may have been restarted. An answer that no trajectory holds is then
+            explained if it was sampled before the restart of its rollout.
     """
+    trajectories = list(trajectories)
     by_prompt: dict[tuple[int, ...], list[Answer]] = defaultdict(list)
     for answer in served:
         by_prompt[answer.prompt].append(answer)
@@ -169,16 +172,51 @@ def judge(
         for answer in group:
             # A request for one token is a probe of the server and belongs to no rollout.
             probe = answer.parameters.get("max_tokens") == 1
-            if (answer.server, answer.number) in used or not answer.counted or probe:
-                continue
-            verdict.unused.append(answer)
-            if answer.delivered and not discarded(answer):
-                verdict.add(
-                    "unused",
-                    f"{answer.server} request {answer.number}",
-                    f"{answer.counted} tokens were sampled after {len(answer.prompt)} and are nowhere",
-                )
+            if (answer.server, answer.number) not in used and answer.counted and not probe:
+                verdict.unused.append(answer)
+    explained = _before_restarts(trajectories, by_prompt, used, verdict.unused) if restarts else set()
+    for answer in verdict.unused:
+        if answer.delivered and (answer.server, answer.number) not in explained:
+            verdict.add(
+                "unused",
+                f"{answer.server} request {answer.number}",
+                f"{answer.counted} tokens were sampled after {len(answer.prompt)} and are nowhere "
+                f"(finish {answer.finish!r}, versions {sorted(set(answer.versions))})",
+            )
     return verdict
+
+
+def _before_restarts(
+    trajectories: Iterable[dict[str, Any]],
+    by_prompt: Mapping[tuple[int, ...], Sequence[Answer]],
+    used: Set[tuple[str, int]],
+    unused: Sequence[Answer],
+) -> set[tuple[str, int]]:
+    """Return the server and number of each unused answer that a rollout had before it was restarted.
+
+    A restarted rollout sends its first request once more, with the same prompt and seed. An unused answer to
+    this request was therefore discarded, and so was everything that continues it. Its weights do not matter:
+    until its worker has heard of the restart, a rollout samples with the new ones too.
+    """
+    asked = {one.prompt for group in by_prompt.values() for one in group if (one.server, one.number) in used}
+    repeated = [
+        answer
+        for answer in unused
+        if answer.prompt in asked and sum(one.seed == answer.seed for one in by_prompt[answer.prompt]) > 1
+    ]
+    starts = {answer.prompt + tuple(answer.ids[: answer.counted]) for answer in repeated}
+    # What continues a trajectory itself is lost, also where an earlier attempt began with the same tokens.
+    held = asked | {
+        (*segment["prompt_ids"], *segment["response_ids"])
+        for trajectory in trajectories
+        for segment in trajectory["segments"]
+    }
+    continuing = [
+        answer
+        for answer in unused
+        if answer.prompt not in held and any(answer.prompt[: len(start)] == start for start in starts)
+    ]
+    return {(answer.server, answer.number) for answer in (*repeated, *continuing)}
 
 
 def _judge_one(

@@ -285,7 +285,7 @@ def test_a_request_in_flight(
     assert pool.update(old)["verified"]
     sampling = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     body = {"model": SERVED, "token_ids": IDS, "sampling_params": sampling}
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(2) as threads:
         # A quick server would have answered before the update begins.
         with server.slowed(0.25):
             asked = threads.submit(server.call, "/inference/v1/generate", body, seconds=SECONDS)
@@ -293,7 +293,13 @@ def test_a_request_in_flight(
             while server.metric("vllm:num_requests_running") < 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            done = pool.update(new | {"mode": mode})
+            updating = threads.submit(pool.update, new | {"mode": mode})
+            if mode == "wait":
+                # The update has begun, so the rest of the answer, for which it waits, may come at full speed.
+                pool.until(lambda one: bool(one["weights"] == "Updating" or one["policyVersion"] == "new"))
+            else:
+                updating.result(SECONDS)
+        done = updating.result(SECONDS)
         choice = asked.result(SECONDS)["choices"][0]
     assert (done["state"], done["verified"]) == ("Succeeded", True), done
     spans = [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"]]

@@ -11,6 +11,8 @@ import pytest
 from rollyard_testing.vllm.checker import Answer, judge
 
 FIRST = (1, 2, 3)
+TOOL = (90, 91)
+"""The tokens of a tool's answer between two turns."""
 SEED, SECOND_SEED, OTHER_SEED = 11, 12, 21
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
@@ -34,8 +36,8 @@ class Wire:
         return answer
 
 
-def trajectory(*answers: Answer, tools: tuple[int, ...] = (90, 91)) -> dict[str, Any]:
-    """Return a trajectory of one segment, whose turns are these answers with a tool's tokens between them."""
+def trajectory(*answers: Answer) -> dict[str, Any]:
+    """Return a trajectory of one segment, whose turns are these answers with TOOL between them."""
     response: list[int] = []
     logprobs: list[float] = []
     versions: list[str] = []
@@ -43,10 +45,10 @@ def trajectory(*answers: Answer, tools: tuple[int, ...] = (90, 91)) -> dict[str,
     turns = []
     for answer in answers:
         if response:
-            response += tools
-            logprobs += [0.0] * len(tools)
-            versions += [""] * len(tools)
-            mask += [0] * len(tools)
+            response += TOOL
+            logprobs += [0.0] * len(TOOL)
+            versions += [""] * len(TOOL)
+            mask += [0] * len(TOOL)
         turns.append({"segment": 0, "start": len(response), "end": len(response) + len(answer.ids)})
         response += answer.ids
         logprobs += answer.logprobs
@@ -82,9 +84,9 @@ def test_a_first_turn_with_new_weights_is_explained_if_the_rollout_began_again(w
     """
     wire.sample(FIRST, [], "", finish="abort")
     early = wire.sample(FIRST, [7, 8], "new")
-    wire.sample((*FIRST, *early.ids, 90, 91), [9], "new", SECOND_SEED)
+    wire.sample((*FIRST, *early.ids, *TOOL), [9], "new", SECOND_SEED)
     kept = wire.sample(FIRST, [7, 8], "new")
-    following = wire.sample((*FIRST, *kept.ids, 90, 91), [9], "new", SECOND_SEED)
+    following = wire.sample((*FIRST, *kept.ids, *TOOL), [9], "new", SECOND_SEED)
     assert judge([trajectory(kept, following)], wire.served, restarts=True).findings == []
 
 
@@ -107,7 +109,7 @@ def test_another_samples_first_turn_is_not_explained_by_a_restart(wire: Wire) ->
 def test_a_lost_last_turn_of_a_restarted_rollout_is_found(wire: Wire, before: list[int]) -> None:
     wire.sample(FIRST, before, "old", finish="abort")
     kept = wire.sample(FIRST, [7, 8], "new")
-    lost = wire.sample((*FIRST, 7, 8, 90, 91), [9], "new", SECOND_SEED)
+    lost = wire.sample((*FIRST, 7, 8, *TOOL), [9], "new", SECOND_SEED)
     short = trajectory(kept, lost)
     short["turns"].pop()
     for name in ("response_ids", "logprobs", "policy_versions", "loss_mask"):

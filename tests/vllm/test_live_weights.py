@@ -106,8 +106,8 @@ class Trainer:
             update = there.product.update(self._pool, request, SECONDS)
         found = there.product.results(name, expected, SECONDS)
         self.version = name
-        served = [one for one in there.served() if (one.server, one.number) not in self._earlier]
-        self._earlier |= {(one.server, one.number) for one in served}
+        served = [one for one in there.served() if one.key not in self._earlier]
+        self._earlier |= {one.key for one in served}
         after = self._checkpoints.folders[self._current]
         return Updated(found, served, update, old, name, before, after)
 

@@ -61,6 +61,11 @@ class Answer:
     """Whether the client was there until the end."""
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Return its server and number, which no other answer has."""
+        return self.server, self.number
+
+    @property
     def seed(self) -> int | None:
         """Return the seed that it was sampled with."""
         return self.parameters.get("seed")
@@ -172,11 +177,11 @@ def judge(
         for answer in group:
             # A request for one token is a probe of the server and belongs to no rollout.
             probe = answer.parameters.get("max_tokens") == 1
-            if (answer.server, answer.number) not in used and answer.counted and not probe:
+            if answer.key not in used and answer.counted and not probe:
                 verdict.unused.append(answer)
     explained = _before_restarts(trajectories, by_prompt, used, verdict.unused) if restarts else set()
     for answer in verdict.unused:
-        if answer.delivered and (answer.server, answer.number) not in explained:
+        if answer.delivered and answer.key not in explained:
             verdict.add(
                 "unused",
                 f"{answer.server} request {answer.number}",
@@ -192,13 +197,13 @@ def _before_restarts(
     used: Set[tuple[str, int]],
     unused: Sequence[Answer],
 ) -> set[tuple[str, int]]:
-    """Return the server and number of each unused answer that a rollout had before it was restarted.
+    """Return the key of each unused answer that a rollout had before it was restarted.
 
     A restarted rollout sends its first request once more, with the same prompt and seed. An unused answer to
     this request was therefore discarded, and so was everything that continues it. Its weights do not matter:
     until its worker has heard of the restart, a rollout samples with the new ones too.
     """
-    asked = {one.prompt for group in by_prompt.values() for one in group if (one.server, one.number) in used}
+    asked = {one.prompt for group in by_prompt.values() for one in group if one.key in used}
     repeated = [
         answer
         for answer in unused
@@ -216,7 +221,7 @@ def _before_restarts(
         for answer in unused
         if answer.prompt not in held and any(answer.prompt[: len(start)] == start for start in starts)
     ]
-    return {(answer.server, answer.number) for answer in (*repeated, *continuing)}
+    return {answer.key for answer in (*repeated, *continuing)}
 
 
 def _judge_one(
@@ -241,11 +246,11 @@ def _judge_one(
                 segment["logprobs"][start:end],
                 segment["policy_versions"][start:end],
             )
-            there = [one for one in by_prompt.get(prompt, ()) if (one.server, one.number) not in used]
+            there = [one for one in by_prompt.get(prompt, ()) if one.key not in used]
             answer = wanted.choose(there, where, verdict)
             if answer is None:
                 break
-            used.add((answer.server, answer.number))
+            used.add(answer.key)
             servers.add(answer.server)
             _judge_sampling(trajectory, answer, where, verdict)
             prompt += tuple(answer.ids[: answer.counted])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 import yaml
 from rollyard_api.__main__ import parser
@@ -22,7 +21,17 @@ CHART = ROOT / "helm" / "rollyard"
 VALUES_TEXT = (CHART / "values.yaml").read_text()
 VALUES: dict[str, Any] = yaml.safe_load(VALUES_TEXT)
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    """Return a validator of the chart's values.
+
+    It is imported here because the import takes seconds, which each run of pytest would spend on collection.
+    """
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(SCHEMA)
 
 
 def test_crds_are_those_of_the_models() -> None:
@@ -30,9 +39,9 @@ def test_crds_are_those_of_the_models() -> None:
     assert shipped == schema.files(), "run `make crds`"
 
 
-def test_the_default_values_fit_the_schema() -> None:
-    VALIDATOR.check_schema(SCHEMA)
-    VALIDATOR.validate(VALUES)
+def test_the_default_values_fit_the_schema(validator: Any) -> None:
+    validator.check_schema(SCHEMA)
+    validator.validate(VALUES)
 
 
 def resolved(node: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +115,8 @@ def test_every_value_is_explained() -> None:
     ],
     ids=str,
 )
-def test_wrong_values_are_refused_with_the_field(values: dict[str, Any], field: str) -> None:
-    problems = [f"{error.json_path} {error.message}" for error in VALIDATOR.iter_errors(values)]
+def test_wrong_values_are_refused_with_the_field(validator: Any, values: dict[str, Any], field: str) -> None:
+    problems = [f"{error.json_path} {error.message}" for error in validator.iter_errors(values)]
     assert len(problems) == 1
     assert field in problems[0]
 

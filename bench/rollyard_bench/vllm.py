@@ -166,6 +166,8 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
                 "TORCHDYNAMO_DISABLE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)]),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "OMP_NUM_THREADS": "1",
                 "VLLM_SERVER_DEV_MODE": "1",  # It enables the call that empties the prefix cache.
                 "VLLM_NO_USAGE_STATS": "1",
             }

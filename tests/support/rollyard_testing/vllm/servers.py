@@ -122,6 +122,9 @@ class VllmServer:
                 "TORCHDYNAMO_DISABLE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": str(self.index),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                # The engine computes in its own process, which saves the start of another one.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "OMP_NUM_THREADS": "1",
             }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

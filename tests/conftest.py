@@ -9,7 +9,9 @@ import shutil
 import signal
 import ssl
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +49,26 @@ def _one_tls_context() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("httpx._transports.default.create_ssl_context", context)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _entry_points_are_read_once() -> Iterator[None]:
+    """Let the tests of one process share what the installed distributions declare, per module search path.
+
+    Each control plane asks for it, and reading all metadata again would take a good part of a short test.
+    """
+    read = metadata.entry_points
+    known: dict[tuple[str, ...], metadata.EntryPoints] = {}
+
+    def entry_points(**params: Any) -> metadata.EntryPoints:
+        path = tuple(sys.path)
+        if path not in known:
+            known[path] = read()
+        return known[path].select(**params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "entry_points", entry_points)
         yield
 
 

@@ -93,7 +93,7 @@ def test_broken_token_file(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 async def test_kill_9_loses_and_doubles_nothing(
     seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
 ) -> None:

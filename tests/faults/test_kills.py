@@ -22,7 +22,7 @@ from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, foll
 
 TASKS = 12
 SAMPLES = 4
-SEEDS = range(int(os.environ.get("ROLLYARD_FAULT_SEEDS", "3")))
+SEEDS = range(int(os.environ.get("ROLLYARD_FAULT_SEEDS", "2")))
 """The seeds of the runs of each victim. More of them are worth their time after a change of recovery."""
 KILLS = {"control-plane": 2, "worker": 2, "backend": 2, "sandbox": 4}
 LATEST = 16

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(ENVIRONMENT_SECONDS + RUN_SECONDS),
     pytest.mark.usefixtures("bubblewrap_works"),
 ]
-STEPS = 20
+STEPS = 8
 SAMPLES = 4
 TOLERANCE = 1e-4
 """Both sides compute in float32. One optimizer step changes log-probabilities by far more than this."""

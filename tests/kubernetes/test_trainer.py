@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(ENVIRONMENT_SECONDS + 1200, func_only=True),
 ]
-STEPS, GROUPS = 4, 3
+STEPS, GROUPS = 3, 3
 SIZE = (
     f"--steps={STEPS}", f"--groups={GROUPS}", "--samples=4", "--in-flight=4", "--concurrency=4", "--warm=2",
     "--held-out=0", "--enough=1.1",

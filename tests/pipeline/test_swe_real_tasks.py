@@ -64,10 +64,12 @@ def test_there_are_ten() -> None:
 async def test_a_task(lab: SweLab, written: dict[str, list[Task]], place: int) -> None:
     recipe = RECIPES[place]
     tests = " ".join(f"repo/{file}" for file in recipe["tests"])
-    for layout, tasks in written.items():
+    for number, (layout, tasks) in enumerate(written.items()):
         assert tasks[place].swe is not None
         solved = await lab.rollout(tasks[place])
         assert (solved.reward, solved.reward_reason) == (1.0, ""), (recipe["project"], layout)
-        for command in ("true", f"rm -r {tests}", forging(recipe)):
+        # The layouts differ in how a result is read, so each cheat is tried in both, on every other task.
+        cheats = (f"rm -r {tests}", forging(recipe))
+        for command in ("true", cheats[(place + number) % 2]):
             result = await lab.rollout(playing(tasks[place], command))
             assert result.reward == 0.0, (recipe["project"], layout, command)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from rollyard.quickstart.vllm_servers import CPU_ENVIRONMENT
 
 from rollyard_bench.processes import Program, ProgramFailed, program
 
@@ -163,11 +164,8 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
     async with AsyncExitStack() as stack:
         for number in range(count):
             environment = {
-                "TORCHDYNAMO_DISABLE": "1",
+                **CPU_ENVIRONMENT,
                 "VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)]),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "OMP_NUM_THREADS": "1",
                 "VLLM_SERVER_DEV_MODE": "1",  # It enables the call that empties the prefix cache.
                 "VLLM_NO_USAGE_STATS": "1",
             }

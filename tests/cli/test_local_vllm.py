@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard.main import main
+from rollyard.quickstart.vllm_servers import CPU_ARGUMENTS, CPU_ENVIRONMENT
 from rollyard_client import Client
 from rollyard_crds import BackendPool, Condition
 from rollyard_drivers.host.home import Home, read_json
@@ -30,15 +31,8 @@ MODEL = ROOT / "examples" / "tiny-policy" / "hf"
 START_SECONDS = 240.0
 ENGINE = {
     "type": "vllm",
-    # The CPU build dies of a prompt that is read in parts while its request has a seed.
-    "args": ["--enforce-eager", "--dtype=float32", "--block-size=32", "--no-enable-chunked-prefill"],
-    "env": {
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
-    },
+    "args": list(CPU_ARGUMENTS),
+    "env": dict(CPU_ENVIRONMENT),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import psutil
+from rollyard.quickstart.vllm_servers import CPU_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVED = "tiny"
@@ -118,14 +119,7 @@ class VllmServer:
             variables |= {"CUDA_VISIBLE_DEVICES": str(self.index % count)}
             command += ["--gpu-memory-utilization", "0.3"]
         else:
-            variables |= {
-                "TORCHDYNAMO_DISABLE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": str(self.index),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                # The engine computes in its own process, which saves the start of another one.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "OMP_NUM_THREADS": "1",
-            }
+            variables |= {**CPU_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(self.index)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,

@@ -42,7 +42,7 @@ WANTED = {"stage-worker": len(STAGES), "backend": 1}
 
 
 @pytest.mark.parametrize(
-    ("component", "hits"), [("operator", 2), ("api", 2), ("stage-worker", 2), ("backend", 2), ("sandbox", 4)]
+    ("component", "hits"), [("operator", 2), ("api", 2), ("stage-worker", 2), ("backend", 2), ("sandbox", 6)]
 )
 def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: int) -> None:
     rng = random.Random(f"{component}-{SEED}")

@@ -25,6 +25,7 @@ if importlib.util.find_spec("rollyard_testing") is None:
         "Run `make setup`, or `python -m pip install --no-deps -e .` in the virtual environment."
     )
 pytest.register_assert_rewrite("rollyard_testing")
+pytest_plugins = ["rollyard_testing.levels"]
 
 # A machine that stands still for a moment makes no example wrong: pytest's limit bounds a test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -137,30 +138,6 @@ def apptainer_works(missing: Missing) -> None:
         missing("neither apptainer nor singularity is on the PATH")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         missing("/dev/fuse is closed to this user")
-
-
-_PARTS = frozenset({"slow", "faults", "vllm", "kubernetes", "slurm", "page", "apptainer"})
-_TESTS = Path(__file__).parent
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a mark of a part that neither the test's file nor its folder's conftest.py spells out.
-
-    `scripts/test` finds the files of a part by `mark.NAME` in them. A test with a mark from elsewhere would
-    run in no part.
-    """
-    texts: dict[Path, str] = {}
-    for item in items:
-        marks = _PARTS.intersection(mark.name for mark in item.iter_markers())
-        if marks and item.path not in texts:
-            above = [folder / "conftest.py" for folder in item.path.parents if _TESTS in folder.parents]
-            files = [item.path, *(file for file in above if file.exists())]
-            texts[item.path] = "".join(file.read_text() for file in files)
-        for name in marks:
-            if f"mark.{name}" not in texts[item.path]:
-                advice = f"write mark.{name} in its file, or in a conftest.py above it"
-                raise pytest.UsageError(f"{item.nodeid} has the mark {name}: {advice}")
 
 
 _ATTACKS = re.compile(r"tests/(adversary/|kubernetes/release/test_(policy_attacks|hostile_tenants)\.py)")

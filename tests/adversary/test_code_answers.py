@@ -22,8 +22,6 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_sandbox.client import ExecClient
 
-pytestmark = pytest.mark.real
-
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}
 )

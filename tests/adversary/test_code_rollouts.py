@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
 
-pytestmark = pytest.mark.real
-
 BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 PROGRAMS = {
     "hangs": "while True: pass",

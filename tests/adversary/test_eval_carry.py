@@ -8,8 +8,6 @@ import pytest
 from rollyard_testing.adversary.attacklab import STAGES, Lab
 from rollyard_testing.adversary.attacks import Attack, python
 
-pytestmark = pytest.mark.real
-
 
 def carrying(**carry: Any) -> dict[str, Any]:
     """Return the spec of a job whose Eval works in a fresh sandbox with this carry."""

@@ -12,8 +12,6 @@ from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack
 from rollyard_testing.adversary.policy_environment import IN_BASH, IN_GIT, IN_PYTHON
 
-pytestmark = pytest.mark.real
-
 
 @pytest.mark.parametrize("attack", IN_BASH, ids=lambda attack: attack.name)
 def test_eval_starts_nothing_of_the_policy(lab: Lab, attack: Attack) -> None:

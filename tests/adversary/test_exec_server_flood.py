@@ -76,7 +76,6 @@ async def test_five_hundred_connections_lock_nobody_out(
         await running.interrupt()
 
 
-@pytest.mark.slow
 async def test_one_that_never_greets_is_dropped(serve: Callable[..., str]) -> None:
     address = serve("--listen", "tcp://127.0.0.1:0")
     port = int(address.rpartition(":")[2])

@@ -25,8 +25,6 @@ from rollyard_sandbox.frames import encode
 from rollyard_testing.adversary.takeover import HEAD, LOOK_INTO, TAKEOVER
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
-pytestmark = pytest.mark.real
-
 
 @pytest.fixture
 async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:

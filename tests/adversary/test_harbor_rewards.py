@@ -14,8 +14,6 @@ from rollyard_pipeline.errors import TaskInvalid
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.outside import HOST, PUBLIC, Outside
 
-pytestmark = pytest.mark.real
-
 TOML = '[environment]\nnetwork_mode = "no-network"\n[verifier]\ntimeout_sec = 10\n'
 TEST = """
 secret=$(cat /tests/expected.txt)

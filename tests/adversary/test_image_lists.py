@@ -43,7 +43,6 @@ async def provider(
     await found.aclose()
 
 
-@pytest.mark.real
 async def test_only_listed_root_folders_are_shown(provider: SandboxProvider, world: Path) -> None:
     for image in ("home", "images/link", "images/../home", "images-of-others", "missing", ""):
         request = SandboxRequest.of(SandboxSpec(image=f"{world}/{image}"))

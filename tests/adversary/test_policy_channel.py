@@ -8,8 +8,6 @@ from rollyard_testing.adversary.attacks import Attack
 from rollyard_testing.adversary.policy_channel import ATTACKS
 from rollyard_testing.families import SPECIAL
 
-pytestmark = pytest.mark.real
-
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_lies_harm_nobody_else(lab: Lab, attack: Attack) -> None:

@@ -7,8 +7,6 @@ from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack
 from rollyard_testing.adversary.policy_evaluation import ATTACKS
 
-pytestmark = pytest.mark.real
-
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_only_the_hidden_test_decides(lab: Lab, attack: Attack) -> None:

@@ -11,8 +11,6 @@ from rollyard_testing.adversary.attacklab import Lab, until
 from rollyard_testing.adversary.attacks import Attack, ipython, python
 from rollyard_testing.adversary.policy_leftovers import ATTACKS, SEGMENTS
 
-pytestmark = pytest.mark.real
-
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_nothing_outlives_a_rollout(lab: Lab, attack: Attack) -> None:

@@ -7,8 +7,6 @@ from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
 from rollyard_testing.adversary.attacklab import TOOLS, Lab
 from rollyard_testing.adversary.attacks import Attack, ipython, python
 
-pytestmark = pytest.mark.real
-
 IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1}}
 """With these options a tool call ends after a second."""
 

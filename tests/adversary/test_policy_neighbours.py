@@ -6,8 +6,6 @@ import pytest
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack, python
 
-pytestmark = pytest.mark.real
-
 VICTIM = Attack(
     name="victim",
     goal="Solve the task, whatever the neighbours do.",

@@ -9,8 +9,6 @@ import pytest
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack, python
 
-pytestmark = pytest.mark.real
-
 CONNECT = """
 import socket
 def attempt(family, address, kind=socket.SOCK_STREAM):

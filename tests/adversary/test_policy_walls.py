@@ -7,8 +7,6 @@ from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack
 from rollyard_testing.adversary.policy_walls import ATTACKS
 
-pytestmark = pytest.mark.real
-
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_the_walls_hold(lab: Lab, attack: Attack) -> None:

@@ -14,8 +14,6 @@ from rollyard_crds import RolloutJobSpec, Task, Trajectory
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.stages.rescoring import Rescorer
 
-pytestmark = pytest.mark.real
-
 SPEC = {
     "tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"},
     "sandbox": {"warm": 0, "resources": {"memory": "256Mi", "disk": "16Mi", "processes": 64}},

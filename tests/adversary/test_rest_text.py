@@ -55,7 +55,6 @@ def _lease(http: httpx.Client, stage: str) -> list[dict[str, Any]]:
     return leases
 
 
-@pytest.mark.slow
 def test_no_text_of_a_request_begins_a_line_of_the_log(tmp_path: Path) -> None:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]}
     spec = {"tasks": tasks, "handler": "shell", "agent": {"type": "tools"}, "backendRef": {"name": "pool"}}

@@ -30,7 +30,6 @@ from rollyard_testing.sandboxes.outside import (
 )
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
-pytestmark = pytest.mark.real
 LIMIT_SECONDS = 20.0
 
 

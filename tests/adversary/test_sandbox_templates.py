@@ -21,8 +21,6 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.runtime import PYTHON
 from rollyard_sandbox.errors import SandboxSabotaged
 
-pytestmark = pytest.mark.real
-
 MARK = "the-secret-of-the-first-sandbox"
 NAMESPACES = ("user", "mnt", "pid", "ipc", "net", "uts")
 # The program looks for the template and the neighbour in everything that a command can reach.

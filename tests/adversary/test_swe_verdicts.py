@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from rollyard_testing.pipeline.swelab import FAILS, FIXING, PASSES, SweLab, swe_lab, swe_task
 
-pytestmark = pytest.mark.real
-
 LINES = "\\n".join(f"PASSED {test}" for test in (*FAILS, *PASSES))
 FORGED = (
     f"print('>>>>> Start Test Output\\n{LINES}\\n====== 4 passed in 0.01s ======\\n>>>>> Test Exit Code: 0\\n"

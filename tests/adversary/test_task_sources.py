@@ -491,7 +491,6 @@ def test_an_upload_under_anothers_hash(closed: Plane) -> None:
     assert closed.http.head(f"/v1/blobs/{digest}").status_code == 404
 
 
-@pytest.mark.slow
 def test_uploads_without_end(tmp_path: Path) -> None:
     def endless() -> Iterator[bytes]:
         while True:

@@ -41,7 +41,6 @@ async def ended(tasks: list[asyncio.Task[httpx.Response]]) -> list[httpx.Respons
     return [one for one in found if isinstance(one, httpx.Response)]
 
 
-@pytest.mark.slow
 async def test_a_thousand_polls_of_one_namespace_leave_another_ones_poll_alone(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_polls_per_namespace=POLLS) as yard:
         await submit(yard, "greedy", "job")
@@ -145,7 +144,6 @@ async def test_polls_of_workers_are_bounded_for_each_namespace(tmp_path: Path) -
         await ended(tasks)
 
 
-@pytest.mark.slow
 async def test_a_reader_that_stalls_is_cut_off_and_streams_are_bounded(tmp_path: Path) -> None:
     """One page may be on its way at a time, and a reader asks for it and takes nothing of it."""
     options = ("--max-pages-per-namespace", "1", "--max-streams-per-namespace", "2", "--stall-seconds", "1")

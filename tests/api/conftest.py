@@ -70,7 +70,7 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
 Serve = Callable[..., Any]
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Return settings with a new database of each kind. The tests call the sweeper themselves.
 

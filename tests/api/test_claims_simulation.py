@@ -218,7 +218,6 @@ async def _stored(served: Any) -> int:
     return count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["finish", "cancel", "delete"])
 @pytest.mark.parametrize("seed", range(2))
 async def test_no_sandbox_leaks(

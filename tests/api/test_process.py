@@ -92,7 +92,6 @@ def test_broken_token_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(3))
 async def test_kill_9_loses_and_doubles_nothing(
     seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
@@ -164,7 +163,6 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(2))
 async def test_kill_9_loses_and_doubles_nothing_of_dynamic_sampling(
     seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
@@ -323,7 +321,6 @@ async def test_tokens_from_a_file(tmp_path: Path, start_api: Any) -> None:
             assert (await http.get("/healthz")).status_code == 200
 
 
-@pytest.mark.slow
 def test_token_files_that_are_no_use(tmp_path: Path) -> None:
     file = tmp_path / "given.json"
     assert "cannot be read: No such file" in _refused(tmp_path, "--tokens", str(file))

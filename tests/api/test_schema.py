@@ -19,7 +19,7 @@ from rollyard_api.storage.database import Database
 from rollyard_api.storage.sign_in_tables import metadata
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])
 def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of an empty database of each kind."""
     if request.param == "sqlite":

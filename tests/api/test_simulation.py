@@ -177,7 +177,6 @@ async def _audit(served: Any, ledger: Ledger) -> None:
     assert counts["succeeded"] + counts["failed"] + counts["cancelled"] == counts["total"] == ROLLOUTS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_exactly_one_result(
     seed: int, settings: Any, serving: Any, make_manifest: Any, worker_of: Any

@@ -116,7 +116,6 @@ STEPS: tuple[Step, ...] = ("measure", "pause", "load", "label", "resume", "compa
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(400)
 async def test_kill_9_of_the_control_plane_at_each_step(
     tmp_path: Path,
     start_api: Any,

@@ -20,8 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(180)]
-
 TASK: dict[str, Any] = {
     "id": "a",
     "prompt": "x",

@@ -22,7 +22,6 @@ from rollyard_client import Client
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.processes import ProcessIdentity, is_alive
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 MARK = "ROLLYARD_DRIVER_TEST"
 
 

@@ -188,7 +188,6 @@ def test_what_cannot_be_evaluated_is_failed_and_never_0(
             assert "ZeroDivisionError" in one.message
 
 
-@pytest.mark.real
 def test_a_program_is_run_again_in_a_sandbox(run: Any, tmp_path: Path, bubblewrap_works: None) -> None:
     status, said = run(handler="code")
     assert status == 0, said

@@ -86,7 +86,6 @@ def answer(text: str) -> dict[str, Any]:
     return {"name": "submit", "arguments": {"answer": text}}
 
 
-@pytest.mark.real
 def test_reference_solutions_are_played(
     bubblewrap_works: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +103,6 @@ def test_reference_solutions_are_played(
     assert "task 'right'" not in error
 
 
-@pytest.mark.real
 def test_the_examples_solutions_are_played(
     bubblewrap_works: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

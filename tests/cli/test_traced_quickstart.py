@@ -17,8 +17,6 @@ from rollyard.connection import connect
 from rollyard_crds.telemetry.identity import trace_id
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
-pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(400)]
-
 STAGES = ("init", "run", "eval")
 NEAR = 0.05
 """How far the sum of spans may be from the timings, as a share."""

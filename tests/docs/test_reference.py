@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.static, pytest.mark.nightly]
+
 inventories = pytest.importorskip(
     "sphinx.util.inventory", reason="Sphinx is missing: pip install -e '.[docs]'"
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,7 @@ FURTHER = 0.5
 """The longest time between that and the kill, in seconds."""
 END = 150.0  # seconds for a killed run to end; an undisturbed one takes about ten
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.real,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("bubblewrap_works", "even_scheduling"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("bubblewrap_works", "even_scheduling")]
 
 
 class Run:

@@ -24,12 +24,7 @@ import httpx
 import pytest
 from rollyard_testing.faults.yard import Yard, a_yard
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.real,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("bubblewrap_works", "even_scheduling"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("bubblewrap_works", "even_scheduling")]
 
 SAMPLES = 6
 END = 150.0

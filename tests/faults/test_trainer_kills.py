@@ -18,7 +18,6 @@ from typing import NoReturn
 import pytest
 from rollyard_testing.faults.yard import Yard, a_yard
 from rollyard_testing.trainer.killed_run import (
-    ENVIRONMENT_SECONDS,
     KilledRun,
     TrainerMissing,
     a_killed_run,
@@ -27,9 +26,7 @@ from rollyard_testing.trainer.killed_run import (
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of, problems
 
 pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.real,
-    pytest.mark.timeout(ENVIRONMENT_SECONDS + 900),
+    pytest.mark.trainers,
     pytest.mark.usefixtures("bubblewrap_works", "even_scheduling"),
 ]
 GROUPS = 2

@@ -16,14 +16,10 @@ from rollyard_testing.faults.yard import ROOT
 from rollyard_testing.integrations.rollouts import PAD, Sampled, batches, sampled, trained
 from rollyard_testing.integrations.trl_run import ENVIRONMENT_SECONDS, PACKAGES
 
+pytestmark = pytest.mark.trainers
+
 RUN_SECONDS = 600.0
 BATCHES = 60
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real,
-    pytest.mark.timeout(2 * ENVIRONMENT_SECONDS + RUN_SECONDS),
-]
 
 
 def drawn() -> list[list[Trajectory]]:

@@ -9,19 +9,12 @@ from typing import Any, NoReturn
 
 import pytest
 from rollyard_testing.integrations.trl_run import (
-    ENVIRONMENT_SECONDS,
-    RUN_SECONDS,
     TrlMissing,
     trained_with_trl,
     trl_python,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real,
-    pytest.mark.timeout(ENVIRONMENT_SECONDS + RUN_SECONDS),
-    pytest.mark.usefixtures("bubblewrap_works"),
-]
+pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("bubblewrap_works")]
 STEPS = 8
 SAMPLES = 4
 TOLERANCE = 1e-4

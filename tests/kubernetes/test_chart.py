@@ -15,7 +15,7 @@ from rollyard_operator.settings import parse_settings
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = str(ROOT / "helm" / "rollyard")

@@ -19,7 +19,7 @@ from rollyard_testing.kubernetes.podwatch import api_server
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kubernetes
 
 CASES = yaml.safe_load((Path(__file__).parents[1] / "crds" / "cases.yaml").read_text())
 GOOD: dict[str, dict[str, Any]] = {

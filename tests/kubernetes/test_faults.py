@@ -20,12 +20,7 @@ from rollyard_testing.kubernetes.installed import Release
 from rollyard_testing.kubernetes.operatorprocess import OperatorProcess
 from rollyard_testing.kubernetes.podwatch import CLAIM, label
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.faults,
-    pytest.mark.real,
-    pytest.mark.timeout(900, func_only=True),
-]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.faults]
 
 LATER = 7
 """The tasks, of TASKS, that a job gets only when its faults come, the last of them afterwards: no fault hits

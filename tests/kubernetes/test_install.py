@@ -19,7 +19,7 @@ from rollyard_testing.kubernetes.installedchart import HOLD, job, task
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.kubernetes
 
 CHART = str(Path(__file__).resolve().parents[2] / "helm" / "rollyard")
 ROLLYARD = str(Path(sys.executable).with_name("rollyard"))

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.kubernetes
 
 TOKENS = {"admin": "admin-token", "worker": "worker-token", "driver": "driver-token"}
 

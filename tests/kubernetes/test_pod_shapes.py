@@ -12,7 +12,7 @@ from rollyard_testing.operator.podcases import objects
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
-pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kubernetes
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from rollyard_testing.sandboxes.outside import HOST, TALK, Outside
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
-pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kubernetes
 SMALL = SHAPE.model_copy(update={"image": "", "cpu": 0.1, "memory_bytes": 256 << 20, "disk_bytes": 256 << 20})
 
 

@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from rollyard_testing.kubernetes.trainerjob import a_trainer
-from rollyard_testing.trainer.killed_run import ENVIRONMENT_SECONDS, TrainerMissing, train_python
+from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 from rollyard_testing.trainer.used import problems
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installed import Release
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.faults,
-    pytest.mark.real,
-    pytest.mark.timeout(ENVIRONMENT_SECONDS + 1200, func_only=True),
-]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.faults]
 STEPS, GROUPS = 3, 3
 SIZE = (
     f"--steps={STEPS}", f"--groups={GROUPS}", "--samples=4", "--in-flight=4", "--concurrency=4", "--warm=2",

@@ -47,7 +47,6 @@ NOT_IN_A_TRAINER = (
     "sqlalchemy", "tokenizers", "torch", "uvicorn",
 )  # fmt: skip
 START_SECONDS = 60.0
-slow = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 Install = Callable[..., Path]
 
@@ -163,9 +162,9 @@ def installed(programs: Path) -> set[str]:
     return {normal(name) for name in done.stdout.split()}
 
 
+@pytest.mark.packaging
+@pytest.mark.nightly
 class TestWithoutExtras:
-    pytestmark = slow
-
     def test_nothing_that_a_trainer_has_opinions_about(self, base: Path) -> None:
         assert installed(base) & set(NOT_IN_A_TRAINER) == set()
 
@@ -260,9 +259,9 @@ def pythons() -> list[str]:
     return [found[minor] for minor in sorted(found)]
 
 
+@pytest.mark.packaging
+@pytest.mark.nightly
 class TestExtras:
-    pytestmark = slow
-
     def test_client_adds_nothing(self) -> None:
         assert EXTRAS["client"] == []
 

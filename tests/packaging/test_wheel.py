@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.packaging, pytest.mark.nightly]
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
     "targets"
 ]["wheel"]["packages"]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def tracked(folder: str) -> set[str]:

@@ -11,7 +11,7 @@ from rollyard_testing.browser.accessibility import faults
 from rollyard_testing.browser.plane import ENDED, HALF, Plane
 from rollyard_testing.browser.signin import Served
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 PHONE = {
     "viewport": {"width": 390, "height": 844},

@@ -18,7 +18,7 @@ from rollyard_testing.browser.signin import Served, a_context, sign_in
 from rollyard_testing.browser.witness import attacks_seen
 from rollyard_testing.page.attacks import LARGE, NAMES, TEXTS
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 UNSEEN = re.compile(
     "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"

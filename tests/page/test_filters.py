@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from rollyard_testing.browser.plane import ENDED, HALF, Filled, Plane
 from rollyard_testing.page.ordinary import SAMPLES, WORDS
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 FIRST_TASK = '[role=grid] [data-row="0"] [data-key=task]'
 

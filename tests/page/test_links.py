@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 from rollyard_testing.browser.plane import ENDED, Filled, Plane, a_plane
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 PREFIX = "/rl/yard"
 

@@ -14,7 +14,7 @@ from rollyard_testing.browser.witness import attacks_seen
 from rollyard_testing.page.attacks import TEXTS
 from rollyard_testing.page.worker import Puppet, untended_job
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 JOB = "watched"
 

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from rollyard_testing.browser.plane import ENDED, HALF, Plane
 from rollyard_testing.browser.signin import sign_in
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 
 def _asks_to_sign_in(page: Page) -> None:

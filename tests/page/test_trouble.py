@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import expect
 from rollyard_testing.browser.plane import ENDED, HALF, Plane
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 DAYS = 86_400.0
 

@@ -15,7 +15,7 @@ from rollyard_testing.browser.live import Live
 JOB = "quickstart"
 TASKS, SAMPLES = 6, 4
 
-pytestmark = [pytest.mark.page, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.page
 
 
 @pytest.fixture(scope="module")

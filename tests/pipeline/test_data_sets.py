@@ -16,8 +16,6 @@ from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.adversary.attacklab import Lab, a_lab
 from rollyard_testing.adversary.policyserver import FAMILY, MODEL, PolicyServer
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-
 SHARED = Path(os.environ.get("ROLLYARD_SHARED", "")) / "data"
 ORACLE = {"type": "oracle", "tools": ["submit"]}
 SMALL = {"warm": 0, "resources": {"memory": "512Mi", "disk": "16Mi", "processes": 64}}
@@ -67,7 +65,6 @@ def test_humaneval_in_a_job(lab: Lab, tmp_path: Path) -> None:
     humaneval(lab, tmp_path, [every[number] for number in (0, 2, 32, 33, 38, 53, 83, 160)], "few")
 
 
-@pytest.mark.slow
 def test_all_of_humaneval_in_a_job(lab: Lab, tmp_path: Path) -> None:
     every = rows("HumanEval.jsonl.gz")
     assert len(every) == 164
@@ -95,7 +92,6 @@ def test_gsm8k_in_a_job(lab: Lab, tmp_path: Path) -> None:
     gsm8k(lab, tmp_path, rows("gsm8k_test.jsonl")[::66], "gsm8k-few")
 
 
-@pytest.mark.slow
 def test_all_of_gsm8k_in_a_job(lab: Lab, tmp_path: Path) -> None:
     every = rows("gsm8k_test.jsonl")
     assert len(every) == 1319

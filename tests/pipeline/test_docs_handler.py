@@ -65,7 +65,6 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-@pytest.mark.timeout(180)
 def test_the_documented_handler_installs_and_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("h")
     source, target = folder / "closeness", folder / "site"

@@ -17,8 +17,6 @@ from rollyard.jobs.manifests import packed
 from rollyard_client import AsyncClient
 from rollyard_crds.trajectory import Trajectory
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
-
 END = "<|im_end|>"
 
 
@@ -309,7 +307,6 @@ OUTAGE = 5.0
 """How long the only backend is away, in seconds."""
 
 
-@pytest.mark.slow
 async def test_an_outage_of_the_only_backend_costs_no_attempt(yard: Yard) -> None:
     """kill -9 of the engine in the middle of Run. It is away for longer than a rollout's own retries last."""
     count = 16

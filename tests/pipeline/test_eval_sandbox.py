@@ -120,7 +120,7 @@ def handler() -> type[Held]:
     return type("One", (Held,), {"entered": asyncio.Event(), "gate": asyncio.Event()})
 
 
-@pytest.fixture(params=["process", pytest.param("bubblewrap", marks=pytest.mark.real)])
+@pytest.fixture(params=["process", "bubblewrap"])
 async def rollout(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, handler: type[Held]
 ) -> AsyncIterator[Rollout]:

@@ -20,8 +20,6 @@ MODULES = sorted(path for path in (EXAMPLE / "word_count").glob("*.py") if path.
 TASKS = [json.loads(line) for line in (EXAMPLE / "tasks.jsonl").read_text().splitlines()]
 END = "<|im_end|>"
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:

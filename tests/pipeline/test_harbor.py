@@ -58,7 +58,6 @@ async def each_lab(
 PLANTED = ["echo '{\"reward\": 1}' > /logs/verifier/reward.json", "echo 1 > /logs/verifier/reward.txt"]
 
 
-@pytest.mark.real
 async def test_the_example(each_lab: StageLab) -> None:
     """Each task has the same rewards in all kinds of sandboxes: solved, untouched, and planted."""
     for name in ("planted", "separate", "single", "steps"):
@@ -69,7 +68,6 @@ async def test_the_example(each_lab: StageLab) -> None:
             assert (found.reward, found.reward_reason) == (0.0, ""), name
 
 
-@pytest.mark.real
 async def test_steps(lab: StageLab) -> None:
     """The oracle solves three of them; a policy that fails the second one does not read the third one."""
     task = example("steps")
@@ -85,14 +83,12 @@ async def test_steps(lab: StageLab) -> None:
     assert (idle.reward, len(lab.said)) == (0.0, 1)
 
 
-@pytest.mark.real
 async def test_only_artifacts_reach_a_separate_verifier(lab: StageLab) -> None:
     answer = "cd /app; echo 42 > answer.txt; touch other; ln -s /etc/passwd link"
     found = await lab.play(example("separate"), [[answer, "echo n > /logs/artifacts/notes.txt"]])
     assert (found.reward, found.reward_components) == (1.0, {"answer": 1.0, "notes": 1.0, "alone": 1.0})
 
 
-@pytest.mark.real
 async def test_tests_find_what_they_need(lab: StageLab) -> None:
     """They get their variables and the modules beside them, and begin in the working folder."""
     toml = (
@@ -115,7 +111,6 @@ exit 3
     assert lab.observed == ["/data"]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     ("test", "reason"),
     [
@@ -130,7 +125,6 @@ async def test_a_task_without_a_reward_fails(lab: StageLab, test: str, reason: s
         await lab.play(folder(test), [[]])
 
 
-@pytest.mark.real
 async def test_limits_of_time(lab: StageLab) -> None:
     slow = await lab.play(folder("sleep 60", TOML + "[verifier]\ntimeout_sec = 0.5\n"), [[]])
     assert (slow.reward, slow.reward_reason) == (0.0, "TestTimeout")
@@ -139,7 +133,6 @@ async def test_limits_of_time(lab: StageLab) -> None:
     assert late.reward == 1.0
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     ("toml", "files", "error", "words"),
     [
@@ -166,7 +159,6 @@ def steps_folder(strategy: str) -> Task:
     return folder("", f'multi_step_reward_strategy = "{strategy}"\n' + STEPS, **files)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     ("strategy", "steps", "reward"),
     [
@@ -182,7 +174,6 @@ async def test_rewards_of_steps(lab: StageLab, strategy: str, steps: list[list[s
     assert found.reward == pytest.approx(reward)
 
 
-@pytest.mark.real
 async def test_steps_have_no_network(lab: StageLab) -> None:
     """The tests of earlier steps run in Run, and must not have a network that a policy's files could use."""
     network = {"network": "allowlist", "allowedHosts": ["example.org"], **SMALL}
@@ -190,7 +181,6 @@ async def test_steps_have_no_network(lab: StageLab) -> None:
         await lab.play(steps_folder("mean"), [[]], sandbox=network)
 
 
-@pytest.mark.real
 async def test_a_policy_that_ends_early_gets_nothing_for_later_steps(lab: StageLab) -> None:
     task = steps_folder("mean")
     stages = {"run": {"timeoutSeconds": 4}, "eval": {"timeoutSeconds": 20}}

@@ -76,7 +76,6 @@ async def test_a_repository_has_the_errors_of_its_handler(lab: StageLab) -> None
         await lab.play(swe_task([FIXING]), handler="mixed", sandbox=LARGER, stages=stages)
 
 
-@pytest.mark.real
 async def test_a_folder_of_harbor_has_its_steps_and_its_verifier(
     bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -88,7 +88,6 @@ def fetch(world: Outside, stage: str) -> str:
     return f"curl -s --max-time 10 http://{HOST}:{world.port}/{stage} > {stage}.txt"
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("sandbox", ["shared", "fresh"])
 async def test_init_and_run_have_it_and_eval_has_not(rollouts: Rollouts, sandbox: str) -> None:
     world = rollouts.world

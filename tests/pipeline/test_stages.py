@@ -394,7 +394,6 @@ async def test_chat_template_kwargs_reach_the_template(
         await rollout.play()
 
 
-@pytest.mark.timeout(180)  # A child imports sympy, which is slow on a busy machine.
 async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
     model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
     trajectory = await rollout.play()

@@ -120,7 +120,6 @@ async def test_a_signal_before_the_wait_ends_it_too() -> None:
         assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), 30) is None
 
 
-@pytest.mark.real
 def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     silent = socket.create_server(("127.0.0.1", 0))
@@ -143,7 +142,6 @@ def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: 
             process.wait(60)
 
 
-@pytest.mark.real
 def test_on_a_node_without_sandboxes_it_ends_before_a_job_takes_it(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     env = {**os.environ, "PATH": str(tmp_path)}

@@ -47,7 +47,7 @@ TESTS_PATCH = (
 )
 
 
-@pytest.fixture(params=["process", pytest.param("bubblewrap", marks=pytest.mark.real)])
+@pytest.fixture(params=["process", "bubblewrap"])
 async def lab(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[SweLab]:

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES: list[dict[str, Any]] = json.loads((ROOT / "examples/swe/recipes.json").read_text())
 
 # The distributions are fetched once, and pip builds what their metadata needs.
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,6 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.real
 def test_one_that_no_control_plane_answers_ends_when_it_is_asked_to(
     worker: tuple[subprocess.Popen[bytes], Path],
 ) -> None:
@@ -89,7 +88,6 @@ def sandbox_of_a_killed_worker(folder: Path, state: str) -> SandboxRecord:
     return found[0]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("state", ["starting", "warm"])
 async def test_a_worker_killed_meanwhile_leaves_its_warm_sandbox_to_the_next(
     tmp_path_factory: pytest.TempPathFactory, state: str

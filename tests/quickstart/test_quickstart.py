@@ -13,12 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real,
-    pytest.mark.timeout(400),
-    pytest.mark.usefixtures("bubblewrap_works"),
-]
+pytestmark = pytest.mark.usefixtures("bubblewrap_works")
 
 
 def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:

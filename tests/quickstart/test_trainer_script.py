@@ -16,12 +16,7 @@ from rollyard_client import Client
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real,
-    pytest.mark.timeout(400),
-    pytest.mark.usefixtures("bubblewrap_works"),
-]
+pytestmark = pytest.mark.usefixtures("bubblewrap_works")
 
 
 def run(*arguments: str | Path, home: Path) -> str:

@@ -22,7 +22,7 @@ from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 
-pytestmark = [pytest.mark.real, pytest.mark.apptainer]
+pytestmark = pytest.mark.apptainer
 PROGRAM = shutil.which("apptainer") or "singularity"
 
 

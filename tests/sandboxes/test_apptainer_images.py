@@ -157,7 +157,6 @@ def test_key_follows_the_content(kit: Any, tmp_path: Path) -> None:
     assert parse_image(f"docker-archive:{docker_archive(tmp_path / 'a.tar', root)}").key() != first
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 @pytest.mark.parametrize("make", [docker_archive, oci_archive])
 async def test_archives_are_built_once(
@@ -238,7 +237,6 @@ def a_registry(archive: Path) -> Iterator[tuple[str, str, list[str]]]:
             thread.join(10)
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 async def test_images_of_a_registry_are_fetched_once(
     kit: Any, apptainer: NodeProvider, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +264,6 @@ async def test_images_of_a_registry_are_fetched_once(
         await kit.acquire(apptainer, image=f"docker://{where}/some/image:3")
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 async def test_images_that_break_late(kit: Any, apptainer: NodeProvider, sif: Path, tmp_path: Path) -> None:
     whole = sif.read_bytes()
@@ -293,7 +290,6 @@ async def test_images_that_break_late(kit: Any, apptainer: NodeProvider, sif: Pa
     assert apptainer.claimed() == []
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 async def test_no_image_at_all(kit: Any, apptainer_works: None, run_dir: Path) -> None:
     provider = kit.open("apptainer", run_dir)
@@ -307,7 +303,6 @@ async def test_no_image_at_all(kit: Any, apptainer_works: None, run_dir: Path) -
         await kit.open("apptainer", run_dir, "/no/such.sif").start()
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 async def test_without_fuse_images_are_unpacked(
     kit: Any, sif: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -327,7 +322,6 @@ async def test_without_fuse_images_are_unpacked(
         await kit.clean(provider)
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 async def test_without_fuse_on_an_old_kernel_images_are_read_only(
     kit: Any, root_folder: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, apptainer_works: None

@@ -172,7 +172,6 @@ async def test_doctor_of_a_set_user_id_installation(tmp_path: Path) -> None:
     assert "sessiondir max size" in check.meaning
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
 async def test_doctor_of_a_node_that_has_all(apptainer_works: None) -> None:
     assert await userns_problem() is None

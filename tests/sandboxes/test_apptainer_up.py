@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 
-pytestmark = [pytest.mark.real, pytest.mark.apptainer, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.apptainer
 
 
 def rollyard(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,6 @@ from rollyard_client import AsyncClient
 from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import ClaimStatus
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 ROLLOUTS = 6
 
 

@@ -56,9 +56,7 @@ def default_sif(apptainer_works: None, missing: Any) -> Path:
     return Path(done.stdout.strip())
 
 
-@pytest.mark.real
 @pytest.mark.apptainer
-@pytest.mark.timeout(600)
 async def test_sandboxes_of_the_default_image(kit: Any, default_sif: Path, run_dir: Path) -> None:
     assert parse_image(str(default_sif)).kind == "sif"
     data = default_sif.read_bytes()

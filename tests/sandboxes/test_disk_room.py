@@ -45,7 +45,6 @@ async def provider(kit: Any, small: Path) -> AsyncIterator[NodeProvider]:
     await kit.clean(made)
 
 
-@pytest.mark.real
 async def test_a_full_disk_is_told_and_passes(kit: Any, provider: NodeProvider, small: Path) -> None:
     assert provider.trouble() == ""
     first = await kit.acquire(provider, "r-1")
@@ -66,7 +65,6 @@ async def test_a_full_disk_is_told_and_passes(kit: Any, provider: NodeProvider, 
     assert left == []
 
 
-@pytest.mark.real
 async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
     kit: Any, provider: NodeProvider, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +87,6 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
     assert provider._folder.ids() == []
 
 
-@pytest.mark.real
 async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(
     kit: Any, provider: NodeProvider, small: Path
 ) -> None:
@@ -111,7 +108,6 @@ async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(
     assert await kit.sh(first, "echo goes on") == (0, "goes on")
 
 
-@pytest.mark.real
 async def test_room_that_comes_back_while_the_disk_refuses_leaves_no_pause(
     kit: Any, provider: NodeProvider, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +127,6 @@ async def test_room_that_comes_back_while_the_disk_refuses_leaves_no_pause(
     assert provider.trouble() == ""
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("words", [SandboxStartFailed("exit status 255"), ImageNotUsable("no such file")])
 async def test_what_fails_on_a_full_disk_fails_for_it_whatever_its_words(
     kit: Any,

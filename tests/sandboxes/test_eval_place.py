@@ -13,7 +13,6 @@ from rollyard_sandbox.client.results import variables_of
 from rollyard_sandbox.errors import FileError, SandboxSabotaged
 
 SMALL_PLACE = (192 << 20) // 8  # bytes that the tests' sandboxes may take, by their memory
-pytestmark = pytest.mark.real
 
 LOOK = """
 set -e

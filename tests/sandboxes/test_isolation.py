@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 
-pytestmark = pytest.mark.real
-
 
 async def test_network_is_refused(kit: Any, isolated: NodeProvider) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

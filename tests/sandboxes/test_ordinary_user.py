@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.real
 _USER = 65534
 
 _PROGRAM = """

@@ -14,7 +14,6 @@ from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV
 from rollyard_sandbox.copying import ENTRIES
 from rollyard_sandbox.errors import LaunchError
 
-pytestmark = pytest.mark.real
 PYTHON = EXEC_SERVER_ARGV[: EXEC_SERVER_ARGV.index("-I")]
 
 

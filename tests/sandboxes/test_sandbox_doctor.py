@@ -64,7 +64,6 @@ _MOUNT_AWAY = """case "$1" in --version) ;; *)
 esac; exec {bwrap} "$@\""""
 
 
-@pytest.mark.real
 async def test_mounts_that_change_under_bubblewrap_are_no_failure(
     bubblewrap_works: None, run_dir: Path, tmp_path: Path, kit: Any
 ) -> None:

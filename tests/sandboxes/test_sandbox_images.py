@@ -11,7 +11,6 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image, in_root
 
 
-@pytest.mark.real
 async def test_root_folder_is_the_system(kit: Any, bubblewrap: NodeProvider, tmp_path: Path) -> None:
     image = kit.make_root(tmp_path / "root")
     async with await kit.acquire(bubblewrap, image=str(image), files={"a": "text"}) as sandbox:
@@ -28,7 +27,6 @@ async def test_root_folder_is_the_system(kit: Any, bubblewrap: NodeProvider, tmp
     assert not (image / "usr/x").exists()
 
 
-@pytest.mark.real
 async def test_refused_before_anything_starts(kit: Any, bubblewrap: NodeProvider, run_dir: Path) -> None:
     with pytest.raises(ImageNotUsable, match=r"sandbox\.image 'docker://python:3\.12-slim'.*unpacked root"):
         await kit.acquire(bubblewrap, image="docker://python:3.12-slim")

@@ -21,8 +21,6 @@ from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 
-pytestmark = pytest.mark.real
-
 _WORKER = """
 import asyncio, sys
 from rollyard_crds.lease import LeaseRef

@@ -15,7 +15,6 @@ from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.errors import SandboxError
 
-pytestmark = pytest.mark.real
 _EAT = "/.rollyard/venv/bin/python -c 'b = bytearray(300 << 20); print(len(b))'"
 
 

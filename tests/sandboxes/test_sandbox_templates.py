@@ -29,8 +29,6 @@ from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
 from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, Fork, Template, source_stamp
 from rollyard_sandbox.isolation.forked_sandbox import Forks
 
-pytestmark = pytest.mark.real
-
 # A bwrap that refuses every start without a pid namespace, which is how templates are started.
 NO_TEMPLATES = """#!/bin/sh
 if [ "$1" = --args ] && ! tr '\\0' '\\n' < /proc/self/fd/6 | grep -qx -e --unshare-pid; then

@@ -1,12 +1,10 @@
 """A real Slurm of four nodes with real rootless Apptainer, used as an ordinary user: scripts/slurm-lab's.
 
-It is one for all processes of a machine. A session that finds it down starts it, and the last session to end
-stops it again if a session of tests had started it.
+It is one for all processes of a machine, which `shared_lab` starts and ends.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -19,6 +17,7 @@ from typing import NoReturn
 
 import pytest
 from rollyard_testing.kubernetes.kubelab import cluster, images
+from rollyard_testing.sharedlab import shared_lab
 from rollyard_testing.slurm.slurmlab import (
     LAB,
     START_SECONDS,
@@ -36,38 +35,37 @@ def slurm_lab(missing: Callable[[str], NoReturn]) -> Iterator[Slurm]:
     """Yield the running lab."""
     if os.geteuid() != 0:
         missing("no Slurm: scripts/slurm-lab needs root")
-    with IN_USE.open("a+") as in_use:
-        # The lock is exclusive while the lab is started or stopped, and shared while it is used.
-        fcntl.flock(in_use, fcntl.LOCK_EX)
-        try:
-            ran = subprocess.run([sys.executable, str(LAB), "status"], capture_output=True, timeout=60)
-            if ran.returncode != 0:
-                lab_command("start", timeout=START_SECONDS)
-                in_use.truncate(0)
-                in_use.write("stop")
-                in_use.flush()
+    try:
+        with shared_lab(IN_USE, _runs, _start, lambda: lab_command("stop")):
             told = json.loads(lab_command("info"))
-        except (CommandFailed, subprocess.TimeoutExpired) as error:
-            missing(f"no Slurm: {error}")
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        yield Slurm(
-            conf=Path(told["conf"]),
-            home=Path(told["home"]),
-            user=told["user"],
-            uid=told["uid"],
-            gid=told["gid"],
-            nodes=tuple(told["nodes"]),
-            node_tmp={node: Path(path) for node, path in told["node_tmp"].items()},
-            env=told["env"],
-        )
-        try:
-            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return  # Others still use it; the last of them stops it.
-        in_use.seek(0)
-        if in_use.read() == "stop":
-            in_use.truncate(0)
-            lab_command("stop")
+            yield Slurm(
+                conf=Path(told["conf"]),
+                home=Path(told["home"]),
+                user=told["user"],
+                uid=told["uid"],
+                gid=told["gid"],
+                nodes=tuple(told["nodes"]),
+                node_tmp={node: Path(path) for node, path in told["node_tmp"].items()},
+                env=told["env"],
+            )
+    except _NotStarted as error:
+        missing(f"no Slurm: {error.__cause__}")
+
+
+class _NotStarted(Exception):
+    """The lab did not start; the cause says why."""
+
+
+def _runs() -> bool:
+    ran = subprocess.run([sys.executable, str(LAB), "status"], capture_output=True, timeout=60)
+    return ran.returncode == 0
+
+
+def _start() -> None:
+    try:
+        lab_command("start", timeout=START_SECONDS)
+    except (CommandFailed, subprocess.TimeoutExpired) as error:
+        raise _NotStarted from error
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ datetime.datetime = Shifted
 print(f"clock shifted by {shift / 60:.0f} min", file=sys.stderr)
 """
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture

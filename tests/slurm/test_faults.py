@@ -26,13 +26,7 @@ from rollyard_testing.slurm.fulldisk import fill
 if TYPE_CHECKING:
     from rollyard_testing.slurm.slurmlab import Slurm
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.faults,
-    pytest.mark.real,
-    pytest.mark.timeout(900, func_only=True),
-    pytest.mark.usefixtures("even_scheduling"),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.usefixtures("even_scheduling")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")

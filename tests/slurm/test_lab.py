@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from rollyard_testing.slurm.slurmlab import Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slurm
 
 SLEEPER = "#!/bin/bash\nexec sleep 600\n"
 

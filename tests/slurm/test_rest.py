@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, job, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slurm
 ASKED = Path(__file__).with_name("asked.py")
 
 

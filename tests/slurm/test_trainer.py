@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 from rollyard_testing.slurm.bridgelab import Bridge, until
-from rollyard_testing.trainer.killed_run import ENVIRONMENT_SECONDS, TrainerMissing, train_python
+from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of, problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ SIZE = (
     "--concurrency=4", "--warm=2", "--held-out=0", "--enough=1.1",
 )  # fmt: skip
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(ENVIRONMENT_SECONDS + 900)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from rollyard_testing.vllm.forward import Forward, forward_passes
 from rollyard_testing.vllm.product import a_product
 from rollyard_testing.vllm.proxy import recording
-from rollyard_testing.vllm.servers import ENVIRONMENT_SECONDS, START_SECONDS, EnvironmentMissing, VllmServer
+from rollyard_testing.vllm.servers import EnvironmentMissing, VllmServer
 from rollyard_testing.vllm.servers import vllm_python as make_environment
 from rollyard_testing.vllm.stage import Stage
 
@@ -31,10 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in here:
         if any("vllm" in name for name in getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.real)
-            if item.get_closest_marker("timeout") is None:
-                # The first of them waits for the servers, and on a fresh machine for the environment.
-                item.add_marker(pytest.mark.timeout(START_SECONDS + ENVIRONMENT_SECONDS))
     last = [item for item in here if item.get_closest_marker("kills_vllm")]
     items[:] = [item for item in items if item not in last] + last
 

@@ -13,7 +13,7 @@ from rollyard_testing.kubernetes.installedchart import HOLD, PATIENCE_SECONDS, j
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+pytestmark = pytest.mark.kubernetes
 
 TRY = """
 import json, sys, urllib.error, urllib.request

@@ -12,7 +12,7 @@ from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+pytestmark = pytest.mark.kubernetes
 TOKENS = "/var/run/secrets"
 PROBE = """
 import json, socket, struct, sys

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+pytestmark = pytest.mark.kubernetes
 
 
 def gone_from_rest(client: Client, name: str) -> bool:

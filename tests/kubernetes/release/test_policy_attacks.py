@@ -34,7 +34,7 @@ from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+pytestmark = pytest.mark.kubernetes
 
 LEFT_OUT = {
     "debug_trap": "each of its commands takes the time limit of a tool call, which is that of all attacks",

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+pytestmark = pytest.mark.kubernetes
 
 MAY = [
     ("list", "rolloutjobs.rollyard.dev"),

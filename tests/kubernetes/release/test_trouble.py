@@ -12,7 +12,7 @@ from rollyard_testing.kubernetes.installedchart import condition, in_namespace, 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+pytestmark = pytest.mark.kubernetes
 
 
 def test_a_job_that_names_no_pool(installation: Installation) -> None:

@@ -38,5 +38,5 @@ def pace() -> float:
 
 
 def patience(seconds: float) -> float:
-    """Return how many seconds a wait may last here that may last `seconds` on an idle machine of usual speed."""
+    """Return how many seconds a wait may last here that may last `seconds` on a usual, idle machine."""
     return seconds * pace()

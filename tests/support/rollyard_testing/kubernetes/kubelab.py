@@ -1,7 +1,8 @@
-"""A real cluster for the tests: kube-lab's, started once and left running, with fresh namespaces per test.
+"""A real cluster for the tests: kube-lab's, started once, with fresh namespaces per test.
 
 `ROLLYARD_SHARED` names the folder whose `kit/kube-lab` makes the cluster. It is one for all processes of a
-machine: the first session starts it, and no session stops it (`scripts/test` does, at its end).
+machine, which `shared_lab` starts and ends. It has a mount namespace of its own, because bubblewrap cannot
+show a machine's files to a sandbox while mounts of pods come and go.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import pytest
 import yaml
 
 from rollyard_testing.kubernetes.podwatch import api_server
+from rollyard_testing.sharedlab import shared_lab
 
 ROOT = Path(__file__).resolve().parents[4]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
-LOCK = "/tmp/kube-lab.lock"
+IN_USE = Path("/tmp/rollyard-kube-lab.use")
 START_SECONDS = 240
 COMMAND_SECONDS = 240
 IMAGES_SECONDS = 1500
@@ -188,13 +190,41 @@ def _lab(missing: Callable[[str], NoReturn]) -> Path:
 def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     """Yield kube-lab's cluster with the CRDs of this checkout."""
     lab = _lab(missing)
-    # --close: the cluster's processes must not inherit the lock. --wait: its holder is starting them.
-    command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
-    started = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    try:
+        with shared_lab(IN_USE, lambda: _runs(lab), lambda: _start(lab), lambda: _command(lab, "wipe")):
+            yield from _cluster(lab)
+    except _NotStarted as error:
+        missing(f"no cluster: kube-lab does not start: {error}")
+
+
+class _NotStarted(Exception):
+    """The lab did not start; the text is what it printed."""
+
+
+def _command(lab: Path, *words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, str(lab), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_SECONDS,
     )
+
+
+def _runs(lab: Path) -> bool:
+    return " pid " in _command(lab, "status").stdout
+
+
+def _start(lab: Path) -> None:
+    _command(
+        lab, "wipe"
+    )  # What an earlier one has left keeps containerd busy while the kubelet waits for it.
+    started = _command(lab, "start", before=("unshare", "--mount", "--propagation", "private"))
     if started.returncode != 0:
-        missing(f"no cluster: kube-lab does not start: {started.stdout}")
+        raise _NotStarted(started.stdout)
+
+
+def _cluster(lab: Path) -> Iterator[Cluster]:
     lines = subprocess.run([str(lab), "env"], capture_output=True, text=True, check=True).stdout
     given = subprocess.run(
         ["bash", "-c", f"{lines}\nenv -0"], capture_output=True, text=True, check=True
@@ -221,7 +251,8 @@ def images(cluster: Cluster) -> str:
         return given
     lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
     env = {**cluster.env, "IMAGE_LOAD": f"{lab} load", "PYTHON": sys.executable}
-    command = [str(ROOT / "scripts" / "images"), "--tag", "test", "--load"]
+    # Its mounts are no business of bubblewrap's either.
+    command = ["unshare", "--mount", str(ROOT / "scripts" / "images"), "--tag", "test", "--load"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=IMAGES_SECONDS)
     if done.returncode != 0:
         raise CommandFailed(command, done)

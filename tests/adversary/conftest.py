@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,20 @@ from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 _PROGRAMS = ("chmod", "cp", "date", "ln", "mkfifo", "mv")
 """The programs that the attacks call in addition to those of other tests."""
+
+DAILY_ON_APPTAINER = re.compile(
+    r"\[apptainer-(host_processes|reading_the_hidden_test|immortal_processes|control_plane|memory_bomb)\]"
+    r"|test_an_honest_solution_is_rewarded"
+)
+"""One attack for each thing that may differ from bubblewrap: walls, Eval, leftovers, network, limits."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the other attacks on Apptainer to the night: every day they are tried on bubblewrap."""
+    for item in items:
+        here = item.path.is_relative_to(Path(__file__).parent)
+        if here and item.get_closest_marker("apptainer") and not DAILY_ON_APPTAINER.search(item.name):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,18 @@ from rollyard_testing.inference.misbehaving import MisbehavingServer
 __all__ = ["fresh_postgres", "migrated_postgres", "migrated_sqlite", "postgres"]
 
 START_SECONDS = 90.0
+OF_DIALECTS = re.compile(
+    "test_(claims|dynamic_sampling|leases|pools|prorl|registration|replicas|schema|uploads|view_rollouts|weights"
+    "|worker_deaths)"
+)
+"""The files whose SQL depends on the dialect, such as locks, upserts, JSON and large objects."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the other files on PostgreSQL to the night: they show the same there as on SQLite."""
+    for item in items:
+        if item.get_closest_marker("postgresql") and not OF_DIALECTS.fullmatch(item.path.stem):
+            item.add_marker(pytest.mark.nightly)
 
 
 @dataclass(slots=True)

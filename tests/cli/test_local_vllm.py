@@ -25,7 +25,7 @@ from rollyard_crds import BackendPool, Condition
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.processes import members
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny-policy" / "hf"
 START_SECONDS = 240.0

@@ -7,7 +7,6 @@ judged by a ledger and by listings from outside the product.
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
@@ -22,8 +21,7 @@ from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, foll
 
 TASKS = 12
 SAMPLES = 4
-SEEDS = range(int(os.environ.get("ROLLYARD_FAULT_SEEDS", "2")))
-"""The seeds of the runs of each victim. More of them are worth their time after a change of recovery."""
+SEEDS = [0, pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly)]
 KILLS = {"control-plane": 2, "worker": 2, "backend": 2, "sandbox": 4}
 LATEST = 16
 """The last kill comes when this many rollouts, of 48, have ended, and those that end in between."""

@@ -105,6 +105,7 @@ def test_it_survives_a_kill_at_every_point(yard: Yard, python: Path) -> None:
         judge(yard, run, "points", STEPS)
 
 
+@pytest.mark.nightly
 def test_it_survives_kills_at_random_times_while_rollouts_run_ahead(yard: Yard, python: Path) -> None:
     rng = random.Random(0)
     kills = 0

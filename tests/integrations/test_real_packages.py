@@ -16,7 +16,7 @@ from rollyard_testing.faults.yard import ROOT
 from rollyard_testing.integrations.rollouts import PAD, Sampled, batches, sampled, trained
 from rollyard_testing.integrations.trl_run import ENVIRONMENT_SECONDS, PACKAGES
 
-pytestmark = pytest.mark.trainers
+pytestmark = [pytest.mark.trainers, pytest.mark.nightly]
 
 RUN_SECONDS = 600.0
 BATCHES = 60

@@ -92,6 +92,7 @@ def test_a_cluster_without_api_server_for_a_while(release: Release) -> None:
         assert counts["succeeded"] == len(run.expected)
 
 
+@pytest.mark.nightly
 def test_two_operators_by_mistake_do_no_harm(release: Release) -> None:
     rng = random.Random(f"operators-{SEED}")
     try:
@@ -121,6 +122,7 @@ def one_job_all_the_same(release: Release, name: str) -> None:
         assert len(taken) == len(set(taken)), "one pod for each claim"
 
 
+@pytest.mark.nightly
 def test_an_api_server_whose_answers_cannot_be_relied_on(release: Release, tmp_path: Path) -> None:
     server, ca_file = release.cluster.server
     release.scale_operator(0)

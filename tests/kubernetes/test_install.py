@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from rollyard_testing.kubernetes.installedchart import HOLD, job, task
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
-pytestmark = pytest.mark.kubernetes
+pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly]
 
 CHART = str(Path(__file__).resolve().parents[2] / "helm" / "rollyard")
 ROLLYARD = str(Path(sys.executable).with_name("rollyard"))
@@ -61,7 +60,8 @@ def release(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFact
     home, jobs = cluster.namespace(restricted=True), cluster.namespace(restricted=True)
     folder = tmp_path_factory.mktemp("release")
     values = folder / "values.yaml"
-    volume(cluster, home, folder / "state")
+    (folder / "state").mkdir()
+    cluster.volume(home, folder / "state")
     document = {
         "namespaces": [jobs],
         "crds": {"enabled": False},
@@ -81,32 +81,7 @@ def release(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFact
     finally:
         cluster.kubectl("delete", "rj,bp", "--all", "-n", jobs, "--timeout=180s")
         cluster.helm("uninstall", "yard", "-n", home, "--wait", "--ignore-not-found")
-        cluster.kubectl("delete", "pvc", "state", "-n", home, "--wait=false")
-        cluster.kubectl("delete", "pv", f"{home}-state", "--wait=false")
-
-
-def volume(cluster: Cluster, namespace: str, folder: Path) -> None:
-    """Make a volume by hand, because the cluster makes none, and the claim `state` on it."""
-    folder.mkdir()
-    os.chown(folder, 10001, 10001)
-    common = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
-    made = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": f"{namespace}-state"},
-        "spec": {**common, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}},
-    }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "state", "namespace": namespace},
-        "spec": {
-            **common,
-            "resources": {"requests": {"storage": "1Gi"}},
-            "volumeName": f"{namespace}-state",
-        },
-    }
-    cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all([made, claim]))
+        cluster.remove_volume(home)
 
 
 def test_its_own_test_passes(release: Release) -> None:

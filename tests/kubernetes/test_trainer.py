@@ -13,7 +13,7 @@ from rollyard_testing.trainer.used import problems
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installed import Release
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.faults]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.faults, pytest.mark.nightly]
 STEPS, GROUPS = 3, 3
 SIZE = (
     f"--steps={STEPS}", f"--groups={GROUPS}", "--samples=4", "--in-flight=4", "--concurrency=4", "--warm=2",

@@ -65,6 +65,7 @@ def test_humaneval_in_a_job(lab: Lab, tmp_path: Path) -> None:
     humaneval(lab, tmp_path, [every[number] for number in (0, 2, 32, 33, 38, 53, 83, 160)], "few")
 
 
+@pytest.mark.nightly
 def test_all_of_humaneval_in_a_job(lab: Lab, tmp_path: Path) -> None:
     every = rows("HumanEval.jsonl.gz")
     assert len(every) == 164
@@ -92,6 +93,7 @@ def test_gsm8k_in_a_job(lab: Lab, tmp_path: Path) -> None:
     gsm8k(lab, tmp_path, rows("gsm8k_test.jsonl")[::66], "gsm8k-few")
 
 
+@pytest.mark.nightly
 def test_all_of_gsm8k_in_a_job(lab: Lab, tmp_path: Path) -> None:
     every = rows("gsm8k_test.jsonl")
     assert len(every) == 1319

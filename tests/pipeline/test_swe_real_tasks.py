@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -17,21 +18,22 @@ from rollyard_testing.pipeline.swelab import SweLab, swe_lab
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES: list[dict[str, Any]] = json.loads((ROOT / "examples/swe/recipes.json").read_text())
 
-# The distributions are fetched once, and pip builds what their metadata needs.
+DAILY = 2
+"""The number of repositories that are played every day, the first ones; the night plays all."""
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Task]]:
-    """Return the tasks of each layout. pip fetches the distributions, once for this machine."""
-    folder = tmp_path_factory.mktemp("rows")
-    found = {}
+def tasks_of(project: str, folder: Path) -> dict[str, Task]:
+    """Return a project's task in each layout. pip fetches the distribution once for this machine, and builds
+    what its metadata needs.
+    """
+    tasks = {}
     for layout in ("v5", "rebench"):
         out = folder / f"{layout}.jsonl"
         command = [sys.executable, str(ROOT / "scripts/swe_tasks.py"), "write", str(out), "--layout", layout]
-        subprocess.run(command, check=True, timeout=600)
-        lines = out.read_text().splitlines()
-        found[layout] = parse_lines(lines, TaskSource(url="x", format="swebench"))
-    return found
+        subprocess.run([*command, "--only", project], check=True, timeout=600)
+        source = TaskSource(url="x", format="swebench")
+        (tasks[layout],) = parse_lines(out.read_text().splitlines(), source)
+    return tasks
 
 
 @pytest.fixture
@@ -59,16 +61,23 @@ def test_there_are_ten() -> None:
     assert len({recipe["project"] for recipe in RECIPES}) == len(RECIPES) == 10
 
 
-@pytest.mark.parametrize("place", range(10))
-async def test_a_task(lab: SweLab, written: dict[str, list[Task]], place: int) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=pytest.mark.nightly if place >= DAILY else [], id=recipe["project"])
+        for place, recipe in enumerate(RECIPES)
+    ],
+)
+async def test_a_task(lab: SweLab, tmp_path: Path, place: int) -> None:
     recipe = RECIPES[place]
     tests = " ".join(f"repo/{file}" for file in recipe["tests"])
-    for number, (layout, tasks) in enumerate(written.items()):
-        assert tasks[place].swe is not None
-        solved = await lab.rollout(tasks[place])
-        assert (solved.reward, solved.reward_reason) == (1.0, ""), (recipe["project"], layout)
+    tasks = await asyncio.to_thread(tasks_of, recipe["project"], tmp_path)
+    for number, (layout, task) in enumerate(tasks.items()):
+        assert task.swe is not None
+        solved = await lab.rollout(task)
+        assert (solved.reward, solved.reward_reason) == (1.0, ""), layout
         # The layouts differ in how a result is read, so each cheat is tried in both, on every other task.
         cheats = (f"rm -r {tests}", forging(recipe))
         for command in ("true", cheats[(place + number) % 2]):
-            result = await lab.rollout(playing(tasks[place], command))
-            assert result.reward == 0.0, (recipe["project"], layout, command)
+            result = await lab.rollout(playing(task, command))
+            assert result.reward == 0.0, (layout, command)

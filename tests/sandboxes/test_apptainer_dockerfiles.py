@@ -26,7 +26,7 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_testing.pipeline.stagelab import SMALL, stage_lab
 from rollyard_testing.sandboxes.rootfolder import make_image
 
-pytestmark = pytest.mark.apptainer
+pytestmark = [pytest.mark.apptainer, pytest.mark.nightly]
 
 DOCKERFILE = """ARG VERSION=1
 FROM some/base:${VERSION} AS only

@@ -158,6 +158,7 @@ def test_key_follows_the_content(kit: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [docker_archive, oci_archive])
 async def test_archives_are_built_once(
     kit: Any, apptainer: NodeProvider, run_dir: Path, tmp_path: Path, make: Any
@@ -238,6 +239,7 @@ def a_registry(archive: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 async def test_images_of_a_registry_are_fetched_once(
     kit: Any, apptainer: NodeProvider, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +267,7 @@ async def test_images_of_a_registry_are_fetched_once(
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 async def test_images_that_break_late(kit: Any, apptainer: NodeProvider, sif: Path, tmp_path: Path) -> None:
     whole = sif.read_bytes()
     cut = tmp_path / "cut.sif"
@@ -291,6 +294,7 @@ async def test_images_that_break_late(kit: Any, apptainer: NodeProvider, sif: Pa
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 async def test_no_image_at_all(kit: Any, apptainer_works: None, run_dir: Path) -> None:
     provider = kit.open("apptainer", run_dir)
     await provider.start()
@@ -304,6 +308,7 @@ async def test_no_image_at_all(kit: Any, apptainer_works: None, run_dir: Path) -
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 async def test_without_fuse_images_are_unpacked(
     kit: Any, sif: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,6 +328,7 @@ async def test_without_fuse_images_are_unpacked(
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 async def test_without_fuse_on_an_old_kernel_images_are_read_only(
     kit: Any, root_folder: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, apptainer_works: None
 ) -> None:

@@ -57,6 +57,7 @@ def default_sif(apptainer_works: None, missing: Any) -> Path:
 
 
 @pytest.mark.apptainer
+@pytest.mark.nightly
 async def test_sandboxes_of_the_default_image(kit: Any, default_sif: Path, run_dir: Path) -> None:
     assert parse_image(str(default_sif)).kind == "sif"
     data = default_sif.read_bytes()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, condition, job, until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
 SLEEPER = "#!/bin/sh\nexec sleep 600\n"
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
     from rollyard_testing.slurm.slurmlab import Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.kubernetes]
+pytestmark = [pytest.mark.slurm, pytest.mark.kubernetes, pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 4

@@ -117,6 +117,7 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
     assert queued.stdout == ""
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_preempted_is_slurm_s_to_start_again(slurm: Any, bridge: Bridge) -> None:
     bridge.partition = "scavenge"
     wanted = job("preempted", tasks=8, samples=2, pause=8.0)
@@ -202,6 +203,7 @@ def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: P
         local.wait(60)
 
 
+@pytest.mark.nightly
 def test_a_bridge_on_a_socket_of_its_node(slurm: Any, bridge: Bridge, shared: Path) -> None:
     bridge.options = ["--listen", "unix", "--engine", "embedded"]
     bridge.start()
@@ -247,6 +249,7 @@ def test_a_bridge_ends_its_own_jobs_only_or_leaves_them(slurm: Any, bridge: Brid
         other.kill()
 
 
+@pytest.mark.nightly
 def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:
     programs = shared / "bin"
     hang = {name: shared / f"hang-{name}" for name in ("squeue", "sbatch")}
@@ -321,6 +324,7 @@ def test_what_slurm_cannot_serve_is_told(slurm: Any, bridge: Bridge, shared: Pat
     assert bridge.stop() == 0
 
 
+@pytest.mark.nightly
 def test_a_home_that_is_full_is_told_and_waited_out(slurm: Any, bridge: Bridge, shared: Path) -> None:
     # Its jobs stay pending, because the nodes do not see this disk.
     profile = written(shared / "profile.yaml", "sbatch: ['--begin=now+1hour']\n")
@@ -360,6 +364,7 @@ def test_a_home_that_is_full_is_told_and_waited_out(slurm: Any, bridge: Bridge, 
         assert bridge.jobs() == {}
 
 
+@pytest.mark.nightly
 def test_nodes_without_user_namespaces_or_fuse_and_images_that_are_none(
     slurm: Any, bridge: Bridge, shared: Path, sif: Path
 ) -> None:

@@ -284,6 +284,7 @@ def test_workers_that_are_requeued_cancelled_and_killed(slurm: Slurm, shared: Pa
     print(f"{run.again()} rollouts were begun again")
 
 
+@pytest.mark.nightly
 def test_time_limits_in_the_middle_of_rollouts(slurm: Slurm, shared: Path, sif: Path) -> None:
     troubles: set[str] = set()
     with a_run(slurm, shared, sif, "limit", samples=10, pause=6.0, time_limit="1", signal_seconds=15) as run:
@@ -300,6 +301,7 @@ def test_time_limits_in_the_middle_of_rollouts(slurm: Slurm, shared: Path, sif: 
     assert run.again() == 0, "a hand-over is no failure"
 
 
+@pytest.mark.nightly
 def test_a_node_whose_disk_is_full(slurm: Slurm, shared: Path, sif: Path) -> None:
     rng = random.Random(f"disk-{SEED}")
     node = "cn1"
@@ -368,6 +370,7 @@ def begun(slurm: Slurm, node: str, since: float) -> dict[str, str]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_controller_that_is_away_and_a_bridge_that_is_killed(slurm: Slurm, shared: Path, sif: Path) -> None:
     rng = random.Random(f"bridge-{SEED}")
     later = job("later", tasks=2, samples=1)

@@ -117,6 +117,7 @@ sleep 600 & wait
     assert files_on_nodes(slurm) <= before
 
 
+@pytest.mark.nightly
 def test_a_killed_slurmd_leaves_its_job_s_processes_running(slurm: Slurm) -> None:
     job = slurm.sbatch(SLEEPER, "-w", "cn2", "--no-requeue", "-o", "/dev/null")
     slurm.wait_state(job, "RUNNING")
@@ -129,6 +130,7 @@ def test_a_killed_slurmd_leaves_its_job_s_processes_running(slurm: Slurm) -> Non
     assert wait(lambda: slurm.job_processes() == {}, 240)
 
 
+@pytest.mark.nightly
 def test_doctor_on_login_and_compute_node_and_without_a_controller(slurm: Slurm, shared: Path) -> None:
     doctor = [sys.executable, "-m", "rollyard", "doctor"]
     env = {"ROLLYARD_HOME": str(shared / "yard"), "LANG": "C.UTF-8"}

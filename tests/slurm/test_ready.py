@@ -108,6 +108,7 @@ def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -
     assert queued.stdout == ""
 
 
+@pytest.mark.nightly
 def test_a_bridge_killed_between_the_offer_and_the_assignment(slurm: Any, bridge: Bridge) -> None:
     number = standing(bridge)
     name = str(bridge.records()[number]["workload"]["name"])

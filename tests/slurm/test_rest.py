@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, job, until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 ASKED = Path(__file__).with_name("asked.py")
 
 

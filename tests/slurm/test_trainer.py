@@ -22,7 +22,7 @@ SIZE = (
     "--concurrency=4", "--warm=2", "--held-out=0", "--enough=1.1",
 )  # fmt: skip
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
 
 @pytest.fixture

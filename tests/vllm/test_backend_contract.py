@@ -26,7 +26,7 @@ Its 600 tokens then take ten seconds, also where nothing else runs.
 """
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["generate", pytest.param("completions", marks=pytest.mark.nightly)])
 def server(request: pytest.FixtureRequest, vllm_servers: list[VllmServer]) -> VllmServer:
     """Return one server of either kind, running and with its first label."""
     if request.param == "generate":

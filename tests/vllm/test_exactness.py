@@ -228,6 +228,7 @@ def test_it_fails_when_an_agent_retokenizes(
     assert wrong >= 1
 
 
+@pytest.mark.nightly
 def test_it_finds_out_a_server_with_raw_logprobs(
     completions_server: VllmServer, stage: MakeStage, forward: Forward, vllm_model: Path
 ) -> None:

@@ -18,6 +18,8 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_testing.traces.receiver import GotSpan, Receiver, receiving
 from rollyard_testing.vllm.servers import SERVED, VllmServer
 
+pytestmark = pytest.mark.nightly
+
 PROMPT = (5, 6, 7, 8)
 
 

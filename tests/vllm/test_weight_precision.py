@@ -14,6 +14,8 @@ from rollyard_testing.vllm.forward import Forward
 from rollyard_testing.vllm.product import Product, a_product
 from rollyard_testing.vllm.servers import VllmServer
 
+pytestmark = pytest.mark.nightly
+
 SECONDS = 180.0
 IDS = list(range(40, 104))
 ALLOWED = {"float32": 0.1, "bfloat16": 0.5}

@@ -144,6 +144,7 @@ class Pool:
         assert {one["outcome"] for one in answer.json()["outcomes"]} == {"accepted"}, answer.text
 
 
+@pytest.mark.nightly
 def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     product: Product, tied_vllm: VllmServer, folders: dict[str, Path], expected: Callable[[str], list[float]]
 ) -> None:
@@ -216,6 +217,7 @@ def refused(done: dict[str, Any], server: VllmServer) -> None:
     assert float(found[1]) > 0.1
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_loaded_and_replaced(
     product: Product, tied_vllm: VllmServer, folders: dict[str, Path], expected: Callable[[str], list[float]]
 ) -> None:

@@ -14,7 +14,7 @@ from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, conditi
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = pytest.mark.kubernetes
+pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly]
 API = "kueue.x-k8s.io/v1beta1"
 QUEUE = "kueue.x-k8s.io/queue-name"
 WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}

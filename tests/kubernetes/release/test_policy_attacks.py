@@ -212,6 +212,8 @@ SHARED = [*WALLS, *EVALUATION, *LEFTOVERS, *CHANNEL, *ENVIRONMENT, *SABOTAGE, *T
 """The attacks that other kinds of sandboxes are under, too."""
 TABLES = {one.name: in_a_pod(one) for one in [*SHARED, *OF_PODS, HONEST]}
 ROLLOUTS = [together(name, [TABLES[one] for one in names]) for name, names in PLAYED.items()]
+DAILY = ("walls", "surviving", "channel", "pod", "honest")
+"""What may go otherwise in a pod than in other sandboxes; the night plays all of it."""
 
 
 @dataclass(frozen=True)
@@ -316,13 +318,19 @@ def carrying(mark: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def played(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    """Run the job of all attacks, from its start until its sandboxes are gone."""
+def played(
+    installation: Installation, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Played]:
+    """Run the job of all attacks that tests of this session ask for, from its start until its sandboxes are
+    gone.
+    """
+    asked = {test.name for test in request.session.items}
+    rollouts = [one for one in ROLLOUTS if f"test_a_policy_in_a_pod_gains_nothing[{one.name}]" in asked]
     lab = tmp_path_factory.mktemp("lab")
     places = ("a file of the node", "a stage worker's environment", "another pod")
     canaries = {name: f"canary-{secrets.token_hex(12)}" for name in places}
     known = {f"the {role}'s token": token for role, token in installation.tokens.items()} | canaries
-    marks = {rollout.name: f"rya-{secrets.token_hex(8)}" for rollout in ROLLOUTS}
+    marks = {rollout.name: f"rya-{secrets.token_hex(8)}" for rollout in rollouts}
     known |= {f"the hidden test of {name}": hidden(mark) for name, mark in marks.items()}
     canary_file = lab / "host-secret"
     for path in (canary_file, lab / "run" / "run-secret", lab / "state" / "tokens.json"):
@@ -345,23 +353,25 @@ def played(installation: Installation, tmp_path_factory: pytest.TempPathFactory)
             "@WORKER@": str(max(processes)), "@TARGETS@": json.dumps(targets),
         }  # fmt: skip
         begun = time.monotonic()
-        with installation.made(the_job(marks, words, canaries["a stage worker's environment"])):
+        with installation.made(the_job(rollouts, marks, words, canaries["a stage worker's environment"])):
             yield ended(installation, marks, known, canary_file)
             print(f"seconds of all attacks: {time.monotonic() - begun:.1f}")
     installation.until(lambda: not installation.pods(), "all of it is gone")
 
 
-def the_job(marks: dict[str, str], words: dict[str, str], canary: str) -> dict[str, Any]:
-    """Return one job of all rollouts. The environment of its workers holds a secret."""
+def the_job(
+    rollouts: Sequence[SharedRollout], marks: dict[str, str], words: dict[str, str], canary: str
+) -> dict[str, Any]:
+    """Return one job of these rollouts. The environment of its workers holds a secret."""
     template = {
         "resources": {"requests": {"cpu": "5m", "memory": "64Mi"}},
         "env": [{"name": "ADVERSARY_CANARY", "value": canary}],
     }
-    stage = {"concurrency": len(ROLLOUTS), "template": template}
+    stage = {"concurrency": len(rollouts), "template": template}
     tools = ["bash", "ipython", "edit", "submit"]
     return job(
         "attacks",
-        *(task_of(rollout, marks[rollout.name], words) for rollout in ROLLOUTS),
+        *(task_of(rollout, marks[rollout.name], words) for rollout in rollouts),
         agent={"type": "oracle", "tools": tools, "toolTimeoutSeconds": 120},
         sandbox={
             "warm": 0,
@@ -401,7 +411,13 @@ def test_every_attack_is_played_or_left_out() -> None:
     assert len(chosen) == len(set(chosen))
 
 
-@pytest.mark.parametrize("rollout", ROLLOUTS, ids=lambda rollout: rollout.name)
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        pytest.param(one, marks=[] if one.name in DAILY else pytest.mark.nightly, id=one.name)
+        for one in ROLLOUTS
+    ],
+)
 def test_a_policy_in_a_pod_gains_nothing(played: Played, rollout: SharedRollout) -> None:
     """The honest rollout is among them, and gets its reward."""
     problems = rollout.judge(played.trajectories[rollout.name], played.left[rollout.name], played.secrets)

@@ -41,7 +41,7 @@ PARTS: Final = {
 """The parts that a mark makes; a test with several belongs to the first. The others are `slow` or `quick`."""
 LEVELS: Final = ("check", "test", "all")
 _ONE_PROCESS: Final = ("kubernetes", "slurm", "vllm", "page", "demos")
-"""Parts that share what takes long to start: one process runs all of each. They begin first, in this order."""
+"""Parts that share what takes long to start: one process runs each. They begin first, in this order."""
 _SERVERS: Final = frozenset(PARTS) - {"packaging", "postgresql", "static"}
 """Parts whose fixtures start systems, and bound that: the limit of a test is for its call alone."""
 _SECOND: Final = 1.0

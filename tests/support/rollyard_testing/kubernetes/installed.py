@@ -1,14 +1,11 @@
-"""Rollyard as its chart installs it, for tests: images, a volume for the control plane, one small pool."""
+"""The tests' installation, as those use it that disturb jobs: a namespace with one small pool and tasks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
-import tempfile
 import time
-from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +17,12 @@ import yaml
 from rollyard_testing.kubernetes.podwatch import ClusterReader
 
 if TYPE_CHECKING:
+    from rollyard_testing.kubernetes.installedchart import Installation
     from rollyard_testing.kubernetes.kubelab import Cluster
 
 ROOT = Path(__file__).resolve().parents[4]
-CHART = ROOT / "helm" / "rollyard"
 EXAMPLES = ROOT / "examples" / "kubernetes"
 TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
-API_USER = 10001
-LEASE_SECONDS = 5
-"""The lease is short, so another worker soon gets what a killed stage worker held."""
-INSTALL_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -112,98 +105,35 @@ class Release:
 
 
 @contextlib.contextmanager
-def a_release(cluster: Cluster, images: str, tasks: int) -> Iterator[Release]:
-    """Yield an installation with one ready backend of the embedded engine and the quickstart's first tasks.
+def a_release(installation: Installation, tasks: int) -> Iterator[Release]:
+    """Yield the installation's last namespace with one ready backend of the embedded engine, and some tasks.
 
-    `images` is the tag of this checkout's images, which are on the node.
-
-    Its database is in a folder of this machine, so it outlives its pod. Everything but the contents of the
-    namespaces, which go with the session, is removed at the end.
+    These are the quickstart's first ones. Everything but the contents of the namespace, which go with the
+    session, is removed at the end.
     """
-    name, jobs = cluster.namespace(), cluster.namespace(restricted=True)
     lines = [line for line in TASKS.read_text().splitlines() if line.strip()][:tasks]
-    with tempfile.TemporaryDirectory(prefix="rollyard-state-") as folder:
-        os.chown(folder, API_USER, API_USER)
-        cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(_volume(name, folder)))
-        values = [
-            f"images.tag={images}",
-            "images.pullPolicy=Never",
-            f"namespaces={{{jobs}}}",
-            "crds.enabled=false",
-            "api.persistence.type=existingClaim",
-            f"api.persistence.existingClaim={name}",
-            f"api.leaseSeconds={LEASE_SECONDS}",
-            # Small machines hold all of it, beside other tests.
-            "api.resources.requests.cpu=50m",
-            "api.resources.requests.memory=128Mi",
-            "operator.resources.requests.cpu=50m",
-            "workers.resources.requests.cpu=50m",
-            # A pool loads the weights of a trainer from a volume.
-            "jobs.allow.volumes={persistentVolumeClaim}",
-            "sandboxes.cpuRequestFraction=0.02",
-            "sandboxes.memoryRequestFraction=0.25",
-        ]
-        sets = [word for value in values for word in ("--set", value)]
-        try:
-            cluster.helm(
-                "install", name, str(CHART), "-n", name, "--wait", "--timeout", f"{INSTALL_SECONDS}s", *sets
-            )
-            release = _release(cluster, name, jobs, lines)
-            config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tasks"}}
-            release.apply({**config, "data": {"tasks.jsonl": "\n".join(lines)}})
-            release.apply(yaml.safe_load((EXAMPLES / "pool.yaml").read_text()))
-            release.kubectl("wait", "--for=condition=Ready", "bp/default", "--timeout=120s")
-            yield release
-            _remove(cluster, release)
-        finally:
-            cluster.run("helm", "uninstall", name, "-n", name, "--ignore-not-found", "--wait")
-            cluster.run("kubectl", "delete", "pv", name, "--ignore-not-found", "--wait=false")
+    release = Release(
+        installation.cluster,
+        installation.release,
+        installation.namespaces[-1],
+        installation.url,
+        installation.tokens["admin"],
+        tuple(json.loads(line) for line in lines),
+    )
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tasks"}}
+    release.apply({**config, "data": {"tasks.jsonl": "\n".join(lines)}})
+    release.apply(yaml.safe_load((EXAMPLES / "pool.yaml").read_text()))
+    release.kubectl("wait", "--for=condition=Ready", "bp/default", "--timeout=120s")
+    yield release
+    _remove(release)
 
 
-def _release(cluster: Cluster, name: str, jobs: str, lines: list[str]) -> Release:
-    (service,) = cluster.items("services", name, "app.kubernetes.io/component=api")
-    secret = service["metadata"]["annotations"]["rollyard.dev/tokens-secret"]
-    token = b64decode(cluster.get("secret", secret, name)["data"]["admin"]).decode()
-    url = f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
-    return Release(cluster, name, jobs, url, token, tuple(json.loads(line) for line in lines))
-
-
-def _remove(cluster: Cluster, release: Release) -> None:
+def _remove(release: Release) -> None:
     """Remove what kubectl applied, while there is an operator to clean up after it."""
     release.kubectl("delete", "rj,bp", "--all", "--timeout=180s")
-    with ClusterReader(cluster.kubeconfig) as reader:
+    with ClusterReader(release.cluster.kubeconfig) as reader:
         deadline = time.monotonic() + 60
         while (left := reader.pods(release.name)) and time.monotonic() < deadline:
             time.sleep(0.2)
     names = [pod["metadata"]["name"] for pod in left]
     assert names == [], "pods outlive all jobs and pools"
-
-
-def _volume(name: str, folder: str) -> list[dict[str, Any]]:
-    """Return a volume made by hand: the cluster of the tests makes none by itself."""
-    size = {"storage": "1Gi"}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": name},
-            "spec": {
-                "capacity": size,
-                "accessModes": ["ReadWriteOnce"],
-                "persistentVolumeReclaimPolicy": "Retain",
-                "hostPath": {"path": folder},
-                "claimRef": {"namespace": name, "name": name},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": name, "namespace": name},
-            "spec": {
-                "accessModes": ["ReadWriteOnce"],
-                "storageClassName": "",
-                "volumeName": name,
-                "resources": {"requests": size},
-            },
-        },
-    ]

@@ -33,6 +33,8 @@ IN_USE = Path("/tmp/rollyard-kube-lab.use")
 START_SECONDS = 240
 COMMAND_SECONDS = 240
 IMAGES_SECONDS = 1500
+_API_USER = 10001
+"""The control plane's user in its image."""
 
 
 _CORE, _APPS, _OURS = "/api/v1", "/apis/apps/v1", "/apis/rollyard.dev/v1alpha1"
@@ -167,6 +169,30 @@ class Cluster:
         if restricted:
             self.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
         return name
+
+    def volume(self, namespace: str, folder: Path) -> None:
+        """Make a volume of an empty folder of this machine by hand, and the claim `state` on it."""
+        os.chown(folder, _API_USER, _API_USER)
+        common = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
+        size, name = {"storage": "1Gi"}, f"{namespace}-state"
+        made = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": name},
+            "spec": {**common, "capacity": size, "hostPath": {"path": str(folder)}},
+        }
+        claim = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "state", "namespace": namespace},
+            "spec": {**common, "resources": {"requests": size}, "volumeName": name},
+        }
+        self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all([made, claim]))
+
+    def remove_volume(self, namespace: str) -> None:
+        """Remove both, without waiting for their end."""
+        self.run("kubectl", "delete", "pvc", "state", "-n", namespace, "--ignore-not-found", "--wait=false")
+        self.run("kubectl", "delete", "pv", f"{namespace}-state", "--ignore-not-found", "--wait=false")
 
     def with_rights(self, kubeconfig: Path) -> Cluster:
         """Return the same cluster with the rights of another kubeconfig."""

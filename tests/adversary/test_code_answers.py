@@ -21,6 +21,7 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.invariants import deserves_nothing
 
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}
@@ -164,7 +165,7 @@ async def reward(
 async def test_no_program_decides_its_own_score(sandbox: tuple[ExecClient, str], name: str) -> None:
     limit = 0.5 if name == "hangs" else 2.0  # It takes the whole limit of each test.
     for tests in (ASSERTED, PLAIN, PRINTED, CALLED, CHECKED):
-        assert await reward(sandbox, ANSWERS[name], tests, limit) == 0.0
+        deserves_nothing(await reward(sandbox, ANSWERS[name], tests, limit))
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -173,7 +174,7 @@ async def test_no_program_keeps_its_sandbox_from_answering(
 ) -> None:
     """The exec server ends each of them in time, and the next evaluation in the same sandbox is as usual."""
     for tests in (PRINTED, CALLED):
-        assert await reward(sandbox, BOMBS[name], tests, 0.5) == 0.0
+        deserves_nothing(await reward(sandbox, BOMBS[name], tests, 0.5))
         assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
@@ -181,7 +182,7 @@ async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClie
     planted = await sandbox[0].bash(PLANTED)
     assert planted.exit_code == 0, planted.text()
     for tests in (ASSERTED, PLAIN, PRINTED, CALLED, CHECKED):
-        assert await reward(sandbox, "def f(i): return 0\nprint(0)", tests) == 0.0
+        deserves_nothing(await reward(sandbox, "def f(i): return 0\nprint(0)", tests))
         assert await reward(sandbox, RIGHT, tests) == 1.0
 
 

@@ -11,6 +11,7 @@ from rollyard_crds.harbor.archive import pack
 from rollyard_crds.task_formats.harbor import HarborFormat
 from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.errors import TaskInvalid
+from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.outside import HOST, PUBLIC, Outside
 
@@ -76,7 +77,7 @@ ATTACKS = {
 async def test_nothing_but_the_answer_is_rewarded(lab: StageLab, name: str) -> None:
     """Each attack scores 0 at once: none is an infrastructure failure, which would be a new try."""
     found = await lab.play(task(**{"solution/solve.sh": f"# {SECRET}"}), [ATTACKS[name]])
-    assert found.reward == 0.0
+    deserves_nothing(found.reward)
     assert not any(SECRET in text for text in lab.observed)
 
 
@@ -140,7 +141,7 @@ async def test_artifacts_for_a_separate_verifier(
 ) -> None:
     monkeypatch.setattr("rollyard_pipeline.handlers.harbor.verifier._MAX_ENTRIES", 500)
     found = await lab.play(task(MEETS, SEPARATE), [[ARTIFACTS[name]]])
-    assert found.reward == 0.0
+    deserves_nothing(found.reward)
 
 
 async def test_an_honest_artifact_is_rewarded(lab: StageLab) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.swelab import FAILS, FIXING, PASSES, SweLab, swe_lab, swe_task
 
 LINES = "\\n".join(f"PASSED {test}" for test in (*FAILS, *PASSES))
@@ -149,7 +150,7 @@ async def lab(bubblewrap_works: None, tmp_path: Path) -> AsyncIterator[SweLab]:
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_nothing_but_the_solution_is_rewarded(lab: SweLab, name: str) -> None:
     result = await lab.rollout(swe_task(ATTACKS[name]))
-    assert result.reward == 0.0
+    deserves_nothing(result.reward)
     assert (result.reward_reason == "TestsTampered") is (name in TAMPERING)
 
 
@@ -165,7 +166,7 @@ async def test_the_solution_is_rewarded_whatever_is_left_beside_it(lab: SweLab) 
 @pytest.mark.parametrize("name", ["conftest", "deletes_all_tests", "prints_results_and_exits"])
 async def test_a_job_of_several_kinds_rewards_nothing_else(lab: SweLab, name: str) -> None:
     """The handler `mixed` does not evaluate a repository where the policy has left what it likes."""
-    assert (await lab.rollout(swe_task(ATTACKS[name]), "mixed")).reward == 0.0
+    deserves_nothing((await lab.rollout(swe_task(ATTACKS[name]), "mixed")).reward)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +182,4 @@ async def test_tests_that_hang_are_scored(lab: SweLab, code: str) -> None:
 async def test_a_printed_result_never_makes_up_for_a_real_one(lab: SweLab) -> None:
     """Where the log decides, what is printed beside a failure does not help."""
     for code in (FORGED, f"import atexit\natexit.register(lambda: {FORGED})"):
-        assert (await lab.rollout(swe_task([appending(code)], verdict="log"))).reward == 0.0
+        deserves_nothing((await lab.rollout(swe_task([appending(code)], verdict="log"))).reward)

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
+from rollyard_testing.invariants import invariant
 
 TASKS = 12
 SAMPLES = 4
@@ -90,9 +91,10 @@ class Run:
         with self.yard.http() as http:
             whole.read(http, self.name)
             self.ledger.read(http, self.name)
-        assert whole.judge(self.expected) == []
-        assert self.ledger.judge(self.expected) == []
-        assert self.ledger.seen == whole.seen
+        with invariant():
+            assert whole.judge(self.expected) == []
+            assert self.ledger.judge(self.expected) == []
+            assert self.ledger.seen == whole.seen
         counts = status["counts"]
         assert counts["total"] == len(self.expected)
         for outcome in ("succeeded", "failed", "cancelled"):
@@ -153,7 +155,8 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
             # A worker's sandboxes may go with it, which is one; the control plane takes nothing with it.
             assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
         assert yard.stop() in (0, 130)
-        assert yard.settled_listing() == []
+        with invariant():
+            assert yard.settled_listing() == []
 
 
 def test_a_pool_that_scales_down_in_the_middle_loses_nothing() -> None:
@@ -183,7 +186,8 @@ def test_a_pool_that_scales_down_in_the_middle_loses_nothing() -> None:
         assert attempts == {0}, "a rollout paid for it"
         until(lambda: len([one for one in yard.processes() if one.kind == "backend"]) == 1)
         assert yard.stop() in (0, 130)
-        assert yard.settled_listing() == []
+        with invariant():
+            assert yard.settled_listing() == []
 
 
 def test_a_killed_supervisor_is_followed_by_another_that_ends_the_job() -> None:
@@ -201,7 +205,8 @@ def test_a_killed_supervisor_is_followed_by_another_that_ends_the_job() -> None:
             status = run.wait_finished()
         run.judge(status)
         assert yard.stop() in (0, 130)
-        assert yard.settled_listing() == []
+        with invariant():
+            assert yard.settled_listing() == []
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -> None:
@@ -220,10 +225,12 @@ def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -
             assert kinds >= {"driver", "control-plane", "backend", "worker", "sandbox"}
             assert any(line.startswith("socket ") for line in yard.listing())
             assert yard.stop(signal.SIGINT) in (0, 130)
-            assert yard.settled_listing() == []
+            with invariant():
+                assert yard.settled_listing() == []
             yard.start()
             assert run.unfinished > 0
             status = run.wait_finished()
         run.judge(status)
         assert yard.stop() in (0, 130)
-        assert yard.settled_listing() == []
+        with invariant():
+            assert yard.settled_listing() == []

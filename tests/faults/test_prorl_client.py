@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_testing.faults.yard import Yard, a_yard
+from rollyard_testing.invariants import invariant
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("bubblewrap_works", "even_scheduling")]
 
@@ -348,7 +349,9 @@ def judge(
             continue
         assert result["critical_error"] is None
         assert result["reward"] == record["reward"]
-        check_ids(result, record)
+        with invariant():
+            check_ids(result, record)
     assert len(failed) <= len(results) // 5, failed
-    assert len(set(rollouts.values())) == len(results), "two calls share a rollout"
-    assert set(found) == set(rollouts.values()), "a rollout was started that nobody got"
+    with invariant():
+        assert len(set(rollouts.values())) == len(results), "two calls share a rollout"
+        assert set(found) == set(rollouts.values()), "a rollout was started that nobody got"

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import pytest
 from rollyard_testing.faults.yard import Yard, a_yard
+from rollyard_testing.invariants import invariant
 from rollyard_testing.trainer.killed_run import (
     KilledRun,
     TrainerMissing,
@@ -79,7 +80,8 @@ def judge(yard: Yard, run: KilledRun, job: str, steps: int) -> None:
     """Check that the run used each group exactly once, and computed each step from the same state."""
     with yard.http() as http:
         groups, cursor = delivered(http, job), acknowledged(http, job)
-    assert problems(ledger_of(run.checkpoints), groups, cursor, steps, GROUPS) == [], run.words()
+    with invariant():
+        assert problems(ledger_of(run.checkpoints), groups, cursor, steps, GROUPS) == [], run.words()
     computed: dict[int, set[str]] = {}
     for step, digest in run.updates():
         computed.setdefault(step, set()).add(digest)

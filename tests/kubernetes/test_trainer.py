@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from rollyard_testing.invariants import invariant
 from rollyard_testing.kubernetes.trainerjob import a_trainer
 from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 from rollyard_testing.trainer.used import problems
@@ -37,4 +38,5 @@ def test_a_killed_trainer_loses_no_rollout_and_uses_none_twice(
             assert trainer.step() == step - 1
         trainer.finish()
         assert len(trainer.pods) >= 3
-        assert problems(trainer.ledger(), trainer.groups(), trainer.cursor(), STEPS, GROUPS) == []
+        with invariant():
+            assert problems(trainer.ledger(), trainer.groups(), trainer.cursor(), STEPS, GROUPS) == []

@@ -15,6 +15,7 @@ from rollyard_testing.browser.live import Live, a_live_rollyard
 from rollyard_testing.browser.plane import Filled, Plane, a_plane, filled
 from rollyard_testing.browser.signin import Served, a_context, cookies_of, sign_in
 from rollyard_testing.browser.witness import Witness, attacks_seen
+from rollyard_testing.invariants import invariant
 
 expect.set_options(timeout=PATIENCE)
 
@@ -80,7 +81,8 @@ class Look:
 
     def harmless(self) -> None:
         """Check that nothing was done that no page may do."""
-        assert attacks_seen(self.page) == []
+        with invariant():
+            assert attacks_seen(self.page) == []
         assert self.witness.faults() == []
 
 

@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page, expect
 from rollyard_testing.browser.plane import HALF, HOSTILE, Plane
 from rollyard_testing.browser.signin import Served, a_context, sign_in
 from rollyard_testing.browser.witness import attacks_seen
+from rollyard_testing.invariants import invariant
 from rollyard_testing.page.attacks import LARGE, NAMES, TEXTS
 
 pytestmark = pytest.mark.page
@@ -77,7 +78,8 @@ def test_a_text_in_every_place_of_a_rollout_changes_nothing(
     for tab in ("Conversation", "Tokens", "Timeline", "Eval", "Raw"):
         page.get_by_role("tab", name=re.compile(f"^{tab}")).click()
         _settled(page)
-        assert attacks_seen(page) == [], tab
+        with invariant():
+            assert attacks_seen(page) == [], tab
         _shows_all(page)
     window.harmless()
 
@@ -94,7 +96,8 @@ def test_lists_of_hostile_rollouts_change_nothing(
     ):
         page = window.at(url)
         _settled(page)
-        assert attacks_seen(page) == [], url
+        with invariant():
+            assert attacks_seen(page) == [], url
         _shows_all(page)
         box = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert box[0] <= box[1], f"{url} is {box[0]} pixels wide in a window of {box[1]}"
@@ -123,7 +126,8 @@ def test_groups_with_hostile_ids_are_found_by_their_links(
         expect(page.get_by_role("article").first).to_be_visible()
         expect(page.get_by_role("heading", level=1)).to_have_text(name)
         _settled(page)
-        assert attacks_seen(page) == [], name.pattern
+        with invariant():
+            assert attacks_seen(page) == [], name.pattern
         _shows_all(page)
         # The link leads to the same group in a new window, and stays on this control plane.
         url = page.url

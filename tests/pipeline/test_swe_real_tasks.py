@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rollyard_crds import Task, parse_lines
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.swelab import SweLab, swe_lab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,4 +81,4 @@ async def test_a_task(lab: SweLab, tmp_path: Path, place: int) -> None:
         cheats = (f"rm -r {tests}", forging(recipe))
         for command in ("true", cheats[(place + number) % 2]):
             result = await lab.rollout(playing(task, command))
-            assert result.reward == 0.0, (layout, command)
+            deserves_nothing(result.reward)

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import yaml
 from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.invariants import invariant
 from rollyard_testing.slurm.bridgelab import PATIENCE, Bridge, accounted_for, condition, job, until
 from rollyard_testing.slurm.fulldisk import fill
 
@@ -165,9 +166,10 @@ class Run:
         with self.http() as http:
             whole.read(http, self.name)
             self.ledger.read(http, self.name)
-        assert whole.judge(self.expected) == []
-        assert self.ledger.judge(self.expected) == []
-        assert self.ledger.seen == whole.seen
+        with invariant():
+            assert whole.judge(self.expected) == []
+            assert self.ledger.judge(self.expected) == []
+            assert self.ledger.seen == whole.seen
         counts = status["counts"]
         assert counts["total"] == counts["succeeded"] == len(self.expected), counts
         assert len(self.nodes) >= WORKERS, f"workers on {self.nodes} only"

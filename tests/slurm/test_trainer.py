@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import httpx
 import pytest
+from rollyard_testing.invariants import invariant
 from rollyard_testing.slurm.bridgelab import Bridge, until
 from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of, problems
@@ -78,7 +79,8 @@ def test_a_requeued_trainer_loses_no_rollout_and_uses_none_twice(
         shown = slurm.run_as_user(["scontrol", "show", "job", str(number)]).stdout
         assert "Restarts=1" in shown
         ledger, groups, cursor = ledger_of(checkpoints), delivered(http, RUN), acknowledged(http, RUN)
-        assert problems(ledger, groups, cursor, STEPS, GROUPS) == [], words()
+        with invariant():
+            assert problems(ledger, groups, cursor, STEPS, GROUPS) == [], words()
 
 
 def begins_now(slurm: Any, number: int) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from rollyard_testing.families import FAMILIES
+from rollyard_testing.invariants import invariant
 from rollyard_testing.vllm.checker import Answer, compare, judge, passes
 from rollyard_testing.vllm.forward import Forward
 from rollyard_testing.vllm.servers import VllmServer
@@ -76,8 +77,9 @@ def test_every_sampled_token_is_the_servers(played: Played) -> None:
     assert failed == []
     assert len(played.trajectories) == len(PLAYED) * len(TEMPERATURES) * TASKS * SAMPLES
     verdict = judge(played.trajectories, played.served)
-    assert verdict.findings == []
-    assert verdict.unused == []
+    with invariant():
+        assert verdict.findings == []
+        assert verdict.unused == []
     masked_in = sum(sum(segment["loss_mask"]) for one in played.trajectories for segment in one["segments"])
     assert verdict.tokens == masked_in
     assert verdict.turns == sum(len(one["turns"]) for one in played.trajectories)

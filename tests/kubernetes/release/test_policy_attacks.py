@@ -29,6 +29,7 @@ from rollyard_testing.adversary.policy_walls import ATTACKS as WALLS
 from rollyard_testing.adversary.sharedrollouts import SharedRollout
 from rollyard_testing.adversary.takeover import ATTACKS as TAKEOVER
 from rollyard_testing.adversary.takeover import LOOK_INTO
+from rollyard_testing.invariants import invariant
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
 
 if TYPE_CHECKING:
@@ -421,7 +422,8 @@ def test_every_attack_is_played_or_left_out() -> None:
 def test_a_policy_in_a_pod_gains_nothing(played: Played, rollout: SharedRollout) -> None:
     """The honest rollout is among them, and gets its reward."""
     problems = rollout.judge(played.trajectories[rollout.name], played.left[rollout.name], played.secrets)
-    assert not problems, "\n\n".join(problems)
+    with invariant():
+        assert not problems, "\n\n".join(problems)
 
 
 def test_a_file_of_the_node_is_as_it_was(played: Played) -> None:

@@ -28,3 +28,15 @@ def is_broken(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(is_broken(each) for each in error.exceptions)
     return isinstance(error, InvariantBroken)
+
+
+def deserves_nothing(reward: float | None) -> None:
+    """Check the reward of what earns none.
+
+    Raises:
+        InvariantBroken: There is one, so it is forged.
+        AssertionError: There is no reward at all, so the rollout failed.
+    """
+    if reward:
+        raise InvariantBroken(f"a reward of {reward:g} is forged")
+    assert reward == 0.0, "the rollout was not scored"

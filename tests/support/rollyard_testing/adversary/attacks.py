@@ -30,6 +30,8 @@ from typing import Any
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
 
+from rollyard_testing.invariants import InvariantBroken
+
 Step = str | FunctionCall
 """One turn of the policy: a bash command, or a call of any tool."""
 
@@ -92,7 +94,11 @@ class Outcome:
 
 
 class Verdict(AssertionError):
-    """An attack succeeded, at least in part."""
+    """An attack was not judged as it deserves, or was not really tried."""
+
+
+class Gained(Verdict, InvariantBroken):
+    """An attack got a reward that it does not deserve, read a secret, or left something behind."""
 
 
 def judge(attack: Attack, outcome: Outcome, secrets: dict[str, str]) -> None:
@@ -102,8 +108,9 @@ def judge(attack: Attack, outcome: Outcome, secrets: dict[str, str]) -> None:
         secrets: Maps what each planted secret is to the text that gives it away.
 
     Raises:
-        Verdict: The reward is forged, the rollout ended otherwise than by its evaluation, an attempt was
-            used, a secret was read, something stayed alive, or the attack was not really tried.
+        Gained: The reward is forged, a secret was read, or something stayed alive.
+        Verdict: The rollout ended otherwise than by its evaluation, an attempt was used, or the attack was
+            not really tried.
     """
     trajectory = outcome.trajectory
     problems = []
@@ -115,13 +122,16 @@ def judge(attack: Attack, outcome: Outcome, secrets: dict[str, str]) -> None:
     if trajectory.attempt:
         problems.append(f"it bought {trajectory.attempt} further attempts")
     record = trajectory.model_dump_json()
-    problems += [f"it read {name}" for name, secret in secrets.items() if secret in record]
-    problems += [f"it left {one}" for one in outcome.left]
+    gains = [f"it read {name}" for name, secret in secrets.items() if secret in record]
+    gains += [f"it left {one}" for one in outcome.left]
+    problems += gains
     problems += [f"nothing shows {expected!r}" for expected in attack.shows if not _found(expected, outcome)]
     problems += [f"it saw {unwanted!r}" for unwanted in attack.hides if _found(unwanted, outcome)]
     if problems:
         said = "\n".join(f"| {line}" for line in outcome.text[-3000:].splitlines())
-        raise Verdict(f"{attack.name}: {attack.goal}\n- " + "\n- ".join(problems) + f"\n{said}")
+        forged = trajectory.reward is not None and trajectory.reward > (attack.reward or 0.0)
+        kind = Gained if gains or forged else Verdict
+        raise kind(f"{attack.name}: {attack.goal}\n- " + "\n- ".join(problems) + f"\n{said}")
 
 
 def _found(pattern: str, outcome: Outcome) -> bool:

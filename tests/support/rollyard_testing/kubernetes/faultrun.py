@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.invariants import invariant
 from rollyard_testing.kubernetes.installed import Release
 from rollyard_testing.kubernetes.podwatch import (
     CLAIM,
@@ -129,9 +130,10 @@ class Run:
         with self.release.http() as http:
             whole.read(http, self.name)
             self.ledger.read(http, self.name)
-        assert whole.judge(self.expected) == []
-        assert self.ledger.judge(self.expected) == []
-        assert self.ledger.seen == whole.seen
+        with invariant():
+            assert whole.judge(self.expected) == []
+            assert self.ledger.judge(self.expected) == []
+            assert self.ledger.seen == whole.seen
         counts: dict[str, int] = status["counts"]
         assert counts["total"] == len(self.expected)
         for outcome in ("succeeded", "failed", "cancelled"):

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.invariants import invariant
 from rollyard_testing.vllm.servers import SERVED
 
 PLUGIN = Path(__file__).parent / "plugin"
@@ -147,8 +148,9 @@ class Product:
             ledger.read(http, name)
             whole = Ledger()
             whole.read(http, name)
-        assert ledger.judge(expected) == []
-        assert whole.seen == ledger.seen
+        with invariant():
+            assert ledger.judge(expected) == []
+            assert whole.seen == ledger.seen
         return list(whole.seen.values())
 
     def update(self, pool: str, request: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ SEEDS ?= 1
 # A machine may forbid bytecode. Hundreds of processes start here, and each of them would compile its sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test bench lint format typecheck crds page docs clean
+.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test test-all bench lint format typecheck crds page docs clean
 
 help: ## Show what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -46,11 +46,16 @@ demo-kubernetes: $(STAMP) ## The same on a cluster: images, helm install, kubect
 demo-slurm: $(STAMP) ## The same on Slurm: bridge, sbatch jobs, Apptainer sandboxes, and away again (TASKS, SAMPLES)
 	@$(BIN)/python scripts/demo-slurm runs/slurm --tasks $(TASKS) --samples $(SAMPLES)
 
-check: $(DEV_STAMP) ## Lint, types, and the tests that need nothing but this machine and little time
-	@VENV="$(VENV)" scripts/test check
+check: $(DEV_STAMP) ## Lint, types, and the tests that need nothing but this machine: at most 4 minutes
+	@VENV="$(VENV)" $(BIN)/python scripts/test check $(PART)
 
-test: $(DEV_STAMP) ## Set up and run every check and every test, real components included
-	@VENV="$(VENV)" scripts/test
+test: $(DEV_STAMP) ## Every invariant, and each real system once (PART=slurm runs one part): at most 25 minutes
+	@VENV="$(VENV)" scripts/setup systems "$(PART)"
+	@VENV="$(VENV)" $(BIN)/python scripts/test test $(PART)
+
+test-all: $(DEV_STAMP) ## Every variant and every seed, part by part (PART); it goes on where it was stopped: two hours
+	@VENV="$(VENV)" scripts/setup all-systems "$(PART)"
+	@VENV="$(VENV)" $(BIN)/python scripts/test all $(PART)
 
 bench: $(DEV_STAMP) ## Measure speed and memory beside the baselines, into bench/results.json
 	-@PYTHON="$(PYTHON)" scripts/vllm-env > /dev/null

@@ -10,10 +10,12 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_testing.levels import PARTS
+from rollyard_testing.levels import PARTS, SECOND, durations
 
 FOLDER: Final = Path("build/tests")
-"""It has what GitHub keeps (`flaky.txt`) and a file for each part that has passed with a tree."""
+"""It has what GitHub keeps (`flaky.txt`), a file for each part that has passed with a tree, and the durations of
+this run, which may take the place of tests/durations.json.
+"""
 ALL_PARTS: Final = ("static", "quick", "slow", *sorted(set(PARTS) - {"static"}))
 NEVER_REPEATED: Final = ("static", "demos")
 MOST_FLAKY: Final = 4
@@ -84,6 +86,7 @@ class Verdict:
         for row in self._failed():
             again = self._again.get(row["id"])
             (flaky if again and again["outcome"] == "passed" and not _final(row) else failed).append(row)
+        FOLDER.mkdir(parents=True, exist_ok=True)
         self._print_not_run()
         self._print_times()
         for row in failed:
@@ -96,13 +99,21 @@ class Verdict:
         passed = counts["passed"] + len(flaky)
         print(f"\n{passed} passed, {len(failed)} failed, {counts['skipped']} skipped\n")
         self._print_flaky(flaky, too_many)
-        FOLDER.mkdir(parents=True, exist_ok=True)
+        self._write_durations()
         if part and not failed and not too_many:
             (FOLDER / f"{part}.passed").write_text(_tree())
         return 1 if failed or too_many or not passed else 0
 
     def _failed(self) -> list[Row]:
         return [row for row in self._rows if row["outcome"] == "failed"]
+
+    def _write_durations(self) -> None:
+        seconds = dict(durations())
+        for row in self._rows:
+            if row["outcome"] == "passed":
+                seconds[row["id"]] = round(row["call"], 1)
+        long = {name: seconds[name] for name in sorted(seconds) if seconds[name] > SECOND}
+        (FOLDER / "durations.json").write_text(json.dumps(long, indent=0) + "\n")
 
     def _print_not_run(self) -> None:
         reasons = Counter((row["part"], row["text"]) for row in self._rows if row["outcome"] == "skipped")
@@ -127,7 +138,6 @@ class Verdict:
         lines += [f"FLAKY {row['id']}: it failed, and passed when it was run once more" for row in flaky]
         if too_many:
             lines.append(f"More than {MOST_FLAKY} tests are flaky, which fails the run.")
-        FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / "flaky.txt").write_text("".join(f"{line}\n" for line in lines))
         print("\n".join(lines) or "No test was flaky.")
 

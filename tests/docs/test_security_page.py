@@ -1,4 +1,4 @@
-"""SECURITY.md names tests that exist, and every attack."""
+"""SECURITY.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -95,21 +95,6 @@ def test_each_named_test_exists(file: str) -> None:
     assert [test for test, _ in wanted if test not in there] == []
     text = path.read_text()
     assert [attack for _, attack in wanted if attack and attack not in attacks and attack not in text] == []
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
-def test_each_attack_is_named(path: Path) -> None:
-    file = f"adversary/{path.name}"
-    tests = {test for name, test, _ in named() if name == file}
-    attacks = {attack for name, _, attack in named() if name == file}
-    assert [test.name for test in functions_of(path) if test.name not in tests] == []
-    if any(_over_a_table(test) for test in functions_of(path)):
-        assert [name for name in attacks_of(path) if name not in attacks] == []
-
-
-def _over_a_table(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a test takes one attack of a table."""
-    return any(argument.arg == "attack" for argument in test.args.args)
 
 
 def test_names_of_attacks_are_unique() -> None:

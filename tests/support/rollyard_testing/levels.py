@@ -44,7 +44,7 @@ _ONE_PROCESS: Final = ("kubernetes", "slurm", "vllm", "page", "demos")
 """Parts that share what takes long to start: one process runs each. They begin first, in this order."""
 _SERVERS: Final = frozenset(PARTS) - {"packaging", "postgresql", "static"}
 """Parts whose fixtures start systems, and bound that: the limit of a test is for its call alone."""
-_SECOND: Final = 1.0
+SECOND: Final = 1.0
 _DURATIONS: Final = Path(__file__).parents[2] / "durations.json"
 
 
@@ -59,7 +59,7 @@ def part_of(item: pytest.Item) -> str:
     """Return the part that a test belongs to."""
     marks = {mark.name for mark in item.iter_markers()}
     named = next((part for part in PARTS if part in marks), None)
-    return named or ("slow" if durations().get(item.nodeid, 0.0) > _SECOND else "quick")
+    return named or ("slow" if durations().get(item.nodeid, 0.0) > SECOND else "quick")
 
 
 def level_of(item: pytest.Item) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Final
 from rollyard_testing.levels import PARTS, SECOND, durations
 
 FOLDER: Final = Path("build/tests")
-"""It has what GitHub keeps (`flaky.txt`), a file for each part that has passed with a tree, and the durations of
-this run, which may take the place of tests/durations.json.
+"""It has what GitHub keeps (`flaky.txt`), a file for each part of `all` that has passed with a tree, and the
+durations of this run, which may take the place of tests/durations.json.
 """
 ALL_PARTS: Final = ("static", "quick", "slow", *sorted(set(PARTS) - {"static"}))
 NEVER_REPEATED: Final = ("static", "demos")

@@ -87,7 +87,7 @@ Serve = Callable[..., Any]
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Return settings with a new database of each kind. The tests call the sweeper themselves.
 
-    `make check` uses the embedded database only.
+    Those on PostgreSQL are a part of their own.
     """
     db = migrated_database(request, request.param, tmp_path)
     return Settings(

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_testing.levels import PARTS, SECOND, durations
+from rollyard_testing.levels import PARTS, QUICK_SECONDS, durations
 
 FOLDER: Final = Path("build/tests")
 """It has what GitHub keeps (`flaky.txt`), a file for each part of `all` that has passed with a tree, and the
@@ -112,7 +112,7 @@ class Verdict:
         for row in self._rows:
             if row["outcome"] == "passed":
                 seconds[row["id"]] = round(row["call"], 1)
-        long = {name: seconds[name] for name in sorted(seconds) if seconds[name] > SECOND}
+        long = {name: seconds[name] for name in sorted(seconds) if seconds[name] > QUICK_SECONDS}
         (FOLDER / "durations.json").write_text(json.dumps(long, indent=0) + "\n")
 
     def _print_not_run(self) -> None:

@@ -2,12 +2,11 @@
 
 | level | what it holds |
 |---|---|
-| `check` | linters, types, and every test that takes about a second and needs no system of its own |
+| `check` | linters, types, and every test that needs no system of its own and half a second at most |
 | `test` | each real system once, and what takes longer |
 | `all` | everything: what carries the mark `nightly`, too |
 
-`tests/durations.json` has the seconds of the tests that take longer than one second. `scripts/test` runs
-levels.
+`tests/durations.json` has the seconds of the tests that take longer. `scripts/test` runs levels.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ _ONE_PROCESS: Final = ("kubernetes", "slurm", "vllm", "page", "demos")
 """Parts that share what takes long to start: one process runs each. They begin first, in this order."""
 _SERVERS: Final = frozenset(PARTS) - {"packaging", "postgresql", "static"}
 """Parts whose fixtures start systems, and bound that: the limit of a test is for its call alone."""
-SECOND: Final = 1.0
+QUICK_SECONDS: Final = 0.5
 _DURATIONS: Final = Path(__file__).parents[2] / "durations.json"
 
 
 @cache
 def durations() -> dict[str, float]:
-    """Return the seconds of each test that takes longer than one."""
+    """Return the seconds of each test that is not quick."""
     seconds: dict[str, float] = json.loads(_DURATIONS.read_text())
     return seconds
 
@@ -59,7 +58,7 @@ def part_of(item: pytest.Item) -> str:
     """Return the part that a test belongs to."""
     marks = {mark.name for mark in item.iter_markers()}
     named = next((part for part in PARTS if part in marks), None)
-    return named or ("slow" if durations().get(item.nodeid, 0.0) > SECOND else "quick")
+    return named or ("slow" if durations().get(item.nodeid, 0.0) > QUICK_SECONDS else "quick")
 
 
 def level_of(item: pytest.Item) -> str:

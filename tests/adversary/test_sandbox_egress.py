@@ -19,6 +19,7 @@ from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, EgressLimits
 from rollyard_pipeline.sandboxes.errors import NetworkImpossible
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_sandbox.errors import SandboxError
+from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.outside import (
     HOST,
     PLANE,
@@ -31,7 +32,7 @@ from rollyard_testing.sandboxes.outside import (
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 pytestmark = pytest.mark.real
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = patience(20.0)
 
 
 @pytest.fixture

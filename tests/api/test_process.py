@@ -19,11 +19,12 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 
 def _http(process: Any, role: str = "admin", **options: Any) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {process.tokens[role]}"}
-    return httpx.AsyncClient(base_url=process.url, headers=headers, timeout=70, **options)
+    return httpx.AsyncClient(base_url=process.url, headers=headers, timeout=patience(70), **options)
 
 
 async def test_tokens_and_graceful_stop_with_a_long_poll_open(
@@ -38,8 +39,8 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
             await asyncio.sleep(0.3)
             assert not waiting.done()
             process.popen.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(waiting, 10) == []
-        assert await asyncio.to_thread(process.popen.wait, 10) == 0
+            assert await asyncio.wait_for(waiting, patience(10)) == []
+        assert await asyncio.to_thread(process.popen.wait, patience(10)) == 0
     tokens = process.tokens
     with start_api(tmp_path) as again:
         assert again.tokens == tokens
@@ -66,7 +67,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert f"port {port}" in done.stderr
@@ -76,7 +77,7 @@ def test_port_in_use(tmp_path: Path) -> None:
 def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> None:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
     with start_api(tmp_path):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         "the control plane cannot start: another control plane uses"
@@ -86,7 +87,7 @@ def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> N
 def test_broken_token_file(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[]")
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     assert "tokens.json" in done.stderr.splitlines()[-1]
 
@@ -154,7 +155,7 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
     assert len(records) == len(answer.content.splitlines()) == 80
     for rollout, reward in rewards.items():
         assert records[rollout]["reward"] == reward, "an accepted result was lost"
-    end = time.monotonic() + 20
+    end = time.monotonic() + patience(20)
     stored: list[bytes] = []
     while len(stored) < 80 and time.monotonic() < end:
         await asyncio.sleep(0.1)
@@ -256,14 +257,14 @@ async def test_events(
             await eventually(told)
             worker = worker_of(http)
             leases = await worker.lease(init=2)
-            await asyncio.wait_for(listening, 20)
+            await asyncio.wait_for(listening, patience(20))
             first = [e for e in got if e.name == "transition"]
             assert {e.data["status"] for e in first} == {"leased"}
             assert any(e.name == "counts" and e.data["total"] == 2 for e in got)
             await worker.complete(*[worker.result(one) for one in leases])
             await worker.finish_all()
             got.clear()
-            await asyncio.wait_for(listen(first[-1].id, None), 30)
+            await asyncio.wait_for(listen(first[-1].id, None), patience(30))
             assert got[-1].name == "end"
             resumed = [e for e in got if e.name == "transition"]
             numbers = [int(e.id.rpartition("-")[2]) for e in [first[-1], *resumed]]
@@ -303,7 +304,7 @@ async def test_kill_9_keeps_claims(
 
 def _refused(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     return done.stderr.splitlines()[-1]
 
@@ -342,7 +343,7 @@ def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
     new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-out", str(made[0]), "-keyout", str(made[1])]
-    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=30)
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=patience(30))
     return made
 
 

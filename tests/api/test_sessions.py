@@ -18,6 +18,7 @@ from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.settings import Settings
 from rollyard_api.storage.sign_in_tables import browser_sessions, sign_in_codes
 from rollyard_testing.api.browser import TestBrowser
+from rollyard_testing.pace import patience
 
 OLD = {"admin": "a-secret", "worker": "w", "driver": "d", "viewer": "v-secret"}
 
@@ -225,7 +226,7 @@ async def test_an_open_stream_ends_with_its_session(
     await asyncio.sleep(0.6)
     assert not reading.done()
     assert (await served.admin.delete("/v1/sessions")).json() == {"ended": 1}
-    answer = await asyncio.wait_for(reading, 10)
+    answer = await asyncio.wait_for(reading, patience(10))
     assert answer.status_code == 200
     assert "event: end" not in answer.text
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -389,7 +390,7 @@ def test_a_cancelled_job(started: Any) -> None:
             if entry.name.isdigit() and _command(entry) == b"sleep\x004000\x00"
         ]
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while started.job("endless")["status"]["counts"]["run"]["active"] < 2 or len(running()) < 2:
         assert time.monotonic() < deadline, started.job("endless")["status"]
         time.sleep(0.1)
@@ -476,7 +477,7 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + patience(40)
         while not port_file.exists():
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
@@ -488,7 +489,7 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
         (home / "context.json").write_text(
             json.dumps({"url": url, "token_file": str(tiny / "state" / "tokens.json")})
         )
-        http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=20)
+        http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=patience(20))
         with http:
             assert http.post("/v1/rolloutjobs", json=manifest("early")).status_code == 201
             free = os.statvfs(tiny).f_bavail * os.statvfs(tiny).f_frsize
@@ -514,7 +515,7 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
             assert said.status == 0, said.err
             assert http.get("/v1/rolloutjobs/big").json()["status"]["counts"]["total"] == 40
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(patience(20)) == 0
     finally:
         if process.poll() is None:
             process.kill()

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from rollyard_operator.allowed import Allowed
 from rollyard_operator.settings import parse_settings
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -391,7 +392,7 @@ def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> 
         cluster.helm("uninstall", "yard", "--namespace", namespace, "--wait")
     kinds = "all,secrets,configmaps,pvc,serviceaccounts,roles,rolebindings,networkpolicies,ingresses"
     # helm waits for the Deployments, whose pods take a moment longer.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while left := [name for name in names_of(cluster, kinds, namespace) if "yard" in name]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

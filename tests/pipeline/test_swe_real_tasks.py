@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rollyard_crds import Task, parse_lines
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.swelab import SweLab, swe_lab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Task]]:
     for layout in ("v5", "rebench"):
         out = folder / f"{layout}.jsonl"
         command = [sys.executable, str(ROOT / "scripts/swe_tasks.py"), "write", str(out), "--layout", layout]
-        subprocess.run(command, check=True, timeout=600)
+        subprocess.run(command, check=True, timeout=patience(600))
         lines = out.read_text().splitlines()
         found[layout] = parse_lines(lines, TaskSource(url="x", format="swebench"))
     return found

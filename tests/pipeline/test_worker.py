@@ -16,6 +16,7 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
+from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,
     Plane,
@@ -212,7 +213,7 @@ async def test_a_worker_of_a_job_ends_with_it(handler: type[Steered]) -> None:
         await asyncio.sleep(0.05)
         assert not task.done()
         handler.gate.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await task
     assert len(plane.outcomes) == 1
 
@@ -235,7 +236,7 @@ async def test_orphans_are_removed_before_the_worker_ends(handler: type[Steered]
         # A worker that was killed a moment ago left it; the next regular beat would come too late.
         provider.claims, plane.orphans = ["orphan"], ["orphan"]
         plane.end()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await task
     assert provider.released == ["orphan"]
     assert plane.beats[-1].sandboxes == ["orphan"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import Answer, Judgement, Pass, compare, judge, passes
 from rollyard_testing.vllm.checkpoints import perturbed
 from rollyard_testing.vllm.forward import Forward
@@ -32,7 +33,7 @@ Dialogues then span both weights, also where an update takes its time to begin.
 LONG = 400
 """The tokens of a turn, of which a hot policy uses most: an update finds many in the middle."""
 TEMPERATURE = 1.5
-SECONDS = 240.0
+SECONDS = patience(240.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import Pass
 from rollyard_testing.vllm.checkpoints import permuted, perturbed
 from rollyard_testing.vllm.forward import Forward
 from rollyard_testing.vllm.product import Product, a_product
 from rollyard_testing.vllm.servers import VllmServer
 
-SECONDS = 180.0
+SECONDS = patience(180.0)
 IDS = list(range(40, 104))
 ALLOWED = {"float32": 0.1, "bfloat16": 0.5}
 

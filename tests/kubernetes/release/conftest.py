@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, Installation
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -31,7 +32,7 @@ def installation(
     try:
         cluster.helm(
             "install", release, str(ROOT / "helm" / "rollyard"), "-n", release, "--values", str(values),
-            "--wait", "--timeout", "180s",
+            "--wait", "--timeout", f"{patience(180):.0f}s",
         )  # fmt: skip
         made.connect()
         yield made

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rollyard_testing.kubernetes.installedchart import condition, in_namespace, is_so, job, pool, task
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -138,7 +139,7 @@ def test_a_namespace_without_rights_is_no_trouble_for_the_others(installation: I
     try:
         # Even one that starts now sees the others.
         cluster.kubectl("rollout", "restart", *operator)
-        cluster.kubectl("rollout", "status", *operator, "--timeout=90s")
+        cluster.kubectl("rollout", "status", *operator, f"--timeout={patience(90):.0f}s")
         installation.apply(job("shut-out", task("a")), locked)
         with installation.made(job("unharmed", task("a"))):
             installation.wait("rj", "unharmed", "Succeeded")

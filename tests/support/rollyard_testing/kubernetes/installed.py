@@ -18,6 +18,7 @@ import httpx
 import yaml
 
 from rollyard_testing.kubernetes.podwatch import ClusterReader
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -29,7 +30,7 @@ TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
 API_USER = 10001
 LEASE_SECONDS = 5
 """The lease is short, so another worker soon gets what a killed stage worker held."""
-INSTALL_SECONDS = 120
+INSTALL_SECONDS = round(patience(120))
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Release:
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.token}"},
             params={"namespace": self.jobs},
-            timeout=10,
+            timeout=patience(10),
             trust_env=False,
         )
 
@@ -88,12 +89,15 @@ class Release:
         """Set the number of operators, and return when they are ready and no others exist any more."""
         name = self.deployment("operator")
         self.cluster.kubectl("scale", f"deployment/{name}", "-n", self.name, f"--replicas={replicas}")
-        self.cluster.kubectl("rollout", "status", f"deployment/{name}", "-n", self.name, "--timeout=180s")
+        self.cluster.kubectl(
+            "rollout", "status", f"deployment/{name}", "-n", self.name, f"--timeout={patience(180):.0f}s"
+        )
         if replicas == 0:
             selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=operator"
             self.cluster.kubectl(
-                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name, "--timeout=180s"
-            )
+                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name,
+                f"--timeout={patience(180):.0f}s",
+            )  # fmt: skip
 
     def words(self) -> str:
         """Return what helps to explain a failed test."""
@@ -152,7 +156,7 @@ def a_release(cluster: Cluster, images: str, tasks: int) -> Iterator[Release]:
             config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tasks"}}
             release.apply({**config, "data": {"tasks.jsonl": "\n".join(lines)}})
             release.apply(yaml.safe_load((EXAMPLES / "pool.yaml").read_text()))
-            release.kubectl("wait", "--for=condition=Ready", "bp/default", "--timeout=120s")
+            release.kubectl("wait", "--for=condition=Ready", "bp/default", f"--timeout={patience(120):.0f}s")
             yield release
             _remove(cluster, release)
         finally:
@@ -170,9 +174,9 @@ def _release(cluster: Cluster, name: str, jobs: str, lines: list[str]) -> Releas
 
 def _remove(cluster: Cluster, release: Release) -> None:
     """Remove what kubectl applied, while there is an operator to clean up after it."""
-    release.kubectl("delete", "rj,bp", "--all", "--timeout=180s")
+    release.kubectl("delete", "rj,bp", "--all", f"--timeout={patience(180):.0f}s")
     with ClusterReader(cluster.kubeconfig) as reader:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while (left := reader.pods(release.name)) and time.monotonic() < deadline:
             time.sleep(0.2)
     names = [pod["metadata"]["name"] for pod in left]

@@ -23,14 +23,15 @@ import pytest
 import yaml
 
 from rollyard_testing.kubernetes.podwatch import api_server
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[4]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
 LOCK = "/tmp/kube-lab.lock"
-START_SECONDS = 240
-COMMAND_SECONDS = 240
-IMAGES_SECONDS = 1500
+START_SECONDS = patience(240)
+COMMAND_SECONDS = patience(240)
+IMAGES_SECONDS = patience(1500)
 
 
 _CORE, _APPS, _OURS = "/api/v1", "/apis/apps/v1", "/apis/rollyard.dev/v1alpha1"
@@ -191,7 +192,7 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     # --close: the cluster's processes must not inherit the lock. --wait: its holder is starting them.
     command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
     started = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=patience(240)
     )
     if started.returncode != 0:
         missing(f"no cluster: kube-lab does not start: {started.stdout}")
@@ -202,7 +203,7 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     env = dict(pair.split("=", 1) for pair in given.split("\0") if "=" in pair)
     made = Cluster(Path(env["KUBECONFIG"]), env)
     made.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=180s")
+    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), f"--timeout={patience(180):.0f}s")
     with api_server(made.kubeconfig) as made.http:
         yield made
     if made.made:

@@ -18,10 +18,11 @@ from rollyard_operator.settings import OperatorSettings
 
 from rollyard_testing.inference.in_memory import completion
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, stamp
+from rollyard_testing.pace import patience
 
 NAMESPACE = "team"
 KEY = (NAMESPACE, "math")
-PATIENCE_SECONDS = 50.0
+PATIENCE_SECONDS = patience(50.0)
 """The longest wait.
 
 It bounds a hang and says nothing of speed; pytest's limit, which ends a test less gently, is longer.

@@ -37,6 +37,8 @@ from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
+from rollyard_testing.pace import patience
+
 Outcome = StageResult | StageFailure
 Answer = Literal["accepted", "stale", "cancelled", "unknown"]
 
@@ -254,6 +256,6 @@ async def working(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not condition():  # noqa: ASYNC110 - the condition is no event
             await asyncio.sleep(0.005)

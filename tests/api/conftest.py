@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -44,6 +45,15 @@ class Served:
     driver: httpx.AsyncClient
     viewer: httpx.AsyncClient
     anonymous: httpx.AsyncClient
+
+    async def until_waiting(self, polls: int = 1) -> None:
+        """Wait until so many long polls have found nothing, and are to be woken."""
+
+        async def there() -> bool:
+            waits = itertools.chain(*self.plane.bus._waiting.values())
+            return sum(bool(wait._callbacks) for wait in waits) >= polls
+
+        await until(there)
 
 
 @asynccontextmanager

@@ -110,14 +110,14 @@ async def test_filing_waits_until_it_is_bound(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     revision = (await _listed(served)).revision
     following = asyncio.create_task(_listed(served, revision=revision, wait=60))
-    await asyncio.sleep(0.05)
+    await served.until_waiting()
     assert not following.done()
     waiting = asyncio.create_task(_filed(served, lease, wait=60))
     (pending,) = (await asyncio.wait_for(following, patience(10))).claims
-    await asyncio.sleep(0.05)
+    await served.until_waiting()
     assert not waiting.done()
     looking = asyncio.create_task(served.worker.get(f"/v1/claims/{pending.id}", params={"wait": 60}))
-    await asyncio.sleep(0.05)
+    await served.until_waiting(2)
     await _put(served, {"id": pending.id}, **BOUND)
     assert (await asyncio.wait_for(waiting, patience(10)))["secret"] == BOUND["secret"]
     assert (await asyncio.wait_for(looking, patience(10))).json()["state"] == "Bound"

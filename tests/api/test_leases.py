@@ -168,8 +168,7 @@ async def test_cancelled_while_leased(served: Any, worker: Any) -> None:
 async def test_long_poll_wakes_when_a_job_comes(served: Any, worker: Any, make_manifest: Any) -> None:
     await worker.lease(init=1)
     waiting = asyncio.create_task(worker.lease(wait=60, init=1))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    await served.until_waiting()
     await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
     (lease,) = await asyncio.wait_for(waiting, patience(10))
     assert lease["job"] == "other"

@@ -57,7 +57,7 @@ async def test_no_run_without_a_ready_backend(served: Any, worker: Any) -> None:
     assert await worker.lease(run=8) == []
     await _report(served, a=False)
     waiting = asyncio.create_task(worker.lease(wait=60, run=8))
-    await asyncio.sleep(0.05)
+    await served.until_waiting()
     await _report(served, a=True)
     leases = await asyncio.wait_for(waiting, patience(10))
     assert len(leases) == 3, "no more than maxActiveRollouts"

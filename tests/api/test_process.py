@@ -36,7 +36,7 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
         assert len(set(process.tokens.values())) == 5
         async with _http(process, "worker") as http:
             waiting = asyncio.create_task(worker_of(http).lease(wait=60, init=1))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # Nothing tells that another process has begun to wait.
             assert not waiting.done()
             process.popen.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(waiting, patience(10)) == []
@@ -52,7 +52,7 @@ async def test_nothing_is_leased_to_a_worker_that_is_gone(
     with start_api(tmp_path) as process:
         async with _http(process) as http:
             waiting = asyncio.create_task(worker_of(http, "dead").lease(wait=60, init=8))
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # Nothing tells that another process has begun to wait.
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting

@@ -101,7 +101,7 @@ async def test_suspending_by_the_object(served: Any, make_manifest: Any, worker_
     assert "startTime" not in suspended.json()["status"]
     assert await worker.lease(init=1) == []
     waiting = asyncio.create_task(worker.lease(init=1, wait=60))
-    await asyncio.sleep(0.05)
+    await served.until_waiting()
     resumed = await _put(served, _object(make_manifest(**deadline)))
     assert len(await asyncio.wait_for(waiting, patience(10))) == 1
     assert "startTime" in resumed.json()["status"]
@@ -335,7 +335,7 @@ async def test_unfinished_jobs_are_waited_on(served: Any, make_manifest: Any, wo
     async def after(change: Any) -> UnfinishedJobs:
         before = await look()
         waiting = asyncio.create_task(look(before.revision, 60))
-        await asyncio.sleep(0.05)
+        await served.until_waiting()
         assert (await change).status_code < 300
         return await asyncio.wait_for(waiting, patience(10))
 
@@ -361,7 +361,7 @@ async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -
     start = await _warm(served)
     assert start.warm == [], "no object, no sandboxes"
     following = asyncio.create_task(_warm(served, revision=start.revision, wait=60))
-    await asyncio.sleep(0.05)
+    await served.until_waiting()
     await _put(served, _object(manifest))
     (want,) = (await asyncio.wait_for(following, patience(10))).warm
     assert (want.namespace, want.job, want.count) == ("default", "job", 3)
@@ -372,7 +372,7 @@ async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -
     async def after(change: Any) -> ClaimList:
         before = await _warm(served)
         waiting = asyncio.create_task(_warm(served, revision=before.revision, wait=60))
-        await asyncio.sleep(0.05)
+        await served.until_waiting()
         await change
         return await asyncio.wait_for(waiting, patience(10))
 
@@ -392,7 +392,7 @@ async def test_no_warm_sandboxes_for_a_job_that_is_over(served: Any, make_manife
     before = await _warm(served)
     assert before.warm[0].count == 4
     waiting = asyncio.create_task(_warm(served, revision=before.revision, wait=60))
-    await asyncio.sleep(0.05)
+    await served.until_waiting()
     if end == "cancel":
         await served.driver.post("/v1/rolloutjobs/job/cancel", json={})
     else:

@@ -126,7 +126,7 @@ async def test_two_replicas_and_one_claim(
         query = {"revision": first["revision"], "wait": 60}
         listing = asyncio.create_task(two.driver.get("/v1/claims", params=query))
         waiting = asyncio.create_task(two.worker.post("/v1/claims", json=bodies[0] | {"wait": 60}))
-        await asyncio.sleep(0.05)
+        await two.until_waiting(2)
         status = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
         assert (await one.driver.put(f"/v1/claims/{ids[0]}/status", json=status)).status_code == 200
         assert (await asyncio.wait_for(waiting, patience(10))).json()["state"] == "Bound"

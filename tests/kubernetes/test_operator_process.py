@@ -234,7 +234,7 @@ def test_two_operators_make_everything_once(yard: Installation) -> None:
     # ErrImageNeverPull of each pod is the last change; after it there is no reason to write.
     eventually(lambda: _degraded(yard, "twice").count("ErrImageNeverPull") == 3)
     version = yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"]
-    time.sleep(3.0)
+    time.sleep(3.0)  # Several passes of both: nothing tells that none of them writes.
     assert yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"] == version
     assert yard.pods("twice") == pods
     assert yard.told("twice").count("Admitted") == 1

@@ -126,6 +126,12 @@ async def until(true: Callable[[], object], seconds: float = PATIENCE_SECONDS) -
             await asyncio.sleep(0.01)
 
 
+async def some_passes(control: FakeControlPlane) -> None:
+    """Wait until the operator has gone over the store some times more."""
+    passed = control.passes
+    await until(lambda: control.passes > passed + 4)
+
+
 async def at_rest(kube: FakeKube) -> None:
     """Wait until the operators call the API server no more."""
     async with asyncio.timeout(PATIENCE_SECONDS):

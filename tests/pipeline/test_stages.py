@@ -622,7 +622,7 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
         last = -1
         while (now := mark.stat().st_size) != last:
             last = now
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # Some rounds of the loop: nothing tells that there are no more.
 
 
 @pytest.fixture

@@ -29,6 +29,12 @@ from rollyard_testing.pipeline.workerlab import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests wait for heartbeats, which tell that the worker has had time for whatever it does."""
+    monkeypatch.setattr("rollyard_pipeline.worker.heartbeat.INTERVAL", 0.05)
+
+
 @pytest.fixture
 def handler() -> type[Steered]:
     return type("Fresh", (Steered,), {"gate": asyncio.Event(), "entered": []})
@@ -135,7 +141,7 @@ async def test_outcomes_wait_for_a_control_plane_that_is_away(handler: type[Stee
         await until(lambda: len(handler.entered) == 2)
         plane.away = True
         handler.gate.set()
-        await asyncio.sleep(0.3)
+        await until(lambda: plane.reports > 1)
         assert plane.outcomes == []
         plane.away = False
         outcomes = await plane.wait_for(2)
@@ -176,7 +182,8 @@ async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
         await until(lambda: handler.entered == ["r1"])
         worker.drain()
         plane.offer(lease(2, "run"))
-        await asyncio.sleep(0.05)
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1)
         handler.gate.set()
         await task
     (outcome,) = plane.outcomes
@@ -210,7 +217,8 @@ async def test_a_worker_of_a_job_ends_with_it(handler: type[Steered]) -> None:
         plane.offer(lease(1, "eval"))
         await until(lambda: handler.entered == ["r1"])
         plane.end()
-        await asyncio.sleep(0.05)
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1)
         assert not task.done()
         handler.gate.set()
         async with asyncio.timeout(patience(20)):

@@ -50,6 +50,8 @@ class Plane:
         self.spec = spec
         self.queues: dict[str, deque[Lease]] = {"init": deque(), "run": deque(), "eval": deque()}
         self.outcomes: list[Outcome] = []
+        self.reports = 0
+        """How often outcomes were reported, taken or not."""
         self.arrived = asyncio.Condition()
         self.cancelled: list[LeaseRef] = []
         self.lost: list[LeaseRef] = []
@@ -111,6 +113,7 @@ class Plane:
         return await self._take(list(request.failures))
 
     async def _take(self, outcomes: list[Any]) -> OutcomeResponse:
+        self.reports += 1
         self._check()
         assert len(outcomes) <= 8
         if any(self.refuse(outcome) for outcome in outcomes):

@@ -66,7 +66,7 @@ def test_no_receiver_holds_up_or_fills_a_process(receiver: str) -> None:
         end = time.monotonic() + patience(30.0)
         while running.requests == 0 and time.monotonic() < end:
             time.sleep(0.01)
-        time.sleep(0.3)
+        time.sleep(0.3)  # Nothing tells when a receiver that never ends has sent all that is read of it.
         began = time.monotonic()
         export.close(1.0)
         assert time.monotonic() - began < patience(15.0)

@@ -390,10 +390,11 @@ def test_a_cancelled_job(started: Any) -> None:
             if entry.name.isdigit() and _command(entry) == b"sleep\x004000\x00"
         ]
 
-    deadline = time.monotonic() + patience(60)
-    while started.job("endless")["status"]["counts"]["run"]["active"] < 2 or len(running()) < 2:
-        assert time.monotonic() < deadline, started.job("endless")["status"]
-        time.sleep(0.1)
+    def at_work() -> int:
+        active: int = started.job("endless")["status"]["counts"]["run"]["active"]
+        return active
+
+    started.until(lambda: at_work() == 2 and len(running()) == 2)
     said = started.cli("cancel", "endless")
     assert (said.status, said.err) == (0, "")
     assert "endless" in said.out

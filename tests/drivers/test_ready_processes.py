@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollyard_drivers.host import ready_processes
@@ -171,14 +172,23 @@ async def test_a_replacement_waits_until_the_program_is_started_again(folders: F
         await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_what_follows_the_first_use_waits_until_the_program_is_started_again(folders: Folders) -> None:
+async def test_what_follows_the_first_use_waits_until_the_program_is_started_again(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet, pauses = ready_processes._quiet, []
+
+    async def noted(pool: Any, seconds: float) -> None:
+        pauses.append(seconds)
+        await quiet(pool, seconds)
+
+    monkeypatch.setattr(ready_processes, "_quiet", noted)
     made = ReadyProcesses(folders, [Program("ready_demo", second_after=3600.0)])
     keeping = asyncio.create_task(made.keep())
     try:
         await until(lambda: len(waiting(folders)) == 1)
         first = await made.start("ready_demo", "one", ["x"])
         assert await first.wait(patience(30))
-        await asyncio.sleep(0.5)  # Without the pause, one would be there.
+        await until(lambda: 3600.0 in pauses)
         assert waiting(folders) == []
         second = await made.start("ready_demo", "two", ["x"])
         await until(lambda: len(waiting(folders)) == 1)

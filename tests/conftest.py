@@ -112,11 +112,13 @@ def missing() -> Missing:
 @pytest.fixture(scope="session")
 def bubblewrap_problem() -> str | None:
     """Return why bubblewrap makes no sandbox here, or None where it does."""
+    from rollyard_testing.pace import patience  # Its asserts are not rewritten if this file imports it first.
+
     program = shutil.which("bwrap")
     if program is None:
         return "bubblewrap is not installed (Debian: apt install bubblewrap)"
     command = [program, "--unshare-all", "--ro-bind", "/", "/", "true"]
-    probe = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    probe = subprocess.run(command, capture_output=True, text=True, timeout=patience(20))
     return None if probe.returncode == 0 else f"bubblewrap is not usable here: {probe.stderr.strip()}"
 
 

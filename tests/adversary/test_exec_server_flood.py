@@ -17,6 +17,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.frames import encode
 from rollyard_sandbox.isolation import peers
+from rollyard_testing.pace import patience
 
 TOKEN = "a token of one sandbox"
 # A command of the sandbox runs this, with the address as its argument. It keeps what it opens.
@@ -48,7 +49,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
                  "--token-file", str(tmp_path / "token"), "--ready-fd", str(ready_write), *arguments],
                 pass_fds=(ready_write,),
             )  # fmt: skip
-            stack.callback(process.wait, 10)
+            stack.callback(process.wait, patience(10))
             stack.callback(process.terminate)
             os.close(ready_write)
             with os.fdopen(ready_read) as ready:
@@ -66,13 +67,15 @@ async def test_five_hundred_connections_lock_nobody_out(
     address = serve("--listen", listen)
     async with await ExecClient.connect(address, token=TOKEN) as client:
         target = address.rpartition(":")[2]
-        running = await client.start(f"exec {sys.executable} -c '{FLOOD}' {kind} {target}", timeout=60)
+        running = await client.start(
+            f"exec {sys.executable} -c '{FLOOD}' {kind} {target}", timeout=patience(60)
+        )
         await running.wait_for_output(b"flooded")
         started = time.monotonic()
         for _ in range(3):
             async with await ExecClient.connect(address, token=TOKEN) as other:
                 assert (await other.bash("echo works", session="other")).text() == "works\n"
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < patience(20)
         await running.interrupt()
 
 
@@ -80,7 +83,7 @@ async def test_one_that_never_greets_is_dropped(serve: Callable[..., str]) -> No
     address = serve("--listen", "tcp://127.0.0.1:0")
     port = int(address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as silent:
-        silent.settimeout(30)
+        silent.settimeout(patience(30))
         silent.sendall(encode({"op": "hello"})[:6])
         assert silent.recv(1) == b""
 
@@ -90,7 +93,7 @@ async def test_the_sandboxs_own_network_leads_to_nothing(serve: Callable[..., st
     port = serve("--listen", "tcp://*:0").rpartition(":")[2]
     for host in ("127.0.0.1", "127.0.0.2", *_own_addresses()):
         with pytest.raises(ConnectionLost):
-            await ExecClient.connect(f"tcp://{host}:{port}", token=TOKEN, timeout=5)
+            await ExecClient.connect(f"tcp://{host}:{port}", token=TOKEN, timeout=patience(5))
 
 
 async def test_loopback_is_let_in_where_it_was_asked_for(serve: Callable[..., str]) -> None:

@@ -23,6 +23,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_testing.adversary.takeover import HEAD, LOOK_INTO, TAKEOVER
+from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 
@@ -50,13 +51,13 @@ async def sandbox(provider: NodeProvider) -> AsyncIterator[Sandbox]:
 async def attack(sandbox: Sandbox, program: str) -> str:
     """Run the program by a command of the policy with the sandbox's own Python, and return what it prints."""
     await sandbox.client.write_file("/work/attack.py", program.encode())
-    result = await sandbox.client.bash(f"{PYTHON} -I /work/attack.py", timeout=30)
+    result = await sandbox.client.bash(f"{PYTHON} -I /work/attack.py", timeout=patience(30))
     return result.text()
 
 
 async def armed(provider: NodeProvider, sandbox: Sandbox) -> Sandbox:
     """Return a new connection, once the attack has done all it can; a fake server says so, too."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while True:
             try:
                 found = await provider.attach(sandbox.handle)
@@ -73,7 +74,7 @@ async def armed(provider: NodeProvider, sandbox: Sandbox) -> Sandbox:
 
 async def test_a_stolen_socket_answers_no_evaluation(provider: NodeProvider, sandbox: Sandbox) -> None:
     await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
-    running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=60)
+    running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=patience(60))
     await running.wait_for_output(b"stolen ")
     await sandbox.client.write_file("/work/go", b"")
     async with await armed(provider, sandbox) as other:
@@ -115,7 +116,7 @@ print(json.dumps(answers))
     assert json.loads(await attack(sandbox, program)) == expected
     ran = await sandbox.client.run([PYTHON, "-I", "/work/attack.py"])
     assert json.loads(ran.text()) == expected
-    cell = await sandbox.client.ipython(program, timeout=90)
+    cell = await sandbox.client.ipython(program, timeout=patience(90))
     assert json.loads(cell.text()) == expected
 
 
@@ -176,7 +177,7 @@ async def test_the_secret_is_out_of_reach(provider: NodeProvider, sandbox: Sandb
     assert (file.stat().st_mode & 0o777, file.stat().st_size) == (0o600, 32)
     secret = file.read_bytes()
     script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ; ls -l /proc/[0-9]*/fd; cat /proc/[0-9]*/fd/8"
-    shown = (await sandbox.client.bash(f"{{ {script}; }} < /dev/null 2>&1", timeout=20)).output
+    shown = (await sandbox.client.bash(f"{{ {script}; }} < /dev/null 2>&1", timeout=patience(20))).output
     assert shown.startswith(
         b"init\0"
     )  # The first process is seen, and nothing of the server's memory is in it.
@@ -228,7 +229,9 @@ async def test_an_apptainer_instance_keeps_its_server(
             async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
                 assert json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1]) == []
                 await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
-                running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=60)
+                running = await sandbox.client.start(
+                    f"exec {PYTHON} -I /work/attack.py", timeout=patience(60)
+                )
                 await running.wait_for_output(b"stolen 0")
                 await sandbox.client.write_file("/work/go", b"")
                 async with await armed(provider, sandbox) as other:

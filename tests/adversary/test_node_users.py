@@ -21,6 +21,7 @@ from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.site import Site
+from rollyard_testing.pace import patience
 
 INSTANCE = "abcd1234"
 OTHER = 54_321
@@ -51,7 +52,7 @@ class Node:
         return subprocess.run(
             ["bash", "-c", f'{head}\nstat -c %a "$base" "$run"; ls "$run"; echo "$run"'],
             env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": name, "SLURM_JOB_ID": "7"},
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=patience(60),
         )  # fmt: skip
 
     def refused(self) -> None:

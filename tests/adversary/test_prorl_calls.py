@@ -20,6 +20,7 @@ from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_testing.inference.scripted import VllmShaped
+from rollyard_testing.pace import patience
 
 RARELY = 3600.0
 ROW = {
@@ -46,7 +47,7 @@ class Door:
         try:
             writer.write(request)
             await writer.drain()
-            return await asyncio.wait_for(reader.read(65_536), seconds)
+            return await asyncio.wait_for(reader.read(65_536), patience(seconds))
         finally:
             writer.close()
 
@@ -64,7 +65,9 @@ async def a_door(folder: Path, **given: Any) -> AsyncIterator[Door]:
     app = build(Settings(state_dir=folder, **times), prorl=ProrlListener(sock, config, "127.0.0.1"))
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=patience(60)
+        ) as client,
         httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app),
             base_url="http://test",
@@ -267,13 +270,13 @@ async def test_open_calls_are_bounded_and_repeats_start_nothing(tmp_path: Path) 
     async with a_door(tmp_path, maxCalls=20) as door:
         calls = [asyncio.create_task(door.client.post("/process", json=CALL)) for _ in range(25)]
         refused = []
-        for call in asyncio.as_completed(calls, timeout=60):
+        for call in asyncio.as_completed(calls, timeout=patience(60)):
             refused.append(await call)
             if len(refused) == 5:
                 break
         assert {answer.status_code for answer in refused} == {503}
         assert {"may have no more" in answer.json()["detail"] for answer in refused} == {True}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while (counts := await door.counts())["jobs"] < 1:  # noqa: ASYNC110 (it is another server)
                 await asyncio.sleep(0.02)
         assert (counts["jobs"], counts["pending_jobs"]) == (1, 1)
@@ -287,7 +290,7 @@ async def test_open_calls_are_bounded_and_repeats_start_nothing(tmp_path: Path) 
 async def test_odd_names_are_data(door: Door) -> None:
     for name in ("'; DROP TABLE jobs; --", "../../etc", "a\nb", "\x00", "é" * 100, "{{x}}", "%s"):
         call = asyncio.create_task(door.client.post("/process", json=CALL | {"job_id": name}))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while (await door.counts())["pending_jobs"] < 1:
                 assert not call.done(), (await call).text
                 await asyncio.sleep(0.02)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rollyard_crds.reading import vocabulary
 from rollyard_testing.adversary.restplane import Yard, control_plane
+from rollyard_testing.pace import patience
 
 HUGE = 10**17
 
@@ -104,7 +105,7 @@ async def test_a_tokenizer_that_is_no_tokenizer_shows_and_holds_up_nothing(
     pool = {"metadata": {"name": "pool"}, "spec": {"model": "m", "tokenizer": str(tmp_path)}}
     body = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", **pool}
     assert (await yard.admin.post("/v1/backendpools", json=body)).status_code == 201
-    answer = await asyncio.wait_for(yard.admin.get("/v1/backendpools/pool/tokenizer"), 20)
+    answer = await asyncio.wait_for(yard.admin.get("/v1/backendpools/pool/tokenizer"), patience(20))
     assert answer.status_code == (404 if content in ("missing", "pipe", "device") else 422)
     assert "secret" not in answer.text
     assert len(answer.content) < 4096

@@ -25,6 +25,7 @@ from rollyard_inference.transports.with_aiohttp import AiohttpTransport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.pace import patience
 
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
 HOSTILE = f"x\n{FORGED}\r\n\x1b[2K\x1b]0;title\x07\x9b31m"
@@ -45,7 +46,9 @@ def server(folder: Path) -> Iterator[tuple[httpx.Client, Path]]:
     """Yield a control plane process whose log is a file, and a client with the admin's token."""
     with a_control_plane(folder, ready_seconds=90, end_seconds=60) as started:
         headers = {"Authorization": f"Bearer {started.tokens['admin']}"}
-        with httpx.Client(base_url=started.url, headers=headers, trust_env=False, timeout=60) as http:
+        with httpx.Client(
+            base_url=started.url, headers=headers, trust_env=False, timeout=patience(60)
+        ) as http:
             yield http, started.log
 
 
@@ -112,7 +115,7 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 async def test_yaml_that_grows_is_refused_at_once(yard: Yard, text: str, why: str) -> None:
     headers = {"Content-Type": "application/yaml"}
     for path in ("/v1/rolloutjobs", "/v1/backendpools"):
-        answer = await asyncio.wait_for(yard.admin.post(path, content=text, headers=headers), 30)
+        answer = await asyncio.wait_for(yard.admin.post(path, content=text, headers=headers), patience(30))
         assert answer.status_code == 400, answer.text
         assert why in answer.json()["detail"]
     long = await yard.admin.post("/v1/rolloutjobs", content=" " * (5 << 20), headers=headers)
@@ -204,7 +207,7 @@ async def test_a_packed_answer_of_a_backend_is_not_unpacked(client: str) -> None
         async with httpx.AsyncClient(trust_env=False) as http, AiohttpTransport(5.0) as aiohttp:
             transport = HttpxTransport(http) if client == "httpx" else aiohttp
             with pytest.raises(BackendMismatch, match="compressed"):
-                await transport.request("GET", url, seconds=60, limit=1 << 20)
+                await transport.request("GET", url, seconds=patience(60), limit=1 << 20)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

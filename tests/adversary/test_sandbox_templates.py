@@ -20,6 +20,7 @@ from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.runtime import PYTHON
 from rollyard_sandbox.errors import SandboxSabotaged
+from rollyard_testing.pace import patience
 
 MARK = "the-secret-of-the-first-sandbox"
 NAMESPACES = ("user", "mnt", "pid", "ipc", "net", "uts")
@@ -162,7 +163,7 @@ async def test_a_command_finds_neither_the_template_nor_its_neighbour(provider: 
         await first.client.bash("echo $MARKED | tee /work/left /tmp/left /dev/shm/left")
         async with await acquire(provider, "r-2") as second:
             await second.client.write_file("/work/attack.py", LOOK.encode())
-            result = await second.client.run([PYTHON, "-I", "/work/attack.py"], timeout=30)
+            result = await second.client.run([PYTHON, "-I", "/work/attack.py"], timeout=patience(30))
             said = result.output.decode()
             assert "looked [1]" in said
             assert "WON" not in said
@@ -176,7 +177,7 @@ async def test_the_end_of_a_template_harms_no_sandbox(provider: NodeProvider) ->
             os.kill(ended, signal.SIGKILL)
             loop, gone = asyncio.get_running_loop(), asyncio.Event()
             loop.add_reader(descriptor, gone.set)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(patience(10)):
                 await gone.wait()
             loop.remove_reader(descriptor)
         finally:
@@ -201,7 +202,7 @@ async def test_what_is_learned_of_one_server_does_not_hold_for_commands(provider
     seen = [layout(server(first))]
     hashes = []
     for sandbox in (first, first, second):
-        result = await sandbox.client.run([PYTHON, "-c", code], timeout=20)
+        result = await sandbox.client.run([PYTHON, "-c", code], timeout=patience(20))
         addresses, number = result.output.decode().split()
         seen.append(addresses)
         hashes.append(number)

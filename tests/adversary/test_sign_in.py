@@ -17,6 +17,7 @@ from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, 
 from rollyard_api.core.hosts import HostCheck
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
+from rollyard_testing.pace import patience
 
 SECRET = "A" * 43
 
@@ -420,13 +421,13 @@ def test_a_real_listener_refuses_a_foreign_host(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     with a_control_plane(tmp_path / "state", "--open-docs", ready_seconds=150, end_seconds=90) as started:
         for host, status in (("evil.example", b"403"), (f"127.0.0.1:{started.port}", b"200")):
-            with socket.create_connection(("127.0.0.1", started.port), 90) as sock:
+            with socket.create_connection(("127.0.0.1", started.port), patience(90)) as sock:
                 request = f"GET /openapi.json HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
                 sock.sendall(request.encode())
                 first = sock.recv(4096).partition(b"\r\n")[0]
             assert first.split()[1] == status
         # A guesser does not become another client by a header.
-        with httpx.Client(base_url=started.url, trust_env=False, timeout=90) as http:
+        with httpx.Client(base_url=started.url, trust_env=False, timeout=patience(90)) as http:
             for number in range(guesses.GUESSES + 1):
                 headers = {"Origin": started.url, "Rollyard-Page": "1", "X-Forwarded-For": f"10.0.0.{number}"}
                 answer = http.post("/v1/session", json={"code": SECRET}, headers=headers)

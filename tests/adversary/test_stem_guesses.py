@@ -9,10 +9,11 @@ import pytest
 from rollyard_crds import RolloutJobSpec, Task
 from rollyard_pipeline.handlers.base import ANSWER, StageContext
 from rollyard_pipeline.handlers.stem import StemHandler
+from rollyard_testing.pace import patience
 
 CHOICES: dict[str, Any] = {"answer": "B", "choices": ["iron", "gold", "tin", "zinc"]}
 NUMBER: dict[str, Any] = {"answer": "5", "numeric": {"unit": "m", "relative": 0.01}}
-LIMIT = 10.0
+LIMIT = patience(10.0)
 """The seconds that an answer may take, which are few even on a busy machine."""
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "stem", "agent": {"type": "oracle"}}

@@ -26,10 +26,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?", "answer": "2"}).encode() + b"\n"
 SECRET = "hunter2-is-the-secret"
-LIMIT = 90.0
+LIMIT = patience(90.0)
 """The seconds that any awaited step may take."""
 
 
@@ -100,7 +101,7 @@ def a_plane(state: Path, *options: str) -> Iterator[Plane]:
             yield Plane(http, state, process.pid)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(patience(30))
 
 
 class Web(ThreadingHTTPServer):
@@ -156,7 +157,7 @@ def web() -> Iterator[Web]:
         yield server
         server.released.set()
         server.shutdown()
-        thread.join(30)
+        thread.join(patience(30))
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +347,7 @@ def test_a_link_swapped_while_it_is_read(opened: Open) -> None:
         assert set(reasons) <= {"read", "TasksNotAllowed"}
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(patience(30))
 
 
 def test_answers_are_not_shown(opened: Open, web: Web) -> None:

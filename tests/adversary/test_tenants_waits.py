@@ -16,6 +16,7 @@ from rollyard_api.rollouts import leasing
 from rollyard_api.storage.database import Transaction
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.adversary.tenants import a_process, finish, outcome, read, until
+from rollyard_testing.pace import patience
 
 POLLS = 1000
 WORKERS = 300
@@ -115,7 +116,7 @@ async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
             json={"tasks": [{"id": "t", "prompt": "p"}]},
         )
         assert push.status_code == 200, push.text
-        done, _ = await asyncio.wait(idle, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        done, _ = await asyncio.wait(idle, return_when=asyncio.FIRST_COMPLETED, timeout=patience(60))
         leases = [one for task in done for one in task.result().json()["leases"]]
         assert len(leases) == 1, "and none of them is passed over"
         await ended(idle)
@@ -148,9 +149,11 @@ async def test_a_reader_that_stalls_is_cut_off_and_streams_are_bounded(tmp_path:
     """One page may be on its way at a time, and a reader asks for it and takes nothing of it."""
     options = ("--max-pages-per-namespace", "1", "--max-streams-per-namespace", "2", "--stall-seconds", "1")
     async with a_process(tmp_path, *options) as (url, tokens):
-        admin = httpx.AsyncClient(base_url=url, headers=bearer(tokens["admin"]), timeout=60, trust_env=False)
+        admin = httpx.AsyncClient(
+            base_url=url, headers=bearer(tokens["admin"]), timeout=patience(60), trust_env=False
+        )
         worker = httpx.AsyncClient(
-            base_url=url, headers=bearer(tokens["worker"]), timeout=60, trust_env=False
+            base_url=url, headers=bearer(tokens["worker"]), timeout=patience(60), trust_env=False
         )
         async with admin, worker:
             inline = [{"id": f"t{i}", "prompt": "p"} for i in range(4)]
@@ -201,7 +204,7 @@ def stalled(url: str, path: str, token: str) -> Iterator[bytes]:
     parts = urlsplit(url)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(60)
+        client.settimeout(patience(60))
         client.connect((parts.hostname or "", parts.port or 0))
         client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
         yield client.recv(64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import subprocess
@@ -28,10 +29,11 @@ from rollyard_testing.api.databases import (
     postgres,
 )
 from rollyard_testing.inference.misbehaving import MisbehavingServer
+from rollyard_testing.pace import patience
 
 __all__ = ["fresh_postgres", "migrated_postgres", "migrated_sqlite", "postgres"]
 
-START_SECONDS = 90.0
+START_SECONDS = patience(90.0)
 OF_DIALECTS = re.compile(
     "test_(claims|dynamic_sampling|leases|pools|prorl|registration|replicas|schema|uploads|view_rollouts|weights"
     "|worker_deaths)"
@@ -57,6 +59,15 @@ class Served:
     viewer: httpx.AsyncClient
     anonymous: httpx.AsyncClient
 
+    async def until_waiting(self, polls: int = 1) -> None:
+        """Wait until so many long polls have found nothing, and are to be woken."""
+
+        async def there() -> bool:
+            waits = itertools.chain(*self.plane.bus._waiting.values())
+            return sum(bool(wait._callbacks) for wait in waits) >= polls
+
+        await until(there)
+
 
 @asynccontextmanager
 async def serve(settings: Settings) -> AsyncIterator[Served]:
@@ -68,7 +79,9 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
 
         def client(token: str | None) -> httpx.AsyncClient:
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-            return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=70)
+            return httpx.AsyncClient(
+                transport=transport, base_url="http://test", headers=headers, timeout=patience(70)
+            )
 
         tokens = plane.tokens
         roles = (tokens.admin, tokens.worker, tokens.driver, tokens.by_role.get("viewer", ("",))[0], None)
@@ -133,7 +146,7 @@ class Process:
     def kill(self) -> None:
         """Send SIGKILL, and wait for the end."""
         self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(patience(10))
 
 
 @contextmanager
@@ -161,7 +174,7 @@ def api_process(folder: Path, *arguments: str, port: int = 0) -> Iterator[Proces
     finally:
         if popen.poll() is None:
             popen.kill()
-            popen.wait(10)
+            popen.wait(patience(10))
 
 
 @pytest.fixture
@@ -280,7 +293,7 @@ def worker_of() -> type[Worker]:
 
 async def until(look: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until `look()` (awaited) returns something true, and return it."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(patience(seconds)):
         while not (found := await look()):  # noqa: ASYNC110 (what is looked at may be another process)
             await asyncio.sleep(0.02)
         return found
@@ -308,7 +321,7 @@ async def scripted() -> AsyncIterator[Callable[[], Any]]:
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """Yield the control plane's client towards backends."""
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=patience(5.0), trust_env=False) as client:
         yield client
 
 
@@ -341,4 +354,4 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port_file.read_text().strip()}"
     finally:
         popen.kill()
-        popen.wait(10)
+        popen.wait(patience(10))

@@ -21,6 +21,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends
 from rollyard_inference.errors import BackendError, BackendUnavailable, ModelNotServed
 from rollyard_inference.health import first_request
+from rollyard_testing.pace import patience
 
 EVENTS = st.lists(
     st.sampled_from(["fail", "complete", "probe-ok", "probe-bad", "wait", "restart"]), max_size=60
@@ -268,10 +269,10 @@ async def test_the_only_backend_fails(pooled: Pool, transport: Any) -> None:
     assert told[-1]["reason"] == "NoBackendReady"
     assert FIRST_PAUSE <= told[-1]["retry_after"] <= FIRST_PAUSE + 1, "once it has been probed"
     assert await pooled.lease() == []
-    waiting = asyncio.create_task(pooled.worker.lease(wait=30, run=1))
+    waiting = asyncio.create_task(pooled.worker.lease(wait=60, run=1))
     await pooled.later(FIRST_PAUSE)
     await circuits.probe_all(pooled.served.plane.database, transport)
-    assert len(await asyncio.wait_for(waiting, 10)) == 1, "a closed circuit wakes who waits"
+    assert len(await asyncio.wait_for(waiting, patience(10))) == 1, "a closed circuit wakes who waits"
 
 
 async def test_a_probe_whose_control_plane_died(
@@ -283,7 +284,7 @@ async def test_a_probe_whose_control_plane_died(
     a.mode = "hang"
     await pooled.later(FIRST_PAUSE)
     probe = asyncio.create_task(circuits.probe_all(database, transport))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while a.completions == 0:  # noqa: ASYNC110 (a server of its own counts)
             await asyncio.sleep(0.01)
     probe.cancel()

@@ -13,6 +13,7 @@ from rollyard_api.core import bulkhead
 from rollyard_api.core.bulkhead import SPARE, Bulkhead
 from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
 from rollyard_crds.backoff import Backoff
+from rollyard_testing.pace import patience
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def freed() -> Any:
 
 def hang_until(event: threading.Event) -> Callable[[], None]:
     def call() -> None:
-        event.wait(60)
+        event.wait(patience(60))
 
     return call
 
@@ -78,12 +79,12 @@ async def test_one_call_that_hangs_for_ever_takes_a_place_only_until_another_is_
     with pytest.raises(TimedOut):
         await walls.run(hang_until(freed))
     # Its timer may fire after its caller was answered.
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         while not walls.hanging:  # noqa: ASYNC110 (a timer of the loop)
             await asyncio.sleep(0.01)
     walls.seconds = 60.0
     assert await walls.run(lambda: 7) == 7
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=patience(60))
     await asyncio.gather(walls.run(barrier.wait), walls.run(barrier.wait))
     assert walls.threads == 3
     walls.close()
@@ -108,7 +109,7 @@ async def test_probes_are_few_and_threads_are_bounded(
             await walls.run(lambda: 7)
     assert walls.threads == SPARE
     freed.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         while walls.hanging:  # noqa: ASYNC110 (threads that return)
             await asyncio.sleep(0.01)
     walls.seconds = 60.0
@@ -141,7 +142,7 @@ async def test_turns_of_one_key_do_not_wait_in_the_common_line() -> None:
 
     tasks = [asyncio.create_task(hold("greedy")) for _ in range(10)]
     await entered.wait()
-    async with asyncio.timeout(30), turns.held("modest"):
+    async with asyncio.timeout(patience(30)), turns.held("modest"):
         pass
     leave.set()
     await asyncio.gather(*tasks)

@@ -14,6 +14,7 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import claims as claim_table
 from rollyard_crds.claims import Claim, ClaimList
+from rollyard_testing.pace import patience
 
 SHAPE = {"image": "busybox", "cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
 BOUND = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s3cret"}
@@ -108,20 +109,20 @@ async def test_the_whole_way(served: Any, worker: Any) -> None:
 async def test_filing_waits_until_it_is_bound(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     revision = (await _listed(served)).revision
-    following = asyncio.create_task(_listed(served, revision=revision, wait=30))
-    await asyncio.sleep(0.05)
+    following = asyncio.create_task(_listed(served, revision=revision, wait=60))
+    await served.until_waiting()
     assert not following.done()
-    waiting = asyncio.create_task(_filed(served, lease, wait=30))
-    (pending,) = (await asyncio.wait_for(following, 10)).claims
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(_filed(served, lease, wait=60))
+    (pending,) = (await asyncio.wait_for(following, patience(10))).claims
+    await served.until_waiting()
     assert not waiting.done()
-    looking = asyncio.create_task(served.worker.get(f"/v1/claims/{pending.id}", params={"wait": 30}))
-    await asyncio.sleep(0.05)
+    looking = asyncio.create_task(served.worker.get(f"/v1/claims/{pending.id}", params={"wait": 60}))
+    await served.until_waiting(2)
     await _put(served, {"id": pending.id}, **BOUND)
-    assert (await asyncio.wait_for(waiting, 10))["secret"] == BOUND["secret"]
-    assert (await asyncio.wait_for(looking, 10)).json()["state"] == "Bound"
+    assert (await asyncio.wait_for(waiting, patience(10)))["secret"] == BOUND["secret"]
+    assert (await asyncio.wait_for(looking, patience(10))).json()["state"] == "Bound"
     started = time.monotonic()
-    assert (await _filed(served, lease, wait=30))["state"] == "Bound"
+    assert (await _filed(served, lease, wait=60))["state"] == "Bound"
     assert time.monotonic() - started < 20, "what is bound is answered at once"
 
 
@@ -182,10 +183,10 @@ async def test_release_by_the_worker(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     claim = await _filed(served, lease)
     await _put(served, claim, **BOUND)
-    waiting = asyncio.create_task(_listed(served, revision=(await _listed(served)).revision, wait=30))
+    waiting = asyncio.create_task(_listed(served, revision=(await _listed(served)).revision, wait=60))
     for _ in range(2):
         assert (await served.worker.delete(f"/v1/claims/{claim['id']}")).status_code == 204
-    (seen,) = (await asyncio.wait_for(waiting, 10)).claims
+    (seen,) = (await asyncio.wait_for(waiting, patience(10))).claims
     assert (seen.state, seen.secret) == ("Released", "")
     assert (await _put(served, claim, state="Failed", reason="X")).json()["state"] == "Released"
     assert (await served.worker.delete("/v1/claims/cnobody")).status_code == 204
@@ -195,7 +196,7 @@ async def test_filing_while_it_is_released_and_removed_is_a_lost_lease(
     served: Any, worker: Any, eventually: Callable[..., Any]
 ) -> None:
     (lease,) = await worker.lease(init=1)
-    waiting = asyncio.create_task(_file(served, lease, wait=30))
+    waiting = asyncio.create_task(_file(served, lease, wait=60))
 
     async def listed() -> list[Claim]:
         return (await _listed(served)).claims
@@ -207,7 +208,7 @@ async def test_filing_while_it_is_released_and_removed_is_a_lost_lease(
         tx.wake(f"claim:{claim.id}")
 
     await served.plane.database.write(op)
-    answer = await asyncio.wait_for(waiting, 10)
+    answer = await asyncio.wait_for(waiting, patience(10))
     assert (answer.status_code, answer.json()["reason"]) == (409, "LeaseLost")
 
 
@@ -241,7 +242,7 @@ async def _worker_dies(served: Any, worker: Any, lease: dict[str, Any]) -> None:
 
 async def _delete_and_purge(served: Any, worker: Any, lease: dict[str, Any]) -> None:
     await _delete_job(served, worker, lease)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while await served.plane.archive.unstored():  # noqa: ASYNC110 (stored by a task of the plane)
             await asyncio.sleep(0.02)
     await served.plane.sweep()
@@ -333,7 +334,7 @@ async def test_claims_survive_a_restart(
     async with serving(settings) as served:
         assert (await _listed(served, revision=after.revision)).revision == after.revision
         await _put(served, second, state="Removed")
-        assert (await _listed(served, revision=after.revision, wait=30)).revision != after.revision
+        assert (await _listed(served, revision=after.revision, wait=60)).revision != after.revision
 
 
 async def test_filing_is_refused_where_no_init_lease_is_held(served: Any, worker: Any) -> None:

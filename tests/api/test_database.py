@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from rollyard_api.core.problems import NotFound, Unavailable
 from rollyard_api.storage import database as module
 from rollyard_api.storage.database import READERS, Database
+from rollyard_testing.pace import patience
 from sqlalchemy.engine import Connection
 
 
@@ -34,12 +35,12 @@ async def _held(database: Database, release: threading.Event) -> list[asyncio.Ta
 
     def query(conn: Connection) -> int:
         begun.release()
-        assert release.wait(30)
+        assert release.wait(patience(30))
         return one(conn)
 
     tasks = [asyncio.create_task(database.read(query)) for _ in range(READERS)]
     for _ in tasks:
-        assert await asyncio.to_thread(begun.acquire, timeout=30)
+        assert await asyncio.to_thread(begun.acquire, timeout=patience(30))
     return tasks
 
 
@@ -78,10 +79,10 @@ async def test_more_than_may_wait_are_refused(database: Database, monkeypatch: p
 
     def hold(_tx: module.Transaction) -> None:
         begun.set()
-        assert release.wait(30)
+        assert release.wait(patience(30))
 
     held = [asyncio.create_task(database.write(hold))]
-    assert await asyncio.to_thread(begun.wait, 30)
+    assert await asyncio.to_thread(begun.wait, patience(30))
     # The writer has taken the first op, and these wait.
     held += [asyncio.create_task(database.write(lambda tx: None)) for _ in range(READERS)]
     queries = await _held(database, release)

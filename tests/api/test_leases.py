@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from rollyard_api.rollouts import lease_expiry
 from rollyard_api.storage.database import Transaction
+from rollyard_testing.pace import patience
 
 
 async def _expire_all(served: Any, max_expiries: int = 10) -> int:
@@ -166,18 +167,17 @@ async def test_cancelled_while_leased(served: Any, worker: Any) -> None:
 
 async def test_long_poll_wakes_when_a_job_comes(served: Any, worker: Any, make_manifest: Any) -> None:
     await worker.lease(init=1)
-    waiting = asyncio.create_task(worker.lease(wait=30, init=1))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    waiting = asyncio.create_task(worker.lease(wait=60, init=1))
+    await served.until_waiting()
     await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
-    (lease,) = await asyncio.wait_for(waiting, 10)
+    (lease,) = await asyncio.wait_for(waiting, patience(10))
     assert lease["job"] == "other"
 
 
 async def test_draining_once_the_job_has_ended(served: Any, worker: Any) -> None:
     body = {"worker": "w", "node": "n", "capacity": {"init": 1}, "job": "job", "namespace": "default"}
     await worker.finish_all()
-    answer = await served.worker.post("/v1/leases", json=body | {"wait": 30})
+    answer = await served.worker.post("/v1/leases", json=body | {"wait": 60})
     assert answer.json() == {"leases": [], "draining": True}
 
 

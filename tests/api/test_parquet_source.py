@@ -12,8 +12,9 @@ from pathlib import Path
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 from rollyard_api.jobs import parquet_source
+from rollyard_testing.pace import patience
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = patience(30.0)
 LOOKS = 5
 
 

@@ -15,6 +15,7 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.schema import backends, pools, rollouts
 from rollyard_api.weights.coordinator import Coordinator
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.pace import patience
 
 MODEL = "tiny"
 
@@ -55,10 +56,10 @@ async def test_no_run_without_a_ready_backend(served: Any, worker: Any) -> None:
     assert (await served.admin.post("/v1/backendpools", json=pool())).status_code == 200
     assert await worker.lease(run=8) == []
     await _report(served, a=False)
-    waiting = asyncio.create_task(worker.lease(wait=30, run=8))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(worker.lease(wait=60, run=8))
+    await served.until_waiting()
     await _report(served, a=True)
-    leases = await asyncio.wait_for(waiting, 10)
+    leases = await asyncio.wait_for(waiting, patience(10))
     assert len(leases) == 3, "no more than maxActiveRollouts"
     assert leases[0]["backend"] == {
         "pool": "pool",

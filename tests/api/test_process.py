@@ -19,11 +19,12 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 
 def _http(process: Any, role: str = "admin", **options: Any) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {process.tokens[role]}"}
-    return httpx.AsyncClient(base_url=process.url, headers=headers, timeout=70, **options)
+    return httpx.AsyncClient(base_url=process.url, headers=headers, timeout=patience(70), **options)
 
 
 async def test_tokens_and_graceful_stop_with_a_long_poll_open(
@@ -35,11 +36,11 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
         assert len(set(process.tokens.values())) == 5
         async with _http(process, "worker") as http:
             waiting = asyncio.create_task(worker_of(http).lease(wait=60, init=1))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # Nothing tells that another process has begun to wait.
             assert not waiting.done()
             process.popen.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(waiting, 10) == []
-        assert await asyncio.to_thread(process.popen.wait, 10) == 0
+            assert await asyncio.wait_for(waiting, patience(10)) == []
+        assert await asyncio.to_thread(process.popen.wait, patience(10)) == 0
     tokens = process.tokens
     with start_api(tmp_path) as again:
         assert again.tokens == tokens
@@ -51,7 +52,7 @@ async def test_nothing_is_leased_to_a_worker_that_is_gone(
     with start_api(tmp_path) as process:
         async with _http(process) as http:
             waiting = asyncio.create_task(worker_of(http, "dead").lease(wait=60, init=8))
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # Nothing tells that another process has begun to wait.
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -66,7 +67,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert f"port {port}" in done.stderr
@@ -76,7 +77,7 @@ def test_port_in_use(tmp_path: Path) -> None:
 def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> None:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
     with start_api(tmp_path):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         "the control plane cannot start: another control plane uses"
@@ -86,7 +87,7 @@ def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> N
 def test_broken_token_file(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[]")
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     assert "tokens.json" in done.stderr.splitlines()[-1]
 
@@ -153,7 +154,7 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
     assert len(records) == len(answer.content.splitlines()) == 80
     for rollout, reward in rewards.items():
         assert records[rollout]["reward"] == reward, "an accepted result was lost"
-    end = time.monotonic() + 20
+    end = time.monotonic() + patience(20)
     stored: list[bytes] = []
     while len(stored) < 80 and time.monotonic() < end:
         await asyncio.sleep(0.1)
@@ -254,14 +255,14 @@ async def test_events(
             await eventually(told)
             worker = worker_of(http)
             leases = await worker.lease(init=2)
-            await asyncio.wait_for(listening, 20)
+            await asyncio.wait_for(listening, patience(20))
             first = [e for e in got if e.name == "transition"]
             assert {e.data["status"] for e in first} == {"leased"}
             assert any(e.name == "counts" and e.data["total"] == 2 for e in got)
             await worker.complete(*[worker.result(one) for one in leases])
             await worker.finish_all()
             got.clear()
-            await asyncio.wait_for(listen(first[-1].id, None), 30)
+            await asyncio.wait_for(listen(first[-1].id, None), patience(30))
             assert got[-1].name == "end"
             resumed = [e for e in got if e.name == "transition"]
             numbers = [int(e.id.rpartition("-")[2]) for e in [first[-1], *resumed]]
@@ -301,7 +302,7 @@ async def test_kill_9_keeps_claims(
 
 def _refused(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 2
     return done.stderr.splitlines()[-1]
 
@@ -339,7 +340,7 @@ def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
     new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-out", str(made[0]), "-keyout", str(made[1])]
-    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=30)
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=patience(30))
     return made
 
 

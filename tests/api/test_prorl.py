@@ -24,6 +24,7 @@ from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_testing.inference.scripted import VllmShaped
+from rollyard_testing.pace import patience
 
 MATH = {
     "data_source": "deepscaler",
@@ -104,7 +105,7 @@ class Prorl:
 
     async def leases(self, stage: str, count: int = 1) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while len(found) < count:
                 found += await self.worker.lease(wait=1.0, **{stage: count - len(found)})
         return found
@@ -158,7 +159,9 @@ def serve(settings: Settings, worker_of: Any) -> Serve:
             tokens = plane.tokens
             async with (
                 httpx.AsyncClient(
-                    base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", trust_env=False, timeout=90
+                    base_url=f"http://127.0.0.1:{sock.getsockname()[1]}",
+                    trust_env=False,
+                    timeout=patience(90),
                 ) as client,
                 httpx.AsyncClient(
                     transport=inner,
@@ -169,7 +172,7 @@ def serve(settings: Settings, worker_of: Any) -> Serve:
                     transport=inner,
                     base_url="http://test",
                     headers={"Authorization": f"Bearer {tokens.worker}"},
-                    timeout=70,
+                    timeout=patience(70),
                 ) as worker,
             ):
                 yield Prorl(plane, client, worker_of(worker), admin)
@@ -583,7 +586,7 @@ def test_the_calls_are_off_unless_asked_for_and_wrong_settings_end_the_start(
                 capture_output=True,
                 text=True,
                 cwd=tmp_path,
-                timeout=120,
+                timeout=patience(120),
             )
             assert done.returncode == 2
             assert problem in done.stderr

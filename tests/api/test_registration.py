@@ -11,6 +11,7 @@ from rollyard_api.jobs import cancellation
 from rollyard_api.storage.schema import jobs, pools, weight_updates
 from rollyard_crds.claims import ClaimList
 from rollyard_crds.unfinished import UnfinishedJobs
+from rollyard_testing.pace import patience
 
 UID = "rollyard.dev/object-uid"
 TASKS = [{"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p"}]
@@ -99,10 +100,10 @@ async def test_suspending_by_the_object(served: Any, make_manifest: Any, worker_
     suspended = await _put(served, _object(make_manifest(suspend=True, **deadline)))
     assert "startTime" not in suspended.json()["status"]
     assert await worker.lease(init=1) == []
-    waiting = asyncio.create_task(worker.lease(init=1, wait=30))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(worker.lease(init=1, wait=60))
+    await served.until_waiting()
     resumed = await _put(served, _object(make_manifest(**deadline)))
-    assert len(await asyncio.wait_for(waiting, 10)) == 1
+    assert len(await asyncio.wait_for(waiting, patience(10))) == 1
     assert "startTime" in resumed.json()["status"]
 
     def deadline_of(conn: Any) -> float:
@@ -333,10 +334,10 @@ async def test_unfinished_jobs_are_waited_on(served: Any, make_manifest: Any, wo
 
     async def after(change: Any) -> UnfinishedJobs:
         before = await look()
-        waiting = asyncio.create_task(look(before.revision, 30))
-        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(look(before.revision, 60))
+        await served.until_waiting()
         assert (await change).status_code < 300
-        return await asyncio.wait_for(waiting, 10)
+        return await asyncio.wait_for(waiting, patience(10))
 
     (one,) = (await after(_put(served, _object(make_manifest("one"))))).jobs
     assert (one.namespace, one.name, one.generation, one.cancel_reason) == ("default", "one", 1, "")
@@ -359,10 +360,10 @@ async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -
     await _admit(served)
     start = await _warm(served)
     assert start.warm == [], "no object, no sandboxes"
-    following = asyncio.create_task(_warm(served, revision=start.revision, wait=30))
-    await asyncio.sleep(0.05)
+    following = asyncio.create_task(_warm(served, revision=start.revision, wait=60))
+    await served.until_waiting()
     await _put(served, _object(manifest))
-    (want,) = (await asyncio.wait_for(following, 10)).warm
+    (want,) = (await asyncio.wait_for(following, patience(10))).warm
     assert (want.namespace, want.job, want.count) == ("default", "job", 3)
     assert want.job_uid == (await _job(served))["metadata"]["uid"]
     assert (want.shape.image, want.shape.cpu, want.shape.memory_bytes) == ("busybox", 0.5, 2 << 30)
@@ -370,10 +371,10 @@ async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -
 
     async def after(change: Any) -> ClaimList:
         before = await _warm(served)
-        waiting = asyncio.create_task(_warm(served, revision=before.revision, wait=30))
-        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(_warm(served, revision=before.revision, wait=60))
+        await served.until_waiting()
         await change
-        return await asyncio.wait_for(waiting, 10)
+        return await asyncio.wait_for(waiting, patience(10))
 
     assert (await after(_admit(served, "False"))).warm == []
     assert len((await after(_admit(served))).warm) == 1
@@ -390,13 +391,13 @@ async def test_no_warm_sandboxes_for_a_job_that_is_over(served: Any, make_manife
     await _admit(served)
     before = await _warm(served)
     assert before.warm[0].count == 4
-    waiting = asyncio.create_task(_warm(served, revision=before.revision, wait=30))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(_warm(served, revision=before.revision, wait=60))
+    await served.until_waiting()
     if end == "cancel":
         await served.driver.post("/v1/rolloutjobs/job/cancel", json={})
     else:
         await served.driver.delete("/v1/rolloutjobs/job")
-    assert (await asyncio.wait_for(waiting, 10)).warm == []
+    assert (await asyncio.wait_for(waiting, patience(10))).warm == []
 
 
 @pytest.mark.parametrize("spec", [{"placement": "slurm"}, {"placement": "local"}, {"sandbox": {"warm": 0}}])

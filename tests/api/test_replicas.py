@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 from rollyard_api.settings import Settings
+from rollyard_testing.pace import patience
 
 
 @pytest.fixture
@@ -28,11 +29,11 @@ async def test_two_replicas(
 ) -> None:
     async with serving(both[0]) as one, serving(both[1]) as two:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(30)]}
-        waiting = asyncio.create_task(worker_of(two.worker, "w").lease(wait=30, init=1))
+        waiting = asyncio.create_task(worker_of(two.worker, "w").lease(wait=60, init=1))
         manifest = make_manifest(tasks=tasks, samplesPerTask=2)
         assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
         assert (await two.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 200
-        (lease,) = await asyncio.wait_for(waiting, 20)
+        (lease,) = await asyncio.wait_for(waiting, patience(20))
         workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
         assert await workers[0].complete(workers[0].result(lease)) == ["accepted"]
         async with asyncio.TaskGroup() as group:
@@ -122,14 +123,14 @@ async def test_two_replicas_and_one_claim(
         lists = [replica.driver.get("/v1/claims") for replica in (one, two)]
         first, second = [answer.json() for answer in await asyncio.gather(*lists)]
         assert first["revision"] == second["revision"], "the same list has the same revision everywhere"
-        query = {"revision": first["revision"], "wait": 30}
+        query = {"revision": first["revision"], "wait": 60}
         listing = asyncio.create_task(two.driver.get("/v1/claims", params=query))
-        waiting = asyncio.create_task(two.worker.post("/v1/claims", json=bodies[0] | {"wait": 30}))
-        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(two.worker.post("/v1/claims", json=bodies[0] | {"wait": 60}))
+        await two.until_waiting(2)
         status = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
         assert (await one.driver.put(f"/v1/claims/{ids[0]}/status", json=status)).status_code == 200
-        assert (await asyncio.wait_for(waiting, 10)).json()["state"] == "Bound"
-        assert (await asyncio.wait_for(listing, 10)).json()["revision"] != first["revision"]
+        assert (await asyncio.wait_for(waiting, patience(10))).json()["state"] == "Bound"
+        assert (await asyncio.wait_for(listing, patience(10))).json()["revision"] != first["revision"]
         await asyncio.gather(one.plane.sweep(), two.plane.sweep())
         await one.admin.post("/v1/rolloutjobs/job/cancel", json={})
         await asyncio.gather(one.plane.sweep(), two.plane.sweep())

@@ -18,6 +18,7 @@ from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.settings import Settings
 from rollyard_api.storage.sign_in_tables import browser_sessions, sign_in_codes
 from rollyard_testing.api.browser import TestBrowser
+from rollyard_testing.pace import patience
 
 OLD = {"admin": "a-secret", "worker": "w", "driver": "d", "viewer": "v-secret"}
 
@@ -142,7 +143,7 @@ async def test_a_session_expires(serving: Any, settings: Settings, changed: str)
     async with serving(settings, browsers=shown) as served:
         browser = await signed_in(served)
         began = time.monotonic()
-        while time.monotonic() - began < 10:
+        while time.monotonic() - began < patience(10):
             if changed == "idle_seconds":
                 await asyncio.sleep(0.5)
             answer = await browser.fetch("GET", "/v1/rolloutjobs")
@@ -222,10 +223,10 @@ async def test_an_open_stream_ends_with_its_session(
     assert (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
     browser = await signed_in(served)
     reading = asyncio.create_task(browser.fetch("GET", "/v1/rolloutjobs/job/events"))
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(0.6)  # Time for some looks and counts: this client shows a stream only when it ends.
     assert not reading.done()
     assert (await served.admin.delete("/v1/sessions")).json() == {"ended": 1}
-    answer = await asyncio.wait_for(reading, 10)
+    answer = await asyncio.wait_for(reading, patience(10))
     assert answer.status_code == 200
     assert "event: end" not in answer.text
 

@@ -20,6 +20,7 @@ from rollyard_api.core.problems import ApiError, Invalid
 from rollyard_api.jobs import source_readers
 from rollyard_api.jobs.task_reader import SourcesBusy, TaskFileLimits, TaskReader
 from rollyard_api.jobs.task_sources import AllowList, PrefixError, TasksNotAllowed, blob_of
+from rollyard_testing.pace import patience
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?"}).encode() + b"\n"
 
@@ -119,7 +120,7 @@ class Slow:
     open: ClassVar[int] = 0
 
     def read(self, _size: int) -> bytes:
-        Slow.released.wait(60)
+        Slow.released.wait(patience(60))
         return b""
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ async def test_a_source_that_hangs_keeps_its_slot_until_it_ends(monkeypatch: Any
         assert len(await reader.read(f"blob:sha256:{'0' * 64}", "a")) == 1, "uploads are read beside them"
         Slow.released.set()
     (tmp_path / "tasks.jsonl").write_bytes(TASK)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         while True:
             try:
                 assert len(await reader.read(url, "a")) == 1

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from rollyard_api.jobs import blobs
 from rollyard_api.storage.schema import blob_pieces, jobs
 from rollyard_api.storage.schema import blobs as blob_table
+from rollyard_testing.pace import patience
 
 LINES = [json.dumps({"id": f"t{i}", "prompt": f"{i} + 1?", "answer": str(i + 1)}) for i in range(5_000)]
 TEXT = "\n".join(LINES).encode()
@@ -134,7 +135,7 @@ async def test_it_goes_with_the_last_job(served: Any, make_manifest: Any) -> Non
         await served.plane.database.write(expire)
         await served.admin.delete(f"/v1/rolloutjobs/{name}")
         # The control plane stores the deleted job's results by itself, and removes the job only after that.
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while await rows(served) > jobs_left:
                 await served.plane.sweep()
         await served.plane.sweep()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rollyard_api.trajectories import words
 from rollyard_api.views.fleet.feed import BUFFER
+from rollyard_testing.pace import patience
 
 TEXT = "x" * 50_000
 MESSAGES = [
@@ -293,14 +294,14 @@ async def test_followers_share_one_reader(served: Any, worker_of: Any, make_mani
     await plane.views.feed.tick()
     assert plane.views.fleet.reads == before + 1
     for follower in followers[:3]:
-        found = await asyncio.wait_for(_events(follower, {"overview", "job", "ended"}), 10)
+        found = await asyncio.wait_for(_events(follower, {"overview", "job", "ended"}), patience(10))
         assert found["job"]["succeeded"] == 2
         assert (len(found["ended"]["rollouts"]), found["ended"]["more"]) == (2, 0)
     assert (await anext(followers[3])).startswith(b"event: overview")
     await plane.flush()
     await served.admin.delete("/v1/rolloutjobs/job")
     await plane.views.feed.tick()
-    found = await asyncio.wait_for(_events(followers[0], {"gone"}), 10)
+    found = await asyncio.wait_for(_events(followers[0], {"gone"}), patience(10))
     assert found["gone"] == {"namespace": "default", "name": "job"}
     for _ in range(BUFFER + 5):
         plane.views.feed._tell(b"event: x\ndata: {}\n\n", None)

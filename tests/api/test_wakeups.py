@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from rollyard_api.core.wakeups import QUEUE, Bus, queue_topic, ready_topic
+from rollyard_testing.pace import patience
 
 TOPICS = (QUEUE, queue_topic("init"), queue_topic("run"), queue_topic("eval"), ready_topic("default", "w"))
 
@@ -30,17 +31,17 @@ async def test_a_wake_reaches_the_waits_of_its_stage_and_of_all_stages(woken: st
         async def gone() -> bool:
             return False
 
-        return await bus.until(topic, look, lambda count: count > 1, 30.0, gone)
+        return await bus.until(topic, look, lambda count: count > 1, 3600.0, gone)
 
     waits = {topic: asyncio.create_task(wait(topic)) for topic in TOPICS}
     await asyncio.sleep(0)
     assert set(looks.values()) == {1}
     bus.wake([woken])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         await asyncio.gather(*(waits[topic] for topic in looking))
     assert {topic for topic, wait in waits.items() if wait.done()} == looking
     bus.close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         await asyncio.gather(*waits.values())
 
 

@@ -19,6 +19,7 @@ from rollyard_api.settings import Settings
 from rollyard_api.weights.limits import UpdateLimits
 from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.api.databases import migrated_database
+from rollyard_testing.pace import patience
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]
@@ -41,7 +42,7 @@ class Engine:
             *("--port-file", str(port_file), "--served-model-name", "tiny"),
         ]
         self.popen = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + 30
+        end = time.monotonic() + patience(30)
         while not port_file.exists():
             assert self.popen.poll() is None, "the engine did not start"
             assert time.monotonic() < end, "the engine did not start in time"
@@ -51,7 +52,7 @@ class Engine:
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(patience(10))
 
     def heal(self) -> None:
         """Restore the state after its start, whatever a test did to it."""
@@ -60,22 +61,24 @@ class Engine:
         elif (self.label(), self.paused()) != ("0", False):
             self.push(self._model)
             for path, body in (("update_weight_version", {"new_version": "0"}), ("resume", None)):
-                assert httpx.post(f"{self.url}/{path}", json=body, timeout=30).status_code == 200
+                assert httpx.post(f"{self.url}/{path}", json=body, timeout=patience(30)).status_code == 200
 
     def label(self) -> str:
-        version: str = httpx.get(f"{self.url}/weight_info", timeout=10).json()["weight_version"]
+        version: str = httpx.get(f"{self.url}/weight_info", timeout=patience(10)).json()["weight_version"]
         return version
 
     def paused(self) -> bool:
-        return bool(httpx.get(f"{self.url}/is_paused", timeout=10).json()["is_paused"])
+        return bool(httpx.get(f"{self.url}/is_paused", timeout=patience(10)).json()["is_paused"])
 
     def push(self, folder: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        assert httpx.post(f"{self.url}/collective_rpc", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{self.url}/collective_rpc", json=body, timeout=patience(30)).status_code == 200
 
     def logprobs(self) -> list[float]:
         body = {"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}
-        choice = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30).json()["choices"][0]
+        choice = httpx.post(f"{self.url}/v1/completions", json=body, timeout=patience(30)).json()["choices"][
+            0
+        ]
         pairs = zip(IDS[1:], choice["prompt_logprobs"][1:], strict=True)
         return [entry[str(token)]["logprob"] for token, entry in pairs]
 
@@ -154,7 +157,7 @@ async def make_pool(admin: httpx.AsyncClient, urls: list[str]) -> None:
         "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
     }
     assert (await admin.post("/v1/backendpools", json=manifest)).status_code == 201
-    end = time.monotonic() + 30
+    end = time.monotonic() + patience(30)
     while not all(b["ready"] for b in (await backends_of(admin))):
         assert time.monotonic() < end, await backends_of(admin)
         await asyncio.sleep(0.02)

@@ -19,6 +19,7 @@ from rollyard_api.weights.limits import UpdateLimits
 from rollyard_crds.weights import WeightSource
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step
+from rollyard_testing.pace import patience
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -133,7 +134,7 @@ async def test_kill_9_of_the_control_plane_at_each_step(
     for version, step in enumerate((*STEPS, None)):
         with start_api(folder) as process:
             headers = {"Authorization": f"Bearer {process.tokens['admin']}"}
-            async with httpx.AsyncClient(base_url=process.url, headers=headers, timeout=70) as http:
+            async with httpx.AsyncClient(base_url=process.url, headers=headers, timeout=patience(70)) as http:
                 if number is None:
                     await made(http, [server.url for server in servers], eventually)
                 else:

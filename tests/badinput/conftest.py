@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 from rollyard_testing.faults.yard import Yard
+from rollyard_testing.pace import patience
 
 MODEL = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
 END = 2
@@ -56,7 +57,7 @@ class BadBackend(BaseHTTPRequestHandler):
         elif kind == "error":
             self._answer(500, {"error": {"message": "the engine is dead"}})
         elif kind == "hang":
-            self.released.wait(120)
+            self.released.wait(patience(120))
             self.close_connection = True
         elif kind == "lengths":
             self._sample(body, token_ids=[5, 6])
@@ -115,7 +116,7 @@ def backends() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         BadBackend.released.set()
         server.shutdown()
-        thread.join(10)
+        thread.join(patience(10))
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,13 @@ def rollyard(*arguments: str, home: Path | None = None, cwd: Path | None = None)
         env["ROLLYARD_HOME"] = str(home)
     command = [sys.executable, "-m", "rollyard", *arguments]
     done = subprocess.run(
-        command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+        command,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=patience(100),
     )
     assert "Traceback" not in done.stdout + done.stderr
     return Said(done.returncode, done.stdout, done.stderr)
@@ -142,7 +149,7 @@ def rollyard(*arguments: str, home: Path | None = None, cwd: Path | None = None)
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for a condition, for a bounded time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
         time.sleep(0.1)

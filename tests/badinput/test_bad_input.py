@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 TASK: dict[str, Any] = {
     "id": "a",
@@ -387,10 +388,11 @@ def test_a_cancelled_job(started: Any) -> None:
             if entry.name.isdigit() and _command(entry) == b"sleep\x004000\x00"
         ]
 
-    deadline = time.monotonic() + 60
-    while started.job("endless")["status"]["counts"]["run"]["active"] < 2 or len(running()) < 2:
-        assert time.monotonic() < deadline, started.job("endless")["status"]
-        time.sleep(0.1)
+    def at_work() -> int:
+        active: int = started.job("endless")["status"]["counts"]["run"]["active"]
+        return active
+
+    started.until(lambda: at_work() == 2 and len(running()) == 2)
     said = started.cli("cancel", "endless")
     assert (said.status, said.err) == (0, "")
     assert "endless" in said.out
@@ -474,7 +476,7 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + patience(40)
         while not port_file.exists():
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
@@ -486,7 +488,7 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
         (home / "context.json").write_text(
             json.dumps({"url": url, "token_file": str(tiny / "state" / "tokens.json")})
         )
-        http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=20)
+        http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=patience(20))
         with http:
             assert http.post("/v1/rolloutjobs", json=manifest("early")).status_code == 201
             free = os.statvfs(tiny).f_bavail * os.statvfs(tiny).f_frsize
@@ -512,7 +514,7 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
             assert said.status == 0, said.err
             assert http.get("/v1/rolloutjobs/big").json()["status"]["counts"]["total"] == 40
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(patience(20)) == 0
     finally:
         if process.poll() is None:
             process.kill()

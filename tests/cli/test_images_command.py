@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rollyard.main import main
+from rollyard_testing.pace import patience
 
 BUILDER = """#!/bin/bash
 case $1 in
@@ -147,13 +148,13 @@ def test_ctrl_c_leaves_nothing(tasks: Path, program: Path, tmp_path: Path) -> No
     command = [sys.executable, "-m", "rollyard", *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            end = time.monotonic() + 30
+            end = time.monotonic() + patience(30)
             while not Path(f"{program}.began").exists():
                 assert time.monotonic() < end
                 assert process.poll() is None
                 time.sleep(0.02)
             os.kill(process.pid, signal.SIGINT)
-            assert process.wait(20) == 130
+            assert process.wait(patience(20)) == 130
         finally:
             process.kill()
     assert list((tmp_path / "cache").iterdir()) == []

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from rollyard.main import main
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.pace import patience
 
 SCRIPT = Path(__file__).with_name("scripted_kubectl.py")
 READY_SECONDS = 150
@@ -190,7 +191,7 @@ def test_a_tunnel_that_breaks_comes_back(kubectl: Scripted) -> None:
     installation = installations.find("kubernetes://")
     with tunnel.forwarded(installation) as url, Client(url, installations.token(installation)) as client:
         processes = set()
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + patience(READY_SECONDS)
         while len(processes) < 2 and time.monotonic() < deadline:
             processes |= {int(child) for child in children() if b"port-forward" in command_line(child)}
             assert client.jobs() == []
@@ -228,7 +229,7 @@ def test_nothing_is_left_when_the_command_is_killed(kubectl: Scripted, tmp_path:
         port = int(process.stdout.readline().rsplit(":", 1)[1])
         process.kill()
         process.wait()
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + patience(READY_SECONDS)
     while listens(port):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -261,7 +262,7 @@ def test_the_way_to_the_page_stays_open_until_ctrl_c(kubectl: Scripted, words: t
             jobs = httpx.get(f"{page}/v1/rolloutjobs", cookies=dict(answer.cookies), trust_env=False)
             assert jobs.status_code == 200
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(patience(60)) == 130
         finally:
             process.kill()
     with pytest.raises(httpx.ConnectError):

@@ -21,6 +21,7 @@ from rollyard.main import main
 from rollyard_client import Client
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.processes import ProcessIdentity, is_alive
+from rollyard_testing.pace import patience
 
 MARK = "ROLLYARD_DRIVER_TEST"
 
@@ -48,7 +49,7 @@ def server() -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{http.server_address[1]}"
         http.shutdown()
-        thread.join(10)
+        thread.join(patience(10))
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def marked(mark: str) -> list[str]:
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
         time.sleep(0.1)
@@ -148,7 +149,7 @@ class Up:
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         self.process.send_signal(number)
-        return self.process.wait(40)
+        return self.process.wait(patience(40))
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
         with again.client() as client:
             assert client.job("oracle").status.counts.succeeded == 12
         assert main(["down", *home]) == 0
-        assert again.process.wait(10) == 0
+        assert again.process.wait(patience(10)) == 0
         until(lambda: marked(up.mark) == [], 100.0)
     finally:
         again.process.kill()

@@ -16,10 +16,11 @@ from rollyard_drivers.host.child import Child, Folders, sweep
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.log_file import LogFile, last_line
 from rollyard_drivers.host.processes import ProcessIdentity, end, identify, is_alive
+from rollyard_testing.pace import patience
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    "print('up', flush=True); time.sleep(60)"
+    "print('up', flush=True); time.sleep(600)"
 )
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -32,7 +33,7 @@ def folders(tmp_path: Path) -> Folders:
 
 
 async def is_up(child: Child, seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(patience(seconds)):
         while "up" not in child.last_line:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -40,7 +41,7 @@ async def is_up(child: Child, seconds: float = 20.0) -> None:
 async def test_exit_status_last_line_and_wake(folders: Folders) -> None:
     ended = asyncio.Event()
     child = await Child.start("a", ["-c", "print('bye'); raise SystemExit(3)"], folders, on_exit=ended.set)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         await ended.wait()
     assert (child.exit_code, child.last_line) == (3, "bye")
     assert not list(folders.pids.iterdir())
@@ -94,7 +95,7 @@ def test_children_die_with_a_killed_parent(folders: Folders) -> None:
         identity = identify(pid)
         assert identity is not None
         parent.kill()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience(20)
         while is_alive(identity) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not is_alive(identity)
@@ -118,7 +119,7 @@ def test_sweep_kills_leftovers_and_spares_strangers(folders: Folders) -> None:
             write_json(folders.pids / "reused.json", reused.to_json())
             (folders.pids / "broken.json").write_text("{")
             assert sweep(folders.pids) == ["left"]
-            assert left.wait(20) == -signal.SIGKILL
+            assert left.wait(patience(20)) == -signal.SIGKILL
             assert other.poll() is None
             assert not list(folders.pids.iterdir())
         finally:

@@ -24,6 +24,7 @@ from rollyard_client import Client
 from rollyard_crds import BackendPool, Condition
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.processes import members
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ class Up:
         self.client = Client(context["url"], tokens["admin"])
 
     def until(self, condition: Callable[[], Any], seconds: float = START_SECONDS) -> Any:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while not (found := condition()):
             assert self.process.poll() is None, self.log.read_text()
             if time.monotonic() > deadline:
@@ -132,7 +133,7 @@ def up(
         sessions = set(started.leaders().values())
         started.client.close_connections()
         started.process.send_signal(signal.SIGINT)
-        assert started.process.wait(60) == 0, started.log.read_text()
+        assert started.process.wait(patience(60)) == 0, started.log.read_text()
         assert [pid for session in sessions for pid in members(session)] == []
     finally:
         if started.process.poll() is None:
@@ -154,7 +155,9 @@ def test_two_servers_become_ready_and_the_start_is_told(up: Up, capsys: pytest.C
     assert degraded.status == "False"
     for url in up.ready():
         body = {"model": str(MODEL), "token_ids": [1], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
-        answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60.0, trust_env=False)
+        answer = httpx.post(
+            f"{url}/inference/v1/generate", json=body, timeout=patience(60.0), trust_env=False
+        )
         (choice,) = answer.raise_for_status().json()["choices"]
         assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) > 0
     home = ["--home", str(up.home.root)]

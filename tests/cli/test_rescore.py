@@ -14,6 +14,7 @@ from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.pace import patience
 
 SAID = ["the answer is 4", "I do not know", "```python\nprint(2 + 2)  # \\boxed{8/2}\n```", "(failed)"]
 SEGMENT = {"prompt_ids": [1], "response_ids": [2] * 10, "loss_mask": [1] * 10, "logprobs": [-0.5] * 10,
@@ -27,7 +28,9 @@ class Server:
 
     def post(self, path: str, **body: Any) -> Any:
         headers = {"Authorization": f"Bearer {self.tokens['worker']}"}
-        answer = httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+        answer = httpx.post(
+            f"{self.url}{path}", json=body, headers=headers, timeout=patience(60), trust_env=False
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rollyard.connection import connect
 from rollyard_crds.telemetry.identity import trace_id
+from rollyard_testing.pace import patience
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
 STAGES = ("init", "run", "eval")
@@ -53,7 +54,7 @@ def start(folder: Path, url: str, sandbox: str, tasks: int, samples: int) -> sub
 def done(process: subprocess.Popen[bytes], folder: Path) -> list[dict[str, Any]]:
     """Wait for the end of the quickstart, and return its trajectories."""
     try:
-        assert process.wait(300) == 0, (folder / "output").read_text()[-4000:]
+        assert process.wait(patience(300)) == 0, (folder / "output").read_text()[-4000:]
     finally:
         process.kill()
     lines = (folder / "trajectories.jsonl").read_text().splitlines()
@@ -144,7 +145,7 @@ def killed_at_work(process: subprocess.Popen[bytes], folder: Path) -> set[str]:
 
     The worker is stopped before one looks, so that it completes nothing between the look and its death.
     """
-    end = time.monotonic() + 200.0
+    end = time.monotonic() + patience(200.0)
     while time.monotonic() < end:
         assert process.poll() is None, (folder / "output").read_text()[-4000:]
         pid = _worker(folder)

@@ -12,6 +12,7 @@ import pytest
 from rollyard.main import main
 from rollyard_client import Client, RolloutQuery
 from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
+from rollyard_testing.pace import patience
 
 MANIFEST = {
     "apiVersion": "rollyard.dev/v1alpha1",
@@ -46,7 +47,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedControl
     folder: Path = tmp_path_factory.mktemp("plane")
     with a_control_plane(folder, ready_seconds=170, end_seconds=60) as plane:
         headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}
-        with httpx.Client(base_url=plane.url, headers=headers, timeout=60) as http:
+        with httpx.Client(base_url=plane.url, headers=headers, timeout=patience(60)) as http:
             assert http.post("/v1/rolloutjobs", json=MANIFEST).status_code == 201
             ask = {"worker": "w", "node": "n", "capacity": {"init": 9, "run": 9, "eval": 9}}
             while leases := http.post("/v1/leases", json=ask).json()["leases"]:
@@ -94,7 +95,7 @@ def test_filters_belong_to_a_list(arguments: list[str], capsys: pytest.CaptureFi
 def test_the_client_searches_and_reads_statistics(started: StartedControlPlane) -> None:
     with Client(started.url, started.tokens["viewer"]) as client:
         found: list[str] = []
-        until = time.monotonic() + 60
+        until = time.monotonic() + patience(60)
         while not found and time.monotonic() < until:  # Words come with the records into the store.
             time.sleep(0.1)
             found = [row.task_id for row in client.rollout_rows("job", RolloutQuery(search="ANIMAL number1"))]

@@ -12,6 +12,7 @@ from rollyard.errors import CliError
 from rollyard.jobs import watching
 from rollyard_client import AsyncClient, Client, JobReplaced, NotFound, finish
 from rollyard_crds import RolloutJob
+from rollyard_testing.pace import patience
 
 
 def job(uid: str) -> RolloutJob:
@@ -62,7 +63,7 @@ def test_waiting_for_a_job_does_not_end_with_another_one() -> None:
         client._transport.client.close()
         client._transport.client = httpx.Client(base_url="http://x", transport=httpx.MockTransport(answer))
         with pytest.raises(JobReplaced, match="another one was submitted"):
-            client.wait("job", timeout=60)
+            client.wait("job", timeout=patience(60))
 
 
 async def test_nor_does_the_async_client() -> None:
@@ -77,7 +78,7 @@ async def test_nor_does_the_async_client() -> None:
             base_url="http://x", transport=httpx.MockTransport(answer)
         )
         with pytest.raises(JobReplaced):
-            await client.wait("job", timeout=60)
+            await client.wait("job", timeout=patience(60))
 
 
 def test_the_first_look_knows_no_job() -> None:

@@ -19,10 +19,11 @@ import pytest
 import rollyard_engine
 from rollyard.main import main
 from rollyard_client import AsyncClient, Client, Conflict
+from rollyard_testing.pace import patience
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = list(range(5, 25))
-START_SECONDS = 90.0
+START_SECONDS = patience(90.0)
 
 
 def started(folder: Path, name: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -72,10 +73,10 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, s
             yield url, token, address
         finally:
             api.kill()
-            api.wait(10)
+            api.wait(patience(10))
     finally:
         engine.kill()
-        engine.wait(10)
+        engine.wait(patience(10))
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def reference(address: str) -> dict[str, Any]:
     """Return what the engine says of IDS now."""
     body = {"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}
-    choice = httpx.post(f"{address}/v1/completions", json=body, timeout=30).json()["choices"][0]
+    choice = httpx.post(f"{address}/v1/completions", json=body, timeout=patience(30)).json()["choices"][0]
     pairs = zip(IDS[1:], choice["prompt_logprobs"][1:], strict=True)
     return {"promptIds": IDS, "logprobs": [entry[str(token)]["logprob"] for token, entry in pairs]}
 
@@ -146,7 +147,7 @@ def test_what_the_servers_own_metrics_say_is_shown(
             assert time.monotonic() < end
             reference(address)
             body = {"prompt": IDS * 8, "max_tokens": 1}
-            httpx.post(f"{address}/v1/completions", json=body, timeout=30).raise_for_status()
+            httpx.post(f"{address}/v1/completions", json=body, timeout=patience(30)).raise_for_status()
             time.sleep(0.2)
         shown = backend()
     assert 0 < shown.prefix_cache_hit_rate <= 1
@@ -202,7 +203,7 @@ def test_client(yard: tuple[str, str, str], checkpoint: Path) -> None:
     right = reference(address)
     with Client(url, token) as client:
         update = client.update_weights("p", "s1", checkpoint=str(checkpoint), reference=right)
-        done = client.wait_weights("p", update.id, timeout=60)
+        done = client.wait_weights("p", update.id, timeout=patience(60))
         assert (done.state, done.verified, done.verified_by) == ("Succeeded", True, "reference")
         assert client.weight_updates("p")[0] == done
         assert client.update_weights("p", "s1", checkpoint=str(checkpoint)).id == update.id
@@ -211,7 +212,7 @@ def test_client(yard: tuple[str, str, str], checkpoint: Path) -> None:
         assert client.pause_pool("p", "wait").status.paused
         # This is the trainer's own push, on servers that it has paused.
         pushed = client.update_weights("p", "s2", pushed=True, reference=right)
-        assert client.wait_weights("p", pushed.id, timeout=60).verified
+        assert client.wait_weights("p", pushed.id, timeout=patience(60)).verified
         assert not client.pool("p").status.paused
     asyncio.run(_with_async_client(url, token, checkpoint, right))
 
@@ -223,6 +224,6 @@ async def _with_async_client(url: str, token: str, checkpoint: Path, right: dict
         update = await client.update_weights(
             "p", "a1", checkpoint=str(checkpoint), in_flight="restart", reference=right
         )
-        done = await client.wait_weights("p", update.id, timeout=60)
+        done = await client.wait_weights("p", update.id, timeout=patience(60))
         assert (done.state, done.in_flight, done.verified) == ("Succeeded", "restart", True)
         assert [one.policy_version for one in await client.weight_updates("p")][:2] == ["a1", "s2"]

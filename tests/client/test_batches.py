@@ -31,6 +31,7 @@ from rollyard_client.training.iterators import ResultIterator
 from rollyard_client.training.lag import WeightHistory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.pace import patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Plane:
         """Take up to `most` rollouts of a job through all stages, and return how many have ended."""
         done = 0
         headers = {"Authorization": f"Bearer {self.tokens['worker']}"}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=60) as http:
+        with httpx.Client(base_url=self.url, headers=headers, timeout=patience(60)) as http:
             while done < most:
                 free = min(16, most - done)
                 ask = {"init": free, "run": free, "eval": free}
@@ -216,7 +217,7 @@ def test_a_batch_waits_for_its_groups(plane: Plane) -> None:
         client.push_tasks("waiting", tasks(*range(4)))
         later = threading.Timer(0.5, plane.work, ("waiting",))
         later.start()
-        batch = client.batch("waiting", groups=4, informative=True, timeout=60)
+        batch = client.batch("waiting", groups=4, informative=True, timeout=patience(60))
         later.join()
         assert len(batch.groups) == 4
         for wrong in ({"groups": 0}, {"groups": 1, "max_lag": -1}, {"groups": 1, "timeout": float("nan")}):

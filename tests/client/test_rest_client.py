@@ -39,6 +39,7 @@ from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.pace import patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ async def test_sync_and_async_say_the_same(server: Server) -> None:
             client.wait("both", timeout=0.01)
         await work(server, "both")
         await finish(server, "both")
-        assert client.wait("both", timeout=5).status.phase == "Succeeded"
+        assert client.wait("both", timeout=patience(5)).status.phase == "Succeeded"
         trajectories = list(client.trajectories("both", follow=True))
         assert len(trajectories) == 4
         assert client.trajectory("both", trajectories[0].id) == trajectories[0]
@@ -128,7 +129,7 @@ async def test_sync_and_async_say_the_same(server: Server) -> None:
         assert [one.metadata.name for one in client.jobs("default")].count("both") == 1
     async with AsyncClient(server.url, server.tokens["admin"]) as other:
         await other.ready()
-        assert (await other.wait("both", timeout=5)).status.phase == "Succeeded"
+        assert (await other.wait("both", timeout=patience(5))).status.phase == "Succeeded"
         assert [t async for t in other.trajectories("both", follow=True)] == trajectories
         assert [g async for g in other.groups("both", informative=True)] == groups
         assert [r async for r in other.rollouts("both", status="succeeded")] == summaries

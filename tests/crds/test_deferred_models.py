@@ -14,6 +14,7 @@ import rollyard_crds
 from pydantic import Field, ValidationError
 from rollyard_crds.base import DEFER_BUILD, Deferred, Model, build, build_all
 from rollyard_crds.trajectory import Record
+from rollyard_testing.pace import patience
 
 THREADS = 8
 
@@ -75,7 +76,7 @@ def test_threads_may_use_a_model_first_together() -> None:
         barrier = threading.Barrier(THREADS)
 
         def first(place: int, model: type[Model] = Whole, barrier: threading.Barrier = barrier) -> str:
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=patience(10))
             if place % 2:
                 return model.model_validate({"parts": {"a": {"numbers": ["1"]}}}).model_dump_json()
             with pytest.raises(ValidationError) as refused:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.static, pytest.mark.nightly]
 
@@ -25,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html",
          "-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / "html")],
-        capture_output=True, text=True, timeout=170,
+        capture_output=True, text=True, timeout=patience(170),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "html"

@@ -8,12 +8,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollyard_drivers.host import ready_processes
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.processes import identify, is_alive
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
+from rollyard_testing.pace import patience
 
 MAIN = """
 import os, sys, time
@@ -58,7 +60,7 @@ async def ready(folders: Folders) -> AsyncIterator[ReadyProcesses]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -77,7 +79,7 @@ async def test_a_ready_process_becomes_the_program_under_its_own_name(
     await until(lambda: len(waiting(folders)) == 2)
     ended = asyncio.Event()
     child = await ready.start("ready_demo", "one", ["a", "b c"], on_exit=ended.set)
-    await asyncio.wait_for(ended.wait(), 30)
+    await asyncio.wait_for(ended.wait(), patience(30))
     assert said(folders, "one") == ["ran", str(child.pid), "a", "b", "c", "/dev/null"]
     assert (child.name, child.exit_code) == ("one", 2)
     assert not (folders.pids / "one.json").exists()
@@ -90,7 +92,7 @@ async def test_a_program_with_options_prepares_before_it_is_used(folders: Folder
     (pool,) = made._pools.values()
     await until(lambda: pool.ready and pool.ready[0].last_line == "prepared --home /h")
     child = await made.start("ready_demo", "one", ["a"])
-    assert await child.wait(30)
+    assert await child.wait(patience(30))
     assert said(folders, "one") == ["ran", str(child.pid), "a", "/dev/null"]
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
@@ -103,7 +105,7 @@ async def test_a_prepared_program_that_gets_no_arguments_runs_nothing(folders: F
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ),
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         output, _ = await process.communicate(b"")
     assert (process.returncode, output) == (0, b"prepared x\nnot needed\n")
 
@@ -120,7 +122,7 @@ async def test_each_process_is_used_once_and_a_fresh_one_follows_when_none_is_re
     for child in children:
         assert (folders.pids / f"{child.name}.json").is_file()
         child.kill_group()
-        assert await child.wait(10)
+        assert await child.wait(patience(10))
         assert child.exit_code == -signal.SIGKILL
 
 
@@ -135,7 +137,7 @@ async def test_a_ready_process_that_was_killed_is_not_used_and_is_replaced(
     await until(lambda: killed not in pool.ready and len(pool.ready) == 2)
     child = await ready.start("ready_demo", "one", [])
     assert child.pid != killed.pid
-    assert await child.wait(10)
+    assert await child.wait(patience(10))
     assert child.exit_code == 0
 
 
@@ -143,7 +145,7 @@ async def test_variables_need_a_fresh_process(ready: ReadyProcesses, folders: Fo
     await until(lambda: len(waiting(folders)) == 2)
     before = waiting(folders)
     child = await ready.start("ready_demo", "one", [], env={"A": "b"})
-    assert await child.wait(30)
+    assert await child.wait(patience(30))
     assert child.exit_code == 0
     assert waiting(folders) == before
 
@@ -151,7 +153,7 @@ async def test_variables_need_a_fresh_process(ready: ReadyProcesses, folders: Fo
 async def test_without_programs_every_start_is_a_fresh_one(folders: Folders) -> None:
     none = ReadyProcesses(folders, [Program("ready_demo", count=0)])
     child = await none.start("ready_demo", "one", ["x"])
-    assert await child.wait(30)
+    assert await child.wait(patience(30))
     assert (child.exit_code, said(folders, "one")[2]) == (1, "x")
 
 
@@ -160,31 +162,40 @@ async def test_a_replacement_waits_until_the_program_is_started_again(folders: F
     keeping = asyncio.create_task(made.keep())
     try:
         first = await made.start("ready_demo", "one", ["x"])
-        assert await first.wait(30)
+        assert await first.wait(patience(30))
         assert waiting(folders) == []
         second = await made.start("ready_demo", "two", ["x"])
         await until(lambda: len(waiting(folders)) == 1)
-        assert await second.wait(30)
+        assert await second.wait(patience(30))
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_what_follows_the_first_use_waits_until_the_program_is_started_again(folders: Folders) -> None:
+async def test_what_follows_the_first_use_waits_until_the_program_is_started_again(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet, pauses = ready_processes._quiet, []
+
+    async def noted(pool: Any, seconds: float) -> None:
+        pauses.append(seconds)
+        await quiet(pool, seconds)
+
+    monkeypatch.setattr(ready_processes, "_quiet", noted)
     made = ReadyProcesses(folders, [Program("ready_demo", second_after=3600.0)])
     keeping = asyncio.create_task(made.keep())
     try:
         await until(lambda: len(waiting(folders)) == 1)
         first = await made.start("ready_demo", "one", ["x"])
-        assert await first.wait(30)
-        await asyncio.sleep(0.5)  # Without the pause, one would be there.
+        assert await first.wait(patience(30))
+        await until(lambda: 3600.0 in pauses)
         assert waiting(folders) == []
         second = await made.start("ready_demo", "two", ["x"])
         await until(lambda: len(waiting(folders)) == 1)
         third = await made.start("ready_demo", "three", ["x"])
         await until(lambda: len(waiting(folders)) == 1)
-        assert await second.wait(30)
-        assert await third.wait(30)
+        assert await second.wait(patience(30))
+        assert await third.wait(patience(30))
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
@@ -200,7 +211,7 @@ async def test_the_pause_after_the_first_use_delays_no_replacement_of_one_that_d
     try:
         await until(lambda: len(pool.ready) == 2)
         first = await made.start("ready_demo", "one", ["x"])
-        assert await first.wait(30)
+        assert await first.wait(patience(30))
         await until(lambda: len(pool.ready) == 2)
         monkeypatch.setattr(ready_processes, "_quiet", lambda pool, seconds: asyncio.sleep(3600))
         killed = pool.ready[0]
@@ -231,7 +242,7 @@ async def test_a_process_whose_input_ends_runs_nothing(folders: Folders, line: b
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ),
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         output, _ = await process.communicate(line)
     assert (process.returncode, output) == (0, b"")
 
@@ -245,4 +256,4 @@ async def test_a_second_hand_over_is_refused(folders: Folders) -> None:
     assert not (folders.pids / "two.json").exists()
     await until(lambda: child.last_line.startswith("ran"))
     child.kill_group()
-    assert await child.wait(10)
+    assert await child.wait(patience(10))

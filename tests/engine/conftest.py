@@ -17,8 +17,9 @@ import httpx
 import numpy as np
 import pytest
 import rollyard_engine
+from rollyard_testing.pace import patience
 
-START_SECONDS = 30.0
+START_SECONDS = patience(30.0)
 
 
 @dataclass
@@ -33,13 +34,15 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=30, limits=httpx.Limits(max_connections=None))
+        return httpx.AsyncClient(
+            base_url=self.url, timeout=patience(30), limits=httpx.Limits(max_connections=None)
+        )
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30)
+        return httpx.post(self.url + path, json=body, timeout=patience(30))
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=patience(30))
 
     def complete(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         """Return one completion with ids and log-probabilities: its only choice, with ``usage`` added."""
@@ -59,7 +62,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(10)
+            return self.process.wait(patience(10))
         finally:
             if self.process.poll() is None:
                 self.process.kill()

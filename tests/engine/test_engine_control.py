@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 # Without max_tokens a request continues until the context is full, which is long enough to act on it.
 LONG = {"ignore_eos": True, "logprobs": 0, "seed": 1}
@@ -22,7 +23,7 @@ def generate_body(first: int, **sampling: Any) -> dict[str, Any]:
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not await holds():  # noqa: ASYNC110  (the state is another process's)
             await asyncio.sleep(0.01)
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from rollyard_engine.errors import InvalidRequest
 from rollyard_engine.serving import protocol
+from rollyard_testing.pace import patience
 
 
 def test_models_names_the_context_and_the_kind_of_logprobs(server: Any, model_dir: Path) -> None:
@@ -171,7 +172,7 @@ def test_another_model_an_unknown_path_and_no_json(server: Any) -> None:
     assert "Valid aliases: tiny-policy" in other.json()["error"]["message"]
     unknown = server.get("/v1/unknown")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, 404)
-    garbled = httpx.post(server.url + "/v1/completions", content=b"{", timeout=30)
+    garbled = httpx.post(server.url + "/v1/completions", content=b"{", timeout=patience(30))
     assert (garbled.status_code, garbled.json()["error"]["param"]) == (400, "body")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.pace import patience
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -17,7 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "rollyard_engine", *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patience(30),
         check=False,
     )
 
@@ -71,6 +72,6 @@ async def test_a_signal_ends_it_with_partial_answers(own_server: Any, number: si
             rest = [line async for line in lines]
     assert [line for line in rest if line][-1] == "data: [DONE]"
     assert any('"finish_reason":"abort"' in line for line in rest)
-    assert own_server.process.wait(10) == 0
+    assert own_server.process.wait(patience(10)) == 0
     with pytest.raises(httpx.ConnectError):
         own_server.get("/health")

@@ -19,6 +19,7 @@ import yaml
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 
 TASKS = 12
 SAMPLES = 4
@@ -28,7 +29,7 @@ LATEST = 16
 """The last kill comes when this many rollouts, of 48, have ended, and those that end in between."""
 FURTHER = 0.5
 """The longest time between that and the kill, in seconds."""
-END = 150.0  # seconds for a killed run to end; an undisturbed one takes about ten
+END = patience(150.0)  # seconds for a killed run to end; an undisturbed one takes about ten
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("bubblewrap_works", "even_scheduling")]
 
@@ -101,7 +102,7 @@ class Run:
             there = sum(record["status"] == outcome for record in whole.seen.values())
             assert counts[outcome] == there, outcome
 
-        deadline = time.monotonic() + LEASE_SECONDS
+        deadline = time.monotonic() + patience(LEASE_SECONDS)
         while (used := self.yard.in_use()) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert used == [], "sandboxes outlive their rollouts by more than a lease"

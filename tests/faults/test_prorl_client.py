@@ -24,11 +24,12 @@ import httpx
 import pytest
 from rollyard_testing.faults.yard import Yard, a_yard
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("bubblewrap_works", "even_scheduling")]
 
 SAMPLES = 6
-END = 150.0
+END = patience(150.0)
 PARAMS = {
     "model": "hosted_vllm/policy",
     "api_key": "unused",
@@ -50,12 +51,12 @@ class ProrlClient:
         self.address = address
         self.stopping = threading.Event()
 
-    def post(self, path: str, body: Any = None, seconds: float = 30.0) -> httpx.Response:
+    def post(self, path: str, body: Any = None, seconds: float = patience(30.0)) -> httpx.Response:
         return httpx.post(self.address + path, json=body, timeout=seconds, trust_env=False)
 
     def insist(self, path: str, body: Any = None) -> httpx.Response:
         """Send a request until there is an answer, whatever it is."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while True:
             try:
                 return self.post(path, body)
@@ -172,7 +173,7 @@ def generate_server(engine: str, model: str) -> Iterator[tuple[str, list[str]]]:
             found = httpx.post(
                 engine + "/v1/completions",
                 json=sent | {"logprobs": 0, "return_token_ids": True},
-                timeout=60,
+                timeout=patience(60),
                 trust_env=False,
             )
             choice = found.raise_for_status().json()["choices"][0]
@@ -197,12 +198,12 @@ def generate_server(engine: str, model: str) -> Iterator[tuple[str, list[str]]]:
             yield f"http://127.0.0.1:{http.server_address[1]}", asked
         finally:
             http.shutdown()
-            thread.join(10)
+            thread.join(patience(10))
 
 
 def engine_of(yard: Yard) -> tuple[str, str]:
     """Return the address and the model of the engine that stands for one of the trainer's."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + patience(90)
     while time.monotonic() < deadline:
         with yard.http() as http:
             pool = http.get("/v1/backendpools/default").raise_for_status().json()

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from rollyard_api.__main__ import parser
 from rollyard_crds import schema
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "rollyard"
@@ -129,7 +130,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
     process = subprocess.Popen([*command, "--port-file", str(port_file), "--log-level", "error"])
     try:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + patience(50)
         while not port_file.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline

@@ -28,6 +28,7 @@ from rollyard_inference.weights.control import WeightCallLimits, WeightControl
 from rollyard_inference.weights.sglang import SglangWeights
 from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.inference.scripted import LOGPROB, SHAPES, Scripted, SglangShaped, VllmShaped
+from rollyard_testing.pace import patience
 
 LIMITS = WeightCallLimits()
 ABORT = "/inference/v1/abort_requests"
@@ -141,7 +142,7 @@ async def test_vllm_is_probed_by_requests_that_it_does_not_log_as_errors(
 
 
 async def test_metrics(transport: Transport, server: Scripted) -> None:
-    reply = await transport.request("GET", f"{server.url}/metrics", seconds=20.0)
+    reply = await transport.request("GET", f"{server.url}/metrics", seconds=patience(20.0))
     assert metrics.parse(reply.content) == metrics.ServerMetrics(3.0, 1.0, 90.0, 45.0)
 
 

@@ -12,6 +12,7 @@ from rollyard_inference.errors import BackendMismatch, BackendUnavailable, NotLi
 from rollyard_inference.transports.interface import Transport, base_url
 from rollyard_inference.transports.with_aiohttp import AiohttpTransport
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.pace import patience
 
 Serve = Callable[[asyncio.StreamWriter], object]
 
@@ -66,7 +67,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nX-Name: value\r\n\r\n"
 async def test_an_answer_is_read_whole(transport: Transport) -> None:
     asked: list[bytes] = []
     async with serving(HEAD % 6, b"abc", b"def", asked=asked) as url:
-        reply = await transport.request("GET", url + "/path", seconds=20.0)
+        reply = await transport.request("GET", url + "/path", seconds=patience(20.0))
     assert (reply.status, reply.headers["x-name"], reply.content) == (200, "value", b"abcdef")
     assert asked[0].startswith(b"GET /path ")
     assert b"accept-encoding: identity" in asked[0].lower()
@@ -81,13 +82,13 @@ async def test_an_answer_that_drips_ends_in_time(transport: Transport) -> None:
 async def test_an_answer_is_bounded(transport: Transport) -> None:
     async with serving(HEAD % 300_000, *[b"x" * 100_000] * 3) as url:
         with pytest.raises(BackendMismatch, match="longer than 150000 bytes"):
-            await transport.request("GET", url, seconds=20.0, limit=150_000)
+            await transport.request("GET", url, seconds=patience(20.0), limit=150_000)
 
 
 async def test_a_redirect_is_not_followed(transport: Transport) -> None:
     head = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
     async with serving(head) as url:
-        assert (await transport.request("GET", url, seconds=20.0)).status == 302
+        assert (await transport.request("GET", url, seconds=patience(20.0))).status == 302
 
 
 @pytest.mark.parametrize("seconds", [20.0, None])

@@ -15,6 +15,7 @@ from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.faults.yard import ROOT
 from rollyard_testing.integrations.rollouts import PAD, Sampled, batches, sampled, trained
 from rollyard_testing.integrations.trl_run import ENVIRONMENT_SECONDS, PACKAGES
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.trainers, pytest.mark.nightly]
 
@@ -50,7 +51,7 @@ def python(missing: Callable[[str], NoReturn]) -> Path:
             [str(ROOT / "scripts/adapters-env")],
             capture_output=True,
             text=True,
-            timeout=2 * ENVIRONMENT_SECONDS,
+            timeout=patience(2 * ENVIRONMENT_SECONDS),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         missing(f"scripts/adapters-env: {error}")
@@ -76,7 +77,7 @@ def seen(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in PACKAGES)},
         capture_output=True,
         text=True,
-        timeout=RUN_SECONDS,
+        timeout=patience(RUN_SECONDS),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -16,6 +16,7 @@ from rollyard.integrations.trl_weights import TrlWeights
 from rollyard_client.errors import ServerUnavailable
 from rollyard_crds import RolloutJob, Task
 from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_testing.pace import patience
 
 TASKS = [{"id": "a", "prompt": "A?"}, {"id": "b", "messages": [{"role": "user", "content": "B?"}]}]
 
@@ -42,7 +43,7 @@ class Ended(Iterator[Trajectory]):
         self.cursor = cursor
 
     def __next__(self) -> Trajectory:
-        one = self.ended.get(timeout=30)
+        one = self.ended.get(timeout=patience(30))
         if one is None:
             raise StopIteration
         if isinstance(one, Exception):
@@ -134,7 +135,7 @@ def test_each_task_gets_its_own_rollouts_in_order() -> None:
     player = StreamPlayer(client, manifest(3))  # type: ignore[arg-type]
     client.ended.put(rollout("somebody-elses", 0))
     for _ in range(2):
-        played = player.play([*TASKS, TASKS[0]], timeout=30)
+        played = player.play([*TASKS, TASKS[0]], timeout=patience(30))
         assert [[one.sample_index for one in group] for group in played] == [[0, 1, 2]] * 3
     ids = [task.id for task in client.pushed]
     assert len(set(ids)) == len(ids) == 6
@@ -151,14 +152,14 @@ def test_calls_from_several_threads_do_not_mix() -> None:
     found: dict[int, list[str]] = {}
 
     def play(number: int) -> None:
-        groups = player.play([{"id": f"t{number}", "prompt": "?"}] * 5, timeout=30)
+        groups = player.play([{"id": f"t{number}", "prompt": "?"}] * 5, timeout=patience(30))
         found[number] = [one.task_id for group in groups for one in group]
 
     threads = [threading.Thread(target=play, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience(30))
     for number in range(4):
         assert len(found[number]) == 10
         assert {name.partition(":")[0] for name in found[number]} == {f"t{number}"}
@@ -173,7 +174,7 @@ def test_a_wait_is_bounded_and_can_be_followed_by_another() -> None:
     late = client.pushed[0].id
     client.at_once = True
     client.ended.put(rollout(late, 0))
-    assert len(player.play(TASKS, timeout=30)) == 2
+    assert len(player.play(TASKS, timeout=patience(30))) == 2
 
 
 @pytest.mark.parametrize("end", [None, ServerUnavailable("nobody answers"), RuntimeError("a broken page")])
@@ -185,10 +186,10 @@ def test_whoever_waits_hears_why_nothing_comes(end: Exception | None) -> None:
     client.ended.put(rollout("somebody-elses", 0))
     client.ended.put(end)
     with pytest.raises(ServerUnavailable if isinstance(end, ServerUnavailable) else StreamEnded):
-        future.result(30)
+        future.result(patience(30))
     client.at_once = True
     # The player reads on for the next call, and nothing twice.
-    assert len(player.play(TASKS, timeout=30)) == 2
+    assert len(player.play(TASKS, timeout=patience(30))) == 2
     assert client.begun == ["", "1"]
 
 

@@ -37,7 +37,7 @@ def installation(
     try:
         cluster.helm(
             "install", release, str(ROOT / "helm" / "rollyard"), "-n", release, "--values", str(values),
-            "--wait", "--timeout", "180s",
+            "--wait", "--timeout", f"{PATIENCE_SECONDS}s",
         )  # fmt: skip
         made.connect()
         yield made

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from rollyard_operator.allowed import Allowed
 from rollyard_operator.settings import parse_settings
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -146,6 +147,10 @@ def of(documents: list[dict[str, Any]], kind: str, part: str = "") -> dict[str, 
     return found
 
 
+DAILY = ("defaults", "policies", "replicas", "tls-made")
+"""What an API server is asked about every day; all are linted."""
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lint(cluster: Cluster, values: Any, variant: str) -> None:
     said = cluster.helm("lint", "--strict", CHART, *values(VARIANTS[variant]))
@@ -158,7 +163,10 @@ def strict(cluster: Cluster) -> str:
     return cluster.namespace(restricted=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in VARIANTS],
+)
 def test_the_api_server_takes_it(cluster: Cluster, strict: str, values: Any, variant: str) -> None:
     documents = rendered(cluster, strict, *values(VARIANTS[variant]))
     assert len([document for document in documents if document["kind"] == "Deployment"]) == 2
@@ -391,7 +399,7 @@ def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> 
         cluster.helm("uninstall", "yard", "--namespace", namespace, "--wait")
     kinds = "all,secrets,configmaps,pvc,serviceaccounts,roles,rolebindings,networkpolicies,ingresses"
     # helm waits for the Deployments, whose pods take a moment longer.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while left := [name for name in names_of(cluster, kinds, namespace) if "yard" in name]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

@@ -15,6 +15,7 @@ from rollyard_crds import ManifestError, parse, schema
 from rollyard_testing.crds.bounds import beyond, rules
 from rollyard_testing.crds.patches import merged
 from rollyard_testing.kubernetes.podwatch import api_server
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -290,8 +291,9 @@ def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
         )  # fmt: skip
         for condition in ("Finished", outcome):
             cluster.kubectl(
-                "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace, "--timeout=120s"
-            )
+                "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace,
+                f"--timeout={patience(120):.0f}s",
+            )  # fmt: skip
     done = cluster.run(
         "kubectl", "wait", "--for=condition=Succeeded", "rj/failed", "-n", namespace, "--timeout=1s"
     )

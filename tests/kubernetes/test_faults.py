@@ -19,6 +19,7 @@ from rollyard_testing.kubernetes.faultrun import STAGES, TASKS, a_run
 from rollyard_testing.kubernetes.installed import Release
 from rollyard_testing.kubernetes.operatorprocess import OperatorProcess
 from rollyard_testing.kubernetes.podwatch import CLAIM, label
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.faults]
 
@@ -80,13 +81,17 @@ def test_a_cluster_without_api_server_for_a_while(release: Release) -> None:
         run.feed()
         assert run.unfinished >= 8
         try:
-            subprocess.run([lab, "kill", "kube-apiserver"], check=True, capture_output=True, timeout=30)
+            subprocess.run(
+                [lab, "kill", "kube-apiserver"], check=True, capture_output=True, timeout=patience(30)
+            )
             with pytest.raises((OSError, httpx.HTTPError)):
                 run.reader.pods(release.name)
             time.sleep(OUTAGE_SECONDS)
             before = run.unfinished
         finally:
-            subprocess.run([lab, "restart", "kube-apiserver"], check=True, capture_output=True, timeout=120)
+            subprocess.run(
+                [lab, "restart", "kube-apiserver"], check=True, capture_output=True, timeout=patience(120)
+            )
         print(f"{before} rollouts to go at the end of the outage")
         counts = run.judge()
         assert counts["succeeded"] == len(run.expected)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from rollyard_testing.kubernetes.installedchart import HOLD, job, task
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly]
 
 CHART = str(Path(__file__).resolve().parents[2] / "helm" / "rollyard")
 ROLLYARD = str(Path(sys.executable).with_name("rollyard"))
-SETTLE_SECONDS = 120
+SETTLE_SECONDS = patience(120)
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Release:
         for key, value in changes.items():
             document[key] = {**document.get(key, {}), **value}
         self.cluster.helm(
-            "upgrade", "--install", "yard", CHART, "-n", self.home, "--wait", "--timeout", "150s",
-            "--values", "-", input=yaml.safe_dump(document),
+            "upgrade", "--install", "yard", CHART, "-n", self.home, "--values", "-",
+            "--wait", "--timeout", f"{patience(150):.0f}s", input=yaml.safe_dump(document),
         )  # fmt: skip
 
     def rollyard(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +52,7 @@ class Release:
             env={**self.cluster.env, "ROLLYARD_HOME": str(self.values.parent / "none"), **env},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(120),
         )
 
 
@@ -79,13 +80,15 @@ def release(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFact
         made.apply()
         yield made
     finally:
-        cluster.kubectl("delete", "rj,bp", "--all", "-n", jobs, "--timeout=180s")
+        cluster.kubectl("delete", "rj,bp", "--all", "-n", jobs, f"--timeout={patience(180):.0f}s")
         cluster.helm("uninstall", "yard", "-n", home, "--wait", "--ignore-not-found")
         cluster.remove_volume(home)
 
 
 def test_its_own_test_passes(release: Release) -> None:
-    said = release.cluster.helm("test", "yard", "-n", release.home, "--logs", "--timeout", "120s")
+    said = release.cluster.helm(
+        "test", "yard", "-n", release.home, "--logs", "--timeout", f"{patience(120):.0f}s"
+    )
     assert "Phase:          Succeeded" in said
     assert said.count("ok   https://") == 4
 
@@ -118,10 +121,12 @@ def test_a_task_file_of_this_machine_is_uploaded(release: Release, tmp_path: Pat
         done = release.rollyard(*words)
         assert done.returncode == 0, done.stderr
         assert "carried submitted (2 rollouts)" in done.stdout
-    release.cluster.kubectl("wait", "--for=create", "rj/carried", "-n", release.jobs, "--timeout=180s")
+    release.cluster.kubectl(
+        "wait", "--for=create", "rj/carried", "-n", release.jobs, f"--timeout={patience(180):.0f}s"
+    )
     where = ("-n", release.jobs, "-o", "jsonpath={.spec.tasks.url}")
     assert release.cluster.kubectl("get", "rj/carried", *where).startswith("blob:sha256:")
-    release.cluster.kubectl("delete", "rj", "carried", "-n", release.jobs, "--timeout=180s")
+    release.cluster.kubectl("delete", "rj", "carried", "-n", release.jobs, f"--timeout={patience(180):.0f}s")
 
 
 def account(release: Release, name: str, rules: list[dict[str, Any]], folder: Path) -> Release:
@@ -215,14 +220,15 @@ def test_upgrade_and_rollback_keep_a_job_at_work(release: Release, monkeypatch: 
         (box,) = before[1]
         release.apply(operator={"logLevel": "warning"}, api={**release_api(release), "logLevel": "warning"})
         assert (pods("stage-worker"), pods("sandbox")) == before
-        cluster.helm("rollback", "yard", "-n", release.home, "--wait", "--timeout", "150s")
+        cluster.helm("rollback", "yard", "-n", release.home, "--wait", "--timeout", f"{patience(150):.0f}s")
         assert (pods("stage-worker"), pods("sandbox")) == before
         cluster.kubectl("exec", "-n", release.jobs, box, "--", "touch", "/work/go")
         client.push_tasks("stream", [task("later")])
         client.close("stream")
         cluster.kubectl(
-            "wait", "--for=condition=Succeeded", "rj/stream", "-n", release.jobs, "--timeout=120s"
-        )
+            "wait", "--for=condition=Succeeded", "rj/stream", "-n", release.jobs,
+            f"--timeout={patience(120):.0f}s",
+        )  # fmt: skip
         ended = sorted((one.task_id, one.reward, one.attempt) for one in client.trajectories("stream"))
     assert ended == [("held", 1.0, 0), ("later", 1.0, 0)]
     cluster.kubectl("delete", "rj", "stream", "-n", release.jobs)
@@ -270,8 +276,9 @@ def test_a_job_is_served_by_a_pod_that_stood_ready(release: Release, monkeypatch
             client.push_tasks("at-once", [task("only")])
             client.close("at-once")
             cluster.kubectl(
-                "wait", "--for=condition=Succeeded", "rj/at-once", "-n", release.jobs, "--timeout=120s"
-            )
+                "wait", "--for=condition=Succeeded", "rj/at-once", "-n", release.jobs,
+                f"--timeout={patience(120):.0f}s",
+            )  # fmt: skip
             ended = [(one.task_id, one.reward, one.attempt) for one in client.trajectories("at-once")]
         # Each stage has one worker, so the one that stood ready has served its stage.
         assert ended == [("only", 1.0, 0)]

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.kubernetes
 
@@ -27,6 +28,7 @@ TOKENS = {"admin": "admin-token", "worker": "worker-token", "driver": "driver-to
 
 def eventually(true: Callable[[], Any], seconds: float = 120.0) -> Any:
     """Return what `true` returns once it is true."""
+    seconds = patience(seconds)
     end = time.monotonic() + seconds
     while True:
         found = true()
@@ -100,10 +102,10 @@ class Installation:
         for process in reversed(self.processes):
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(patience(10))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(patience(10))
 
     def rest(self, method: str, path: str, body: Any = None) -> Any:
         headers = {"Authorization": f"Bearer {TOKENS['admin']}"}
@@ -161,7 +163,7 @@ def yard(cluster: Any, tmp_path: Path) -> Iterator[Installation]:
 def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
     operator = yard.start()
     yard.apply("first")
-    yard.kubectl("wait", "--for=condition=Admitted", "rolloutjob/first", "--timeout=120s")
+    yard.kubectl("wait", "--for=condition=Admitted", "rolloutjob/first", f"--timeout={patience(120):.0f}s")
     assert len(eventually(lambda: len(yard.pods("first")) == 3 and yard.pods("first"))) == 3
     made = yard.cluster.get("rolloutjob", "first", yard.namespace)
     assert "finalizers" not in made["metadata"]
@@ -172,7 +174,7 @@ def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
     assert set(secret["data"]) == {"token"}
 
     yard.kubectl("patch", "rj", "first", "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    yard.kubectl("wait", "--for=condition=Suspended", "rolloutjob/first", "--timeout=120s")
+    yard.kubectl("wait", "--for=condition=Suspended", "rolloutjob/first", f"--timeout={patience(120):.0f}s")
     eventually(lambda: not yard.pods("first"))
     assert yard.rest("GET", "/rolloutjobs/first")["spec"]["suspend"]
     yard.rest("PATCH", "/rolloutjobs/first", {"suspend": False})
@@ -180,7 +182,7 @@ def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
     assert yard.cluster.get("rolloutjob", "first", yard.namespace)["spec"]["suspend"] is False
 
     yard.rest("POST", "/rolloutjobs/first/cancel", {})
-    yard.kubectl("wait", "--for=condition=Finished", "rolloutjob/first", "--timeout=120s")
+    yard.kubectl("wait", "--for=condition=Finished", "rolloutjob/first", f"--timeout={patience(120):.0f}s")
     ended = yard.cluster.get("rolloutjob", "first", yard.namespace)["status"]
     assert ended["phase"] == "Cancelled"
     eventually(lambda: not yard.pods("first"))
@@ -191,7 +193,7 @@ def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
     yard.kubectl("delete", "rj", "first")
     eventually(lambda: yard.rest("GET", "/rolloutjobs/first") is None)
     operator.send_signal(signal.SIGTERM)
-    assert operator.wait(60) == 0
+    assert operator.wait(patience(60)) == 0
     assert "Traceback" not in yard.log()
 
 
@@ -215,7 +217,7 @@ def test_what_happened_while_the_operator_was_dead_is_made_good(yard: Installati
         eventually(lambda name=name: len(yard.pods(name)) == 3)
     before = yard.pods("stays")
     os.kill(operator.pid, signal.SIGKILL)
-    operator.wait(10)
+    operator.wait(patience(10))
     yard.kubectl("delete", "rj", "orphaned", "--cascade=orphan")
     assert len(yard.pods("orphaned")) == 3
     yard.start()
@@ -232,7 +234,7 @@ def test_two_operators_make_everything_once(yard: Installation) -> None:
     # ErrImageNeverPull of each pod is the last change; after it there is no reason to write.
     eventually(lambda: _degraded(yard, "twice").count("ErrImageNeverPull") == 3)
     version = yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"]
-    time.sleep(3.0)
+    time.sleep(3.0)  # Several passes of both: nothing tells that none of them writes.
     assert yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"] == version
     assert yard.pods("twice") == pods
     assert yard.told("twice").count("Admitted") == 1

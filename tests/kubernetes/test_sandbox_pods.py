@@ -34,6 +34,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
 from rollyard_testing.kubernetes.connections import connections_ended
 from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
+from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.outside import HOST, TALK, Outside
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Live:
         return self.desk.claims_[claim].state
 
     async def until(self, holds: Callable[[], bool], seconds: float = 120.0) -> None:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(patience(seconds)):
             while not holds():  # noqa: ASYNC110 - a cluster's state
                 await asyncio.sleep(0.01)
 
@@ -129,7 +130,7 @@ async def live(
     reflector = Reflector(watch, "Pod", namespace, labels.selector("k-live"), found.pods)
     tasks = [asyncio.create_task(reflector.run())]
     try:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(patience(60.0)):
             await reflector.settled.wait()
         tasks.append(asyncio.create_task(loop.run()))
         yield found
@@ -151,7 +152,7 @@ async def reaches_its_hosts_alone(pod: ExecClient, bound: Claim, folder: Path) -
 
         async def get(host: str) -> str:
             asked = f"GET http://{host}:{outside.port}/ HTTP/1.1\r\n\r\n".encode()
-            return (await pod.run(["bash", "-c", TALK], stdin=asked, timeout=30)).text()
+            return (await pod.run(["bash", "-c", TALK], stdin=asked, timeout=patience(30))).text()
 
         async with egress.lent(sandbox, outside.spec(), "r-1", {}):
             assert "200 OK" in await get(HOST)
@@ -175,11 +176,11 @@ async def test_a_sandbox_from_claim_to_removal(
         api = cluster.kubectl("config", "view", "--minify", "-o", "jsonpath={.clusters[0].cluster.server}")
         host, port = api.removeprefix("https://").split(":")
         async with await ExecClient.connect(bound.address, token=bound.secret) as sandbox:
-            done = await sandbox.bash("id -u; touch /work/a /tmp/b; stat -c %u /work/a", timeout=30)
+            done = await sandbox.bash("id -u; touch /work/a /tmp/b; stat -c %u /work/a", timeout=patience(30))
             assert (done.exit_code, done.output.split()) == (0, [b"1000", b"1000"])
             tried = await sandbox.bash(
                 f"timeout 3 bash -c '</dev/tcp/{host}/{port}' && echo reached; ls /var/run/secrets 2>&1",
-                timeout=30,
+                timeout=patience(30),
             )
             assert b"reached" not in tried.output
             assert b"No such file" in tried.output, "no token of a service account"
@@ -282,7 +283,7 @@ def outside() -> Iterator[str]:
     enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
 
     def run(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=patience(30))
 
     listener = None
     try:
@@ -308,7 +309,7 @@ def outside() -> Iterator[str]:
             if process is not None:
                 process.kill()
                 with process:
-                    process.wait(30)
+                    process.wait(patience(30))
 
 
 def permits_outside(namespace: str) -> dict[str, Any]:
@@ -366,7 +367,7 @@ async def test_a_policy_that_opens_sandboxes_is_named(
         world.desk.release(refused)
         cluster.kubectl("delete", "-f", "-", input=policy)
         # The known policies are valid for a moment, so a claim that comes at once may still be refused.
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while await world.answered(closed := world.file()) != "Bound":
                 world.desk.release(closed)
         # One that comes while a sandbox is in use is reported.

@@ -22,6 +22,7 @@ from rollyard_testing.operator.operatorlab import (
     job,
     running,
     settings_in,
+    some_passes,
     until,
 )
 
@@ -332,7 +333,7 @@ async def test_only_so_many_jobs_run_at_once_and_priority_decides_who_is_next(la
 async def test_while_the_control_plane_is_down_nothing_is_lost(lab: Lab) -> None:
     lab.control.down = True
     lab.kube.put(job())
-    await asyncio.sleep(0.2)
+    await some_passes(lab.control)
     assert lab.kube.of("Pod") == []
     lab.control.down = False
     await until(lambda: len(lab.kube.of("Pod")) == 3)
@@ -365,7 +366,7 @@ async def test_an_operator_that_begins_anew_changes_nothing(tmp_path: Path, quic
                 KEY, before[("RolloutJob", *KEY)]["metadata"]["uid"]
             )
         )
-        await asyncio.sleep(0.2)
+        await some_passes(control)
         assert {k: v for k, v in kube.objects.items() if k[0] != "Secret"} == before
         assert kube.events == events
         # What an earlier version may have left is removed where it is.
@@ -444,7 +445,7 @@ async def test_what_was_deleted_while_a_watch_was_broken_is_noticed_by_the_next_
         before = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
         kube.deaf = True
         kube.remove("Pod", NAMESPACE, worker)
-        await asyncio.sleep(0.1)
+        await some_passes(control)
         assert len(kube.of("Pod")) == 2
         kube.deaf = False
         kube.break_watches()
@@ -464,9 +465,14 @@ async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     monkeypatch.setattr("rollyard_operator.installation.SWEEP_SECONDS", 0.05)
     kube, control = FakeKube(), FakeControlPlane()
     closed, forbidden = {"locked"}, KubeError(403, "Forbidden", "cannot list resource in namespace locked")
+    refused = 0
 
     def refuse(verb: str, obj: dict[str, Any]) -> KubeError | None:
-        return forbidden if obj["metadata"]["namespace"] in closed else None
+        nonlocal refused
+        if obj["metadata"]["namespace"] not in closed:
+            return None
+        refused += 1
+        return forbidden
 
     kube.refuse = refuse
     there = job()
@@ -477,7 +483,8 @@ async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     async with running(lab):
         await until(lambda: KEY in control.all_jobs)
         assert lab.operator.context.access.denied == {"locked"}
-        await asyncio.sleep(0.2)  # Some sweeps happen in this time.
+        before = refused
+        await until(lambda: refused > before + 2)  # Sweeps try it again.
         assert set(control.all_jobs) == {KEY}
         closed.clear()
         await until(lambda: ("locked", KEY[1]) in control.all_jobs)
@@ -492,7 +499,7 @@ async def test_without_any_namespace_it_waits(
     kube.refuse = lambda verb, obj: forbidden
     kube.put(job())
     async with running(Lab(settings_in(tmp_path), kube, control)):
-        await asyncio.sleep(0.1)
+        await until(lambda: len(kube.calls) > 2)
         assert not control.all_jobs
         kube.refuse = lambda verb, obj: None
         await until(lambda: KEY in control.all_jobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollyard_testing.operator.operatorlab import (
     pool,
     running,
     settings_in,
+    some_passes,
     until,
 )
 
@@ -124,8 +124,7 @@ async def test_a_job_of_rest_for_another_driver_stays_in_the_store(lab: Lab) -> 
     await speak(lab.control, ConditionUpdate("Running", True, "WorkersReady"))
     lab.control.post_pool(BackendPool.model_validate(pool(placement="slurm")))
     await speak_of_pool(lab.control, "http://cn1:1")
-    looked = asyncio.get_running_loop().time() + 0.3
-    await until(lambda: asyncio.get_running_loop().time() > looked)
+    await some_passes(lab.control)
     assert lab.kube.of("RolloutJob") == []
     assert lab.kube.of("BackendPool") == []
     assert lab.kube.of("Pod") == []
@@ -201,7 +200,7 @@ async def test_what_no_driver_speaks_of_says_which_one_is_missing(
     assert (ready().status, ready().reason) == ("False", "NoDriver")
     assert "slurm-bridge up --join" in ready().message
     await speak_of_pool(lab.control, "http://cn1:1")  # It came, and its report is kept.
-    await asyncio.sleep(0.2)
+    await some_passes(lab.control)
     assert ready().status == "True"
 
 

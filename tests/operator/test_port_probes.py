@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from rollyard_operator.sandboxes.port_probes import PortProbes
-from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
+from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS, until
 
 
 @pytest.fixture
@@ -36,9 +36,17 @@ def reserved() -> socket.socket:
 
 
 async def test_a_port_counts_once_it_takes_connections_and_is_then_left_alone(
-    probes: PortProbes, told: asyncio.Event
+    probes: PortProbes, told: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met = 0
+    met = tries = 0
+    connect = probes._connect
+
+    async def counted(host: str, port: int) -> None:
+        nonlocal tries
+        tries += 1
+        await connect(host, port)
+
+    monkeypatch.setattr(probes, "_connect", counted)
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal met
@@ -48,12 +56,12 @@ async def test_a_port_counts_once_it_takes_connections_and_is_then_left_alone(
 
     with reserved() as held:
         probes.want({"a": held.getsockname()})
-        await asyncio.sleep(0.05)
+        await until(lambda: tries > 1)
         assert not probes.has_answered("a")
         async with await asyncio.start_server(meet, sock=held):
             await told.wait()
             assert probes.has_answered("a")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # Some pauses between tries: nothing tells that there are no more.
     assert met == 1
 
 

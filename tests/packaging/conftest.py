@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 Install = Callable[..., Path]
@@ -21,7 +22,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with both distributions, built from this tree."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=patience(100))
     return folder
 
 
@@ -35,7 +36,7 @@ def wheel(dist: Path) -> Path:
 def _pip_setting(name: str) -> str:
     """Return a setting of this machine's pip, or an empty text."""
     command = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
@@ -70,7 +71,9 @@ def install(
             ["venv", "--quiet", "--python", python, str(folder)],
             ["pip", "install", "--quiet", "--python", str(folder / "bin/python"), wanted],
         ):
-            done = subprocess.run([uv, *command], env=env, capture_output=True, text=True, timeout=240)
+            done = subprocess.run(
+                [uv, *command], env=env, capture_output=True, text=True, timeout=patience(240)
+            )
             assert done.returncode == 0, done.stderr
         return folder / "bin"
 

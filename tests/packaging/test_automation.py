@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -42,7 +43,7 @@ def test_workflows_fit_their_schema(workflow: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "check_jsonschema",
          "--builtin-schema", "vendor.github-workflows", str(workflow)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=patience(60),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -24,6 +24,7 @@ from rollyard.extras import MODULES
 from rollyard_api.trajectories.parquet import encode
 from rollyard_crds.trajectory import Trajectory
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -46,7 +47,7 @@ NOT_IN_A_TRAINER = (
     "aiohttp", "alembic", "fastapi", "ipykernel", "numpy", "onnxruntime", "onnxruntime-genai", "pyarrow",
     "sqlalchemy", "tokenizers", "torch", "uvicorn",
 )  # fmt: skip
-START_SECONDS = 60.0
+START_SECONDS = patience(60.0)
 
 Install = Callable[..., Path]
 
@@ -74,7 +75,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(command: list[str | Path], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     env = environment(HOME=str(folder), ROLLYARD_HOME=str(folder / "home"), **more)
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=patience(120))
 
 
 @contextlib.contextmanager
@@ -87,7 +88,7 @@ def running(command: list[str | Path], folder: Path, **more: str) -> Iterator[su
         yield process
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(patience(20))
 
 
 def until(process: subprocess.Popen[bytes], folder: Path, true: Callable[[], Any]) -> Any:
@@ -103,7 +104,7 @@ def until(process: subprocess.Popen[bytes], folder: Path, true: Callable[[], Any
 def stopped(process: subprocess.Popen[bytes], folder: Path, number: int = signal.SIGTERM) -> None:
     """Ask the process to end, and check that it ends well."""
     process.send_signal(number)
-    assert process.wait(60) == 0, (folder / "log").read_text()
+    assert process.wait(patience(60)) == 0, (folder / "log").read_text()
 
 
 def text(path: Path) -> str:
@@ -327,7 +328,7 @@ class TestExtras:
         with running([*command, "--port", "0", "--port-file", tmp_path / "port"], tmp_path) as process:
             url = f"http://127.0.0.1:{until(process, tmp_path, lambda: text(tmp_path / 'port'))}"
             asked = {"model": "tiny-policy", "prompt": "a", "max_tokens": 1}
-            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=30, trust_env=False)
+            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=patience(30), trust_env=False)
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["choices"]) == 1
             stopped(process, tmp_path)

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.packaging, pytest.mark.nightly]
 
@@ -63,19 +64,23 @@ def test_the_source_distribution_holds_what_is_built_and_shown_from_a_checkout(d
 def test_an_environment_with_the_wheel_alone_runs_the_command(wheel: Path, tmp_path: Path) -> None:
     """The dependencies come from this environment; Rollyard itself must come from the wheel."""
     subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")],
+        check=True,
+        timeout=patience(60),
     )
     python = tmp_path / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", "--root-user-action=ignore", str(wheel)]
-    subprocess.run(install, check=True, timeout=100)
+    subprocess.run(install, check=True, timeout=patience(100))
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     # It comes behind the environment's own packages, and without the .pth file that names this tree.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def run(*command: str) -> str:
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=patience(60)
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

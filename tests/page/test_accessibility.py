@@ -72,7 +72,7 @@ def _settled(page: Page) -> None:
     page.wait_for_load_state("load")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 def test_axe_finds_no_serious_fault(
     plane: Plane, look: Callable[..., Any], rollout: str, scheme: str
 ) -> None:

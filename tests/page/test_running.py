@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import expect
 from rollyard_testing.browser.plane import Plane
 from rollyard_testing.browser.witness import attacks_seen
+from rollyard_testing.pace import patience
 from rollyard_testing.page.attacks import TEXTS
 from rollyard_testing.page.worker import Puppet, untended_job
 
@@ -32,7 +33,7 @@ def test_a_running_rollout_is_watched_until_its_record_is_there(
         page = look(served).at(served.rollout(JOB, lease["rollout"]))
         expect(page.get_by_role("heading", level=1)).to_contain_text(lease["rollout"])
         # The worker learns with a heartbeat that somebody watches, and sends what it has.
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while lease["rollout"] not in worker.beat(lease, []):
             assert time.monotonic() < deadline, "the worker does not learn that its rollout is watched"
             time.sleep(0.1)

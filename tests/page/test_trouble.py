@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from rollyard_testing.browser.plane import ENDED, HALF, Plane
+from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.page
 
@@ -125,7 +126,7 @@ def _restore(part: Path) -> None:
     pipe = part.with_suffix(".pipe")
     part.rename(pipe)
     part.with_suffix(".kept").rename(part)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while time.monotonic() < deadline:
         try:
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

@@ -14,6 +14,7 @@ from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_inference.errors import BackendMismatch, BackendUnavailable
 from rollyard_pipeline.backends import BackendClient, BackendSession
+from rollyard_testing.pace import patience
 
 
 class Router:
@@ -206,7 +207,7 @@ async def test_a_cancelled_turn_closes_its_request_at_once(backend: Any) -> None
     server = backend(generate=hang)
     async with server, BackendClient() as client:
         turn = asyncio.ensure_future(server.session(client).turn([1], 8, 0))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while not server.requests:  # noqa: ASYNC110 - the server notes it
                 await asyncio.sleep(0.01)
             turn.cancel()

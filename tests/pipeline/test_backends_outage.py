@@ -13,6 +13,7 @@ from rollyard_pipeline import errors
 from rollyard_pipeline.backends import BackendClient, session
 from rollyard_pipeline.backends.outage import Outage
 from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_testing.pace import patience
 
 _HERE = BackendAssignment(pool="p", url="http://here", model="tiny", tokenizer="t")
 
@@ -57,7 +58,7 @@ async def test_an_outage_is_no_part_of_the_time_after_which_a_rollout_gives_up(b
 async def test_a_long_outage_sends_the_rollout_back_to_its_queue(backend: Any) -> None:
     async with backend(generate=_refuse) as gone, BackendClient() as client:
         talk = gone.session(client, Plane(gone.assignment, outage=10**6), budget=20.0, outage_seconds=0.3)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(patience(15)):
             with pytest.raises(errors.NoBackend, match="no ready backend") as caught:
                 await talk.turn([1], 8, 0)
     lease = Lease.model_validate(
@@ -84,7 +85,7 @@ async def test_a_backend_that_is_ready_and_fails_again_uses_up_the_budget(backen
     """What failed before and after an outage counts; the outage in between does not."""
     async with backend(generate=_refuse) as gone, BackendClient() as client:
         talk = gone.session(client, Plane(gone.assignment, outage=10), budget=1.0)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(patience(15)):
             with pytest.raises(BackendUnavailable, match="no backend answered for 1 s"):
                 await talk.turn([1], 8, 0)
 

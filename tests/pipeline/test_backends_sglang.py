@@ -18,6 +18,7 @@ from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUn
 from rollyard_inference.sampling.request import ServedModel
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_pipeline.backends import BackendClient, Sampling
+from rollyard_testing.pace import patience
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=-1, max_tokens=8, seed=7)
 PROMPT = [785, 6722, 315, 9625, 374]
@@ -240,7 +241,7 @@ async def test_an_aborted_answer_goes_on_and_an_overflow_is_truncated(backend: A
             answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
         return answer
 
-    async with served(backend, reply) as server, BackendClient() as client, asyncio.timeout(20):
+    async with served(backend, reply) as server, BackendClient() as client, asyncio.timeout(patience(20)):
         sample = await server.session(client).turn([1, 2], 6, 0)
         assert sample.token_ids == (0, 1, 2, 0, 1, 2)
         with pytest.raises(ContextOverflow) as caught:

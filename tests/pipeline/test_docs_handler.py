@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rollyard_testing.pace import patience
 
 DOCS = Path(__file__).parents[2] / "docs" / "handlers.md"
 FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
@@ -77,11 +78,11 @@ def test_the_documented_handler_installs_and_runs(tmp_path_factory: pytest.TempP
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
          "--disable-pip-version-check", "--root-user-action=ignore", "--target", str(target), str(source)],
-        check=True, timeout=120,
+        check=True, timeout=patience(120),
     )  # fmt: skip
     ran = subprocess.run(
         [sys.executable, "-c", STAGES, str(folder / "run")],
-        env={**os.environ, "PYTHONPATH": str(target)}, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(target)}, capture_output=True, text=True, timeout=patience(120),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "['0'] 0.5 {'readable': 1.0}\n"

@@ -16,6 +16,7 @@ import pytest
 from rollyard.jobs.manifests import packed
 from rollyard_client import AsyncClient
 from rollyard_crds.trajectory import Trajectory
+from rollyard_testing.pace import patience
 
 END = "<|im_end|>"
 
@@ -53,7 +54,7 @@ class Yard:
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(patience(60)):
                 await process.wait()
 
     async def job(self, name: str, tasks: list[dict[str, Any]] | dict[str, Any], **spec: Any) -> None:
@@ -72,7 +73,7 @@ class Yard:
 
     async def results(self, name: str, count: int) -> list[Trajectory]:
         found: list[Trajectory] = []
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(patience(120)):
             async for trajectory in self.client.trajectories(name, follow=True):
                 found.append(trajectory)
                 if len(found) == count:
@@ -101,7 +102,7 @@ async def yard(tmp_path_factory: pytest.TempPathFactory, sandbox: str) -> AsyncI
             "--port-file", str(port_file), stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while not port_file.exists():
                 assert process.returncode is None, (folder / "api.log").read_text()
                 await asyncio.sleep(0.05)
@@ -112,7 +113,7 @@ async def yard(tmp_path_factory: pytest.TempPathFactory, sandbox: str) -> AsyncI
     finally:
         if process.returncode is None:
             process.terminate()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             await process.wait()
 
 
@@ -139,7 +140,7 @@ async def test_the_oracle_solves_every_task(yard: Yard) -> None:
     await yard.job("oracle", tasks, agent={"type": "oracle"})
     async with yard.worker("--job", "oracle") as worker:
         results = await yard.results("oracle", len(tasks))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             code = await worker.wait()
     assert code == 0, yard.log()
     assert [(result.status, result.reward) for result in results] == [("succeeded", 1.0)] * len(tasks), (
@@ -252,7 +253,7 @@ async def engine(yard: Yard, port: int = 0) -> AsyncIterator[tuple[asyncio.subpr
             "--port-file", str(port_file), "--served-model-name", "scripted", stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while not port_file.exists():
                 assert process.returncode is None, (yard.folder / "engine.log").read_text()
                 await asyncio.sleep(0.05)
@@ -260,7 +261,7 @@ async def engine(yard: Yard, port: int = 0) -> AsyncIterator[tuple[asyncio.subpr
     finally:
         if process.returncode is None:
             process.terminate()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             await process.wait()
 
 

@@ -25,6 +25,7 @@ from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.errors import FileError
+from rollyard_testing.pace import patience
 
 SMALL = {"warm": 0, "resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}}
 
@@ -298,7 +299,7 @@ async def test_a_fresh_sandbox_that_is_lost_costs_no_new_run(rollout: Rollout, h
     rollout.job({"carry": {"diff": True}}, handler="held")
     await rollout.play("echo 1 > made", "[ -e made ]")
     task = asyncio.create_task(rollout.score())
-    await asyncio.wait_for(handler.entered.wait(), 30)
+    await asyncio.wait_for(handler.entered.wait(), patience(30))
     (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
     await rollout.provider.release(own)
     handler.gate.set()
@@ -329,7 +330,7 @@ async def test_a_cancelled_evaluation_leaves_nothing(rollout: Rollout, handler: 
     rollout.job({}, handler="held")
     await rollout.play("true", "true")
     task = asyncio.create_task(rollout.score())
-    await asyncio.wait_for(handler.entered.wait(), 30)
+    await asyncio.wait_for(handler.entered.wait(), patience(30))
     table = LeaseTable()
     table.add(rollout.held)
     (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
@@ -359,7 +360,7 @@ async def test_the_sandbox_of_a_dead_workers_eval_is_swept(rollout: Rollout, han
     rollout.job({}, handler="held")
     await rollout.play("true", "true")
     task = asyncio.create_task(rollout.score())
-    await asyncio.wait_for(handler.entered.wait(), 30)
+    await asyncio.wait_for(handler.entered.wait(), patience(30))
     (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
     record = rollout.provider._folder.load(own)
     assert record is not None
@@ -428,7 +429,7 @@ async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
         node.used.discard(f"run{number}")
         done += 1
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         await asyncio.gather(*(play(number) for number in range(2 * limit)))
     assert (done, most <= limit) == (2 * limit, True)
 

@@ -26,6 +26,7 @@ from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.tools.bash import BashTool
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_sandbox.client import EvalPlace, ExecClient
+from rollyard_testing.pace import patience
 
 PLACE = EvalPlace("/p", "/p/home", "/p/tmp", "/p/reward")
 Score = Callable[[StageContext], Awaitable[Evaluation]]
@@ -305,8 +306,8 @@ async def test_a_handler_without_a_sandbox_does_not_touch_the_tools_own(
     sandbox: tuple[ExecClient, str],
 ) -> None:
     client, workdir = sandbox
-    running = asyncio.create_task(client.bash("sleep 60", timeout=90))
-    async with asyncio.timeout(20):
+    running = asyncio.create_task(client.bash("sleep 60", timeout=patience(90)))
+    async with asyncio.timeout(patience(20)):
         while not (await client.info()).sessions:  # noqa: ASYNC110 - the server makes it
             await asyncio.sleep(0.02)
 

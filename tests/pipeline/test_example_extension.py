@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "extension"
@@ -28,7 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
          "--disable-pip-version-check", "--root-user-action=ignore", "--target", str(target), str(EXAMPLE)],
-        check=True, timeout=120,
+        check=True, timeout=patience(120),
     )  # fmt: skip
     return target
 
@@ -55,7 +56,7 @@ async def rollyard(installed: Path, *arguments: str) -> str:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(patience(150)):
             output, _ = await process.communicate()
     finally:
         if process.returncode is None:

@@ -8,6 +8,7 @@ import pytest
 from rollyard_crds.lease import CompleteRequest, OutcomeResponse, StageResult
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.worker.outbox import BATCH, Outbox
+from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import Plane, lease, spec
 
 
@@ -39,7 +40,7 @@ async def reported(number: int, *, more: bool) -> list[list[str]]:
             outbox.put(held, StageResult(rollout=f"r{index}", token=1, stage="run"))
             assert held.reporting
             await asyncio.sleep(0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             for _ in range(number):
                 await answered.acquire()
     finally:

@@ -34,6 +34,7 @@ from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
 from rollyard_pipeline.rewards.service import service_score
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_testing.pace import patience
 
 FUNCTIONS = """
 import os, time
@@ -315,7 +316,7 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     ended = select.poll()
     ended.register(held, select.POLLIN)
     try:
-        assert ended.poll(20_000)
+        assert ended.poll(patience(20_000))
     finally:
         os.close(held)
 

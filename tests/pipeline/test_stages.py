@@ -45,6 +45,7 @@ from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.pace import patience
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
@@ -610,17 +611,17 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
     rollout.configure(oracle(("bash", {"command": command})))
     rollout.init = await rollout.stage("init")
     task = asyncio.create_task(rollout.stage("run", sandbox=rollout.init.sandbox))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not mark.exists():  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         last = -1
         while (now := mark.stat().st_size) != last:
             last = now
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # Some rounds of the loop: nothing tells that there are no more.
 
 
 @pytest.fixture

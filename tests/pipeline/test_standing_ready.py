@@ -20,6 +20,7 @@ from rollyard_pipeline.errors import ControlPlaneRefused, OptionError
 from rollyard_pipeline.program import NODE_UNUSABLE
 from rollyard_pipeline.worker.standing_ready import assignment_of
 from rollyard_pipeline.worker.stop_signals import StopSignals
+from rollyard_testing.pace import patience
 
 READY = ["--url", "http://127.0.0.1:9", "--token-file", "/t", "--namespace", "team", "--ready", "r-1"]
 ARGUMENTS = [
@@ -109,7 +110,7 @@ def stop_signals() -> Iterator[None]:
 async def test_a_signal_ends_the_wait() -> None:
     with StopSignals() as signals:
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), 30) is None
+        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), patience(30)) is None
 
 
 @pytest.mark.usefixtures("stop_signals")
@@ -117,13 +118,13 @@ async def test_a_signal_before_the_wait_ends_it_too() -> None:
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0)
-        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), 30) is None
+        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), patience(30)) is None
 
 
 def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     silent = socket.create_server(("127.0.0.1", 0))
-    silent.settimeout(60)
+    silent.settimeout(patience(60))
     with silent:
         given = [
             "--url",
@@ -136,10 +137,10 @@ def test_the_process_ends_when_it_is_asked_to_although_nobody_answers(tmp_path: 
             request, _ = silent.accept()
             with request:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0
+                assert process.wait(patience(60)) == 0
         finally:
             process.kill()
-            process.wait(60)
+            process.wait(patience(60))
 
 
 def test_on_a_node_without_sandboxes_it_ends_before_a_job_takes_it(tmp_path: Path) -> None:
@@ -149,6 +150,6 @@ def test_on_a_node_without_sandboxes_it_ends_before_a_job_takes_it(tmp_path: Pat
     with tempfile.TemporaryDirectory(prefix="ry-") as short:
         given = ["--token-file", str(tmp_path / "token"), "--run-dir", short]
         command = [sys.executable, "-m", "rollyard_pipeline", *READY, *given, "--sandbox", "bubblewrap"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == NODE_UNUSABLE, done.stderr
     assert "BubblewrapMissing" in done.stderr

@@ -14,6 +14,7 @@ import pytest
 from rollyard_crds import Task, parse_lines
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_testing.invariants import deserves_nothing
+from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.swelab import SweLab, swe_lab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ def tasks_of(project: str, folder: Path) -> dict[str, Task]:
     for layout in ("v5", "rebench"):
         out = folder / f"{layout}.jsonl"
         command = [sys.executable, str(ROOT / "scripts/swe_tasks.py"), "write", str(out), "--layout", layout]
-        subprocess.run([*command, "--only", project], check=True, timeout=600)
+        subprocess.run([*command, "--only", project], check=True, timeout=patience(600))
         source = TaskSource(url="x", format="swebench")
         (tasks[layout],) = parse_lines(out.read_text().splitlines(), source)
     return tasks

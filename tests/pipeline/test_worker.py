@@ -16,6 +16,7 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
+from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,
     Plane,
@@ -26,6 +27,12 @@ from rollyard_testing.pipeline.workerlab import (
     until,
     working,
 )
+
+
+@pytest.fixture(autouse=True)
+def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests wait for heartbeats, which tell that the worker has had time for whatever it does."""
+    monkeypatch.setattr("rollyard_pipeline.worker.heartbeat.INTERVAL", 0.05)
 
 
 @pytest.fixture
@@ -134,7 +141,7 @@ async def test_outcomes_wait_for_a_control_plane_that_is_away(handler: type[Stee
         await until(lambda: len(handler.entered) == 2)
         plane.away = True
         handler.gate.set()
-        await asyncio.sleep(0.3)
+        await until(lambda: plane.reports > 1)
         assert plane.outcomes == []
         plane.away = False
         outcomes = await plane.wait_for(2)
@@ -175,7 +182,8 @@ async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
         await until(lambda: handler.entered == ["r1"])
         worker.drain()
         plane.offer(lease(2, "run"))
-        await asyncio.sleep(0.05)
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1)
         handler.gate.set()
         await task
     (outcome,) = plane.outcomes
@@ -209,10 +217,11 @@ async def test_a_worker_of_a_job_ends_with_it(handler: type[Steered]) -> None:
         plane.offer(lease(1, "eval"))
         await until(lambda: handler.entered == ["r1"])
         plane.end()
-        await asyncio.sleep(0.05)
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1)
         assert not task.done()
         handler.gate.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await task
     assert len(plane.outcomes) == 1
 
@@ -235,7 +244,7 @@ async def test_orphans_are_removed_before_the_worker_ends(handler: type[Steered]
         # A worker that was killed a moment ago left it; the next regular beat would come too late.
         provider.claims, plane.orphans = ["orphan"], ["orphan"]
         plane.end()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await task
     assert provider.released == ["orphan"]
     assert plane.beats[-1].sandboxes == ["orphan"]

@@ -10,6 +10,7 @@ from rollyard_crds.lease import FailRequest, StageFailure
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
 from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
+from rollyard_testing.pace import patience
 
 
 async def _refusing(reason: str) -> tuple[asyncio.Server, str]:
@@ -38,7 +39,7 @@ async def test_a_pool_ends_with_the_job_of_its_token() -> None:
     server, url = await _refusing("JobEnded")
     async with server, RestControlPlane(url, "token") as control:
         pool = StagePool(control, WorkerIdentity("w", "n", "job", "default"), "init", 1, lambda _lease: None)
-        await asyncio.wait_for(pool.run(), 30)
+        await asyncio.wait_for(pool.run(), patience(30))
 
 
 @pytest.mark.parametrize(("reason", "kind"), [("JobEnded", JobEnded), ("Forbidden", ControlPlaneRefused)])

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder, SandboxRecord
+from rollyard_testing.pace import patience
 
-LONGEST_SECONDS = 60.0
+LONGEST_SECONDS = patience(60.0)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.control_plane.transport import WorkerTransport
 from rollyard_pipeline.errors import ControlPlaneRefused
+from rollyard_testing.pace import patience
 
 BEAT = HeartbeatRequest(worker="w", node="n", leases=[], sandboxes=[])
 EMPTY = json.dumps({"lost": [], "cancelled": [], "orphans": ["s-1"]}).encode()
@@ -122,9 +123,8 @@ async def test_what_is_no_success_is_an_error_of_the_same_kind(
     async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A truncated answer ends with the connection.
         task = asyncio.ensure_future(serve(reader, writer))
-        while not server.requests:  # noqa: ASYNC110 (nothing tells of it)
+        while not server.requests or server.answers:  # noqa: ASYNC110 (nothing tells of it)
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
         writer.close()
         await task
 
@@ -156,7 +156,7 @@ async def test_a_server_that_does_not_answer_is_given_up_in_time(over: str) -> N
     server = Server(b"HTTP/1.1 200 OK\r\n")
     async with listening(server) as url:
         client = WorkerClient(url, "t", timeout=0.1, retry=Retry(attempts=1), transport=WorkerTransport)
-        async with client, asyncio.timeout(20):
+        async with client, asyncio.timeout(patience(20)):
             with pytest.raises(RollyardError, match="ReadTimeout"):
                 await client.heartbeat(BEAT)
             await server.ended.wait()
@@ -168,7 +168,7 @@ async def test_a_cancelled_call_closes_its_connection(over: str) -> None:
     async with listening(server) as url, RestControlPlane(url, "t") as control:
         ask = LeaseRequest(worker="w", node="n", capacity={"init": 1}, wait=20)
         call = asyncio.create_task(control.lease(ask))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while not server.requests:  # noqa: ASYNC110 (nothing tells of it)
                 await asyncio.sleep(0.005)
             call.cancel()
@@ -191,7 +191,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-out", str(made[0]), "-keyout", str(made[1])]
-    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=30)
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=patience(30))
     return made
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +21,7 @@ def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[st
     """Return summary, trajectories and terminal output of one run."""
     done = subprocess.run(
         [sys.executable, "-m", "rollyard", "quickstart", "--out", str(out), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=360, stdin=subprocess.DEVNULL,
+        cwd=ROOT, capture_output=True, text=True, timeout=patience(360), stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((out / "summary.json").read_text())

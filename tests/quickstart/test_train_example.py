@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
@@ -26,14 +27,16 @@ def test_the_environment_has_what_the_light_client_needs() -> None:
 def test_an_environment_without_torch_is_refused() -> None:
     done = subprocess.run(
         [ROOT / "scripts/train-env"], env={"TRAIN_PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=patience(60),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert "lacks a package" in done.stderr
 
 
 def test_an_unknown_extra_is_refused() -> None:
-    done = subprocess.run([ROOT / "scripts/train-env", "all"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [ROOT / "scripts/train-env", "all"], capture_output=True, text=True, timeout=patience(60)
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "usage" in done.stderr
 
@@ -74,7 +77,10 @@ def run(tmp_path: Path) -> Path:
 
 def check(run: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/check-demo-train", run], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "scripts/check-demo-train", run],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
     )
     return done.returncode, done.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_client import Client
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
@@ -23,7 +24,7 @@ def run(*arguments: str | Path, home: Path) -> str:
     environment = {**os.environ, "ROLLYARD_HOME": str(home)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=home.parent, env=environment, capture_output=True, text=True,
-        timeout=300, stdin=subprocess.DEVNULL,
+        timeout=patience(300), stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.pace import patience
 
 TOKEN = "correct horse"
 
@@ -29,7 +30,7 @@ class RunningServer:
         return await ExecClient.connect(self.addresses[index], token=token)
 
     async def exit_status(self, limit: float = 10.0) -> int:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(patience(limit)):
             return await asyncio.to_thread(self.process.wait, limit)
 
 
@@ -63,7 +64,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     for server in started:
         if server.process.poll() is None:
             server.process.terminate()
-        server.process.wait(10)
+        server.process.wait(patience(10))
 
 
 @pytest.fixture

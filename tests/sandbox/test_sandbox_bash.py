@@ -18,6 +18,7 @@ from rollyard_sandbox.errors import (
     SessionBusy,
     TooManySessions,
 )
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +62,7 @@ async def test_last_status_is_visible_to_the_next_command(client: ExecClient) ->
     ],
 )
 async def test_commands_of_every_shape(client: ExecClient, command: str, output: str) -> None:
-    result = await client.bash(command, timeout=5)
+    result = await client.bash(command, timeout=patience(5))
     assert (result.exit_code, result.text()) == (0, output)
 
 
@@ -69,7 +70,7 @@ async def test_commands_of_every_shape(client: ExecClient, command: str, output:
     "command", ['echo "open', "echo 'open", "if true", "(", "}", "cat $(", "for i in 1 2", "echo $((", "fi"]
 )
 async def test_syntax_errors_are_results(client: ExecClient, command: str) -> None:
-    result = await client.bash(command, timeout=5)
+    result = await client.bash(command, timeout=patience(5))
     assert result.exit_code in (1, 2)
     assert result.output.startswith(b"bash: ")
     assert not result.timed_out
@@ -79,7 +80,7 @@ async def test_syntax_errors_are_results(client: ExecClient, command: str) -> No
 @pytest.mark.parametrize("size", [3_400, 3_600, 4_096, 70_000, 5_000_000])
 async def test_long_commands(client: ExecClient, size: int) -> None:
     text = "x" * size
-    result = await client.bash(f"v='{text}'\necho ${{#v}}; declare -g later=yes", timeout=30)
+    result = await client.bash(f"v='{text}'\necho ${{#v}}; declare -g later=yes", timeout=patience(30))
     assert result.text() == f"{size}\n"
     assert (await client.bash("echo $later")).text() == "yes\n"
 
@@ -116,7 +117,7 @@ async def test_output_that_fits_exactly_is_whole(client: ExecClient) -> None:
 
 
 async def test_a_hundred_megabytes(client: ExecClient, server: object) -> None:
-    result = await client.bash("head -c 100000000 /dev/zero; echo; echo end", timeout=50)
+    result = await client.bash("head -c 100000000 /dev/zero; echo; echo end", timeout=patience(50))
     assert result.exit_code == 0
     assert result.truncated_bytes == 100_000_005 - 65536
     assert result.output.endswith(b"\0\nend\n")
@@ -167,7 +168,7 @@ async def test_unread_input_is_never_run_as_a_command(client: ExecClient) -> Non
 
 
 async def test_interrupting_a_running_command(client: ExecClient) -> None:
-    running = await client.start("echo go; sleep 100", timeout=30)
+    running = await client.start("echo go; sleep 100", timeout=patience(30))
     await running.wait_for_output(b"go\n")
     await running.interrupt()
     result = await running.result()
@@ -180,7 +181,7 @@ async def there(path: Path, ended: asyncio.Future[ExecResult]) -> None:
 
     (Output would not do: a kernel may show what a terminal got last only when more is written to it.)
     """
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not path.exists() and not ended.done():  # noqa: ASYNC110 - another process makes it
             await asyncio.sleep(0.001)
 
@@ -191,7 +192,7 @@ async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClie
         ("sleep 100", "sleep 100 | sleep 100", "(sleep 100)", "env sleep 100") * 6
     ):
         mark = tmp_path / f"begun-{number}"
-        running = await client.start(f"echo > {mark}; {command}", timeout=20)
+        running = await client.start(f"echo > {mark}; {command}", timeout=patience(20))
         ended = asyncio.ensure_future(running.result())
         await there(mark, ended)
         await running.interrupt()
@@ -211,12 +212,12 @@ async def test_a_job_that_outlives_its_interrupted_command(
     ignored = "trap '' INT; " if interrupts == "ignores interrupts" else ""
     job.write_text(f"{ignored}echo $$ > {job}.pid; exec sleep 100")
     late = f'[[ $BASH_COMMAND == *"read -r -N"* ]] && {{ trap - DEBUG; bash {job}; }}'
-    running = await client.start(f"trap '{late}' DEBUG; echo > {mark}; sleep 100", timeout=20)
+    running = await client.start(f"trap '{late}' DEBUG; echo > {mark}; sleep 100", timeout=patience(20))
     ended = asyncio.ensure_future(running.result())
     await there(mark, ended)
     await running.interrupt()
     assert (await ended).exit_code == 130
-    after = await client.bash("echo after", timeout=20)
+    after = await client.bash("echo after", timeout=patience(20))
     assert (after.text().splitlines()[-1], after.exit_code, after.shell_restarted) == ("after", 0, False)
     written = Path(f"{job}.pid")
     pid = written.read_text().strip() if written.exists() else ""  # It may have ended before it wrote.
@@ -234,10 +235,10 @@ async def test_a_shell_that_hangs_after_an_interrupt_is_replaced(
     await there(mark, ended)
     await running.interrupt()
     assert (await ended).exit_code == 130
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         while idle and alive(int(shell.read_text())):  # noqa: ASYNC110 - another process ends it
             await asyncio.sleep(0.05)
-    after = await client.bash("pwd", timeout=20)
+    after = await client.bash("pwd", timeout=patience(20))
     assert (after.text(), after.exit_code, after.shell_restarted) == ("/tmp\n", 0, True)
 
 
@@ -250,7 +251,7 @@ async def test_a_command_after_an_interrupt_is_not_lost(client: ExecClient) -> N
         await client.bash("true", session=session)
         for number in range(40):
             running = await client.start(
-                "for i in 1 2 3 4 5; do /bin/true; done", timeout=20, session=session
+                "for i in 1 2 3 4 5; do /bin/true; done", timeout=patience(20), session=session
             )
             ended = asyncio.ensure_future(running.result())
             await asyncio.sleep(rng.uniform(0.0, 0.01))
@@ -258,7 +259,7 @@ async def test_a_command_after_an_interrupt_is_not_lost(client: ExecClient) -> N
                 await running.interrupt()
                 interrupts += 1
             await ended
-            result = await client.bash(f"echo {number}", timeout=20, session=session)
+            result = await client.bash(f"echo {number}", timeout=patience(20), session=session)
             assert (result.exit_code, result.timed_out) == (0, False)
             assert result.text().removeprefix("\n") == f"{number}\n", (
                 "bash prints a line's end at an interrupt"
@@ -269,7 +270,7 @@ async def test_a_command_after_an_interrupt_is_not_lost(client: ExecClient) -> N
 
 
 async def test_an_interrupt_before_the_shell_is_ready(client: ExecClient) -> None:
-    running = await client.start("echo begun", timeout=20, session="new")
+    running = await client.start("echo begun", timeout=patience(20), session="new")
     await running.interrupt()
     result = await running.result()
     assert (result.text().strip(), result.exit_code) in (("", 130), ("begun", 0), ("begun", 130))
@@ -283,7 +284,7 @@ async def test_a_program_gets_one_interrupt(client: ExecClient, tmp_path: Path) 
         f"n=0; trap 'n=$((n+1))' INT; echo > {begun}; "
         "for i in 1 2 3 4 5 6 7 8; do sleep 0.1; done; echo got $n"
     )
-    running = await client.start(f"bash {script}", timeout=20)
+    running = await client.start(f"bash {script}", timeout=patience(20))
     ended = asyncio.ensure_future(running.result())
     await there(begun, ended)
     await running.interrupt()

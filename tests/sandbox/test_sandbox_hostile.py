@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.pace import patience
 
 
 async def usable(client: ExecClient) -> None:
     """Check that the session runs commands as if nothing had happened."""
-    result = await client.bash("echo ok", timeout=5)
+    result = await client.bash("echo ok", timeout=patience(5))
     assert (result.exit_code, result.output[-3:]) == (0, b"ok\n")
 
 
@@ -41,7 +42,7 @@ FORGERIES = [
 async def test_reports_cannot_be_forged(client: ExecClient, command: str) -> None:
     await client.bash("true")
     result = await client.bash(
-        f"{{ {command}; }} 2>/dev/null; s=$?; sleep 0.05; echo end; (exit $s)", timeout=10
+        f"{{ {command}; }} 2>/dev/null; s=$?; sleep 0.05; echo end; (exit $s)", timeout=patience(10)
     )
     assert (result.exit_code, result.shell_restarted) == (3, False)
     assert result.output.endswith(b"end\n")
@@ -65,7 +66,7 @@ async def test_a_lost_shell_is_replaced_in_its_directory(
     client: ExecClient, command: str, exit_code: int
 ) -> None:
     await client.bash("mkdir -p deep/er; cd deep/er; V=1")
-    result = await client.bash(f"echo before; {command}", timeout=10)
+    result = await client.bash(f"echo before; {command}", timeout=patience(10))
     assert (result.exit_code, result.shell_restarted, result.killed) == (exit_code, True, False)
     assert result.output.startswith(b"before\n")
     following = await client.bash("basename $PWD; echo v=$V")
@@ -88,7 +89,7 @@ async def test_a_directory_that_is_gone_falls_back(client: ExecClient, server: o
 )
 async def test_exec_of_a_new_shell(client: ExecClient, command: str) -> None:
     await client.bash("cd /usr; export KEPT=1; DROPPED=1")
-    result = await client.bash(command, timeout=10)
+    result = await client.bash(command, timeout=patience(10))
     assert (result.exit_code, result.shell_restarted, result.timed_out) == (0, True, False)
     following = await client.bash("pwd; echo $KEPT,$DROPPED")
     assert following.text() == "/usr\n1,\n"
@@ -138,10 +139,10 @@ async def test_sabotage_harms_only_its_own_session(client: ExecClient) -> None:
         # A sabotaged shell may need one command more to be found out; that one ends by its time limit.
         await client.bash("true", session=session, timeout=0.5)
         await client.bash("exit 0", session=session, timeout=1.5)
-        result = await client.bash("echo ok", session=session, timeout=10)
+        result = await client.bash("echo ok", session=session, timeout=patience(10))
         return None if (result.exit_code, result.output[-3:]) == (0, b"ok\n") else f"{command}: {result}"
 
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(patience(40)):
         problems = await asyncio.gather(*(sabotage(i, command) for i, command in enumerate(SABOTAGE)))
     assert [problem for problem in problems if problem] == []
     other = await client.bash("echo $V", session="other")
@@ -203,7 +204,7 @@ async def test_stopped_output_does_not_hang_past_the_limit(client: ExecClient) -
 
 
 async def test_a_cancelled_call_interrupts_its_command(client: ExecClient) -> None:
-    task = asyncio.create_task(client.bash("echo $$ > pid; exec sleep 300", timeout=100))
+    task = asyncio.create_task(client.bash("echo $$ > pid; exec sleep 300", timeout=patience(100)))
     pid = await until_written(client, "pid")
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -214,8 +215,12 @@ async def test_a_cancelled_call_interrupts_its_command(client: ExecClient) -> No
 
 async def test_a_lost_client_interrupts_its_commands(client: ExecClient, server: object) -> None:
     other = await server.connect()  # type: ignore[attr-defined]
-    running = asyncio.create_task(other.bash("echo $BASHPID > pid; exec sleep 300", timeout=100, session="o"))
-    program = asyncio.create_task(other.run(["sh", "-c", "echo $$ > pid2; exec sleep 300"], timeout=100))
+    running = asyncio.create_task(
+        other.bash("echo $BASHPID > pid; exec sleep 300", timeout=patience(100), session="o")
+    )
+    program = asyncio.create_task(
+        other.run(["sh", "-c", "echo $$ > pid2; exec sleep 300"], timeout=patience(100))
+    )
     pids = [await until_written(client, name) for name in ("pid", "pid2")]
     await other.close()
     for task in (running, program):

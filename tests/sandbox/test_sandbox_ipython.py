@@ -8,6 +8,7 @@ import glob
 import pytest
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SessionBusy
+from rollyard_testing.pace import patience
 
 pytest.importorskip("ipykernel")
 
@@ -72,7 +73,7 @@ async def test_a_dying_kernel_is_a_result(kernel: ExecClient) -> None:
 
 
 async def test_one_cell_at_a_time_and_cancelling(kernel: ExecClient) -> None:
-    task = asyncio.create_task(kernel.ipython("open('on', 'w').write('1'); time.sleep(100)"))
+    task = asyncio.create_task(kernel.ipython("open('on', 'w').write('1'); time.sleep(300)"))
     await kernel.run(["sh", "-c", "until [ -s on ]; do sleep 0.01; done"])
     with pytest.raises(SessionBusy):
         await kernel.ipython("1")
@@ -81,7 +82,7 @@ async def test_one_cell_at_a_time_and_cancelling(kernel: ExecClient) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     # The interrupted cell ends within its grace time, and the kernel keeps its state.
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while True:
             try:
                 result = await kernel.ipython("'time' in globals()")

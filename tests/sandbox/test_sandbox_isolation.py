@@ -16,6 +16,7 @@ import pytest
 from rollyard_sandbox import errors
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.isolation import network
+from rollyard_testing.pace import patience
 
 SECRET = "a secret of one sandbox"
 HASH = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -118,7 +119,7 @@ def test_sigterm_ends_the_wait(listener: socket.socket) -> None:
     connection, _ = listener.accept()
     with connection:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(patience(20)) == 0
 
 
 async def test_no_one_may_read_a_server(start_server: Callable[..., Any]) -> None:

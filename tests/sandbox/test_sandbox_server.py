@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rollyard_sandbox import errors, proof
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import TokenRefused
 from rollyard_sandbox.frames import FrameReader, encode
+from rollyard_testing.pace import patience
 
 
 async def test_run_is_a_fresh_process(any_client: ExecClient) -> None:
@@ -133,7 +135,7 @@ async def test_kill_all_finds_every_escapee(client: ExecClient, server: Any) -> 
     try:
         await client.bash("python3 escape.py; until [ -s pid ]; do sleep 0.01; done")
         await client.bash("sleep 300 & nohup sleep 300 >/dev/null 2>&1 & disown -a; V=1", session="b")
-        running = await client.start("sleep 300 & echo on; wait", session="c", timeout=100)
+        running = await client.start("sleep 300 & echo on; wait", session="c", timeout=patience(100))
         await running.wait_for_output(b"on")
         pid = int((await client.read_file("pid")).text())
         assert await client.kill_all() >= 7
@@ -160,7 +162,7 @@ async def test_kill_all_beats_a_process_that_keeps_forking(client: ExecClient, s
 
 async def test_orphans_are_reaped(client: ExecClient, server: Any) -> None:
     await client.bash("for i in 1 2 3 4 5; do (setsid true &); done; sleep 0.1")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while children(server.process.pid, zombies=True) != children(server.process.pid):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -381,7 +383,7 @@ async def test_the_folder_runs_by_path_without_an_installed_package(tmp_path: Pa
     finally:
         os.close(read)
         process.terminate()
-        process.wait(10)
+        process.wait(patience(10))
 
 
 def test_starting_imports_nothing_heavy() -> None:
@@ -402,8 +404,9 @@ def test_starting_imports_nothing_heavy() -> None:
 
 
 async def ended(pid: int) -> bool:
-    """Return whether `pid` ends within two seconds."""
-    for _ in range(200):
+    """Return whether `pid` ends within two seconds, or more on a slow machine."""
+    late = time.monotonic() + patience(2)
+    while time.monotonic() < late:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX":
                 return True

@@ -13,6 +13,7 @@ import pytest
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.client.work_folder import MAX_ENTRIES, TreeEntry, WorkFolder, parse_tree
 from rollyard_sandbox.errors import BadRequest, FileError, ProtocolError, SandboxError
+from rollyard_testing.pace import patience
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ async def test_no_file_is_opened_that_is_none(work: Path, folder: WorkFolder) ->
     os.mkfifo(work / "fifo")
     (work / "link").symlink_to("fifo")
     for path in (b"fifo", b"link"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             with pytest.raises(FileError) as caught:
                 await folder.read(path, max_bytes=10)
         assert caught.value.reason == "NotAFile"

@@ -24,6 +24,7 @@ from rollyard_pipeline.sandboxes.host.cgroups import find_places
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.rootfolder import make_image, make_root, make_sif
 
 NODE = "node-a"
@@ -54,7 +55,7 @@ class Kit:
         await provider.aclose()
 
     @staticmethod
-    async def sh(sandbox: Sandbox, script: str, timeout: float = 20) -> tuple[int | None, str]:
+    async def sh(sandbox: Sandbox, script: str, timeout: float = patience(20)) -> tuple[int | None, str]:
         """Return exit code and output of a bash script inside."""
         result = await sandbox.client.run(["bash", "-c", script], timeout=timeout)
         return result.exit_code, result.output.decode(errors="replace").strip()
@@ -102,7 +103,7 @@ class Kit:
     async def until(condition: object, seconds: float = 15) -> None:
         """Wait for what the kernel does by itself, such as ending a namespace, for a bounded time."""
         assert callable(condition)
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(patience(seconds)):
             while not condition():  # noqa: ASYNC110 - the kernel raises no event for it
                 await asyncio.sleep(0.02)
 

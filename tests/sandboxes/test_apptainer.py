@@ -21,6 +21,7 @@ from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, inst
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.apptainer
 PROGRAM = shutil.which("apptainer") or "singularity"
@@ -31,7 +32,7 @@ def listed(run_dir: Path) -> list[str]:
     done = subprocess.run(
         [PROGRAM, "instance", "list", "--json"],
         env={**os.environ, "APPTAINER_CONFIGDIR": str(run_dir / "apptainer")},
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=patience(30), check=True,
     )  # fmt: skip
     return [entry["instance"] for entry in json.loads(done.stdout)["instances"]]
 
@@ -144,7 +145,9 @@ async def test_layer_is_of_the_size_that_was_asked_for(
 async def test_fresh_evaluation_sees_no_process_of_the_run(kit: Any, apptainer: NodeProvider) -> None:
     async with await kit.acquire(apptainer) as sandbox:
         watcher = "while :; do cat /work/hidden 2>/dev/null && touch /tmp/seen; done"
-        await sandbox.client.bash(f"(setsid bash -c '{watcher}' &) ; {watcher} & disown", timeout=20)
+        await sandbox.client.bash(
+            f"(setsid bash -c '{watcher}' &) ; {watcher} & disown", timeout=patience(20)
+        )
         await sandbox.client.kill_all()
         await sandbox.client.write_file("/work/hidden", b"tests")
         # Process 1 is the server; the rest is the command that asks.
@@ -162,7 +165,7 @@ async def test_stopped_by_an_administrator(kit: Any, apptainer: NodeProvider, ru
             subprocess.run,
             [PROGRAM, "instance", "stop", instances.instance_name(handle.id)],
             env={**os.environ, "APPTAINER_CONFIGDIR": str(run_dir / "apptainer")},
-            capture_output=True, text=True, timeout=30,
+            capture_output=True, text=True, timeout=patience(30),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         await kit.until(lambda: alive(run_dir, handle.id) == [])
@@ -218,7 +221,7 @@ async def test_sweep_ends_a_start_whose_worker_died(kit: Any, sif: Path, run_dir
         "asyncio.run(main())\n"
     )
     command = [sys.executable, "-c", code, str(run_dir), str(sif)]
-    done = await asyncio.to_thread(subprocess.run, command, timeout=50)
+    done = await asyncio.to_thread(subprocess.run, command, timeout=patience(50))
     assert done.returncode == -signal.SIGKILL
     (sandbox_id,) = SandboxFolder(run_dir).ids()
     name = instances.instance_name(sandbox_id)

@@ -23,6 +23,7 @@ from rollyard_pipeline.sandboxes.dockerfiles.context import HeldContext
 from rollyard_pipeline.sandboxes.dockerfiles.recipe import make_recipe
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.stagelab import SMALL, stage_lab
 from rollyard_testing.sandboxes.rootfolder import make_image
 
@@ -130,7 +131,7 @@ def test_the_command_builds_for_a_folder_of_tasks(base: Path, tmp_path: Path) ->
     words += ["--cache", str(tmp_path / "cache")]
     for expected in ("built in", "is there"):
         done = subprocess.run(
-            [sys.executable, "-m", "rollyard", *words], capture_output=True, text=True, timeout=120,
+            [sys.executable, "-m", "rollyard", *words], capture_output=True, text=True, timeout=patience(120),
             env={**os.environ, "HOME": str(tmp_path)},
         )  # fmt: skip
         assert (done.returncode, expected in done.stdout) == (0, True), done.stderr + done.stdout

@@ -14,6 +14,7 @@ from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, Appt
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, process_ref
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_testing.pace import patience
 
 NAME = instances.instance_name("filed")
 
@@ -31,7 +32,7 @@ class Waiting:
         """End the process, and wait until it has ended."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=patience(10))
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ async def test_a_filed_instance_does_not_wait_for_its_start_command(
     """The command counts as a helper, so that the sandbox's end takes it along."""
     root, command = waiting(), waiting()
     file_instance(tmp_path, root.ref)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         found = await starter._filed(NAME, command.ref)
     assert command.ref.alive()
     assert (found.root, found.helpers) == (root.ref, (command.ref,))
@@ -96,7 +97,7 @@ async def test_an_instance_that_is_not_filed_yet_is_looked_for_after_its_start_c
         return found
 
     monkeypatch.setattr(instances, "load", watched)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         filing = asyncio.create_task(starter._filed(NAME, command.ref))
         await looked.wait()
         assert not filing.done()

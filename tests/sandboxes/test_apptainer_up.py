@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import yaml
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.apptainer
 
 
 def rollyard(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollyard", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=patience(seconds), stdin=subprocess.DEVNULL
+    )
 
 
 def task(number: int) -> dict[str, Any]:

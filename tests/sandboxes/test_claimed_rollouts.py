@@ -14,6 +14,7 @@ import pytest
 from rollyard_client import AsyncClient
 from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import ClaimStatus
+from rollyard_testing.pace import patience
 
 ROLLOUTS = 6
 
@@ -75,7 +76,7 @@ async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.
 
 
 async def appears(path: Path, log: Path) -> str:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(patience(90)):
         while not path.exists() or not path.read_text():
             assert "Traceback" not in log.read_text(), log.read_text()[-2000:]
             await asyncio.sleep(0.05)
@@ -135,13 +136,13 @@ async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
                 await client.submit(manifest)
                 async with worker:
                     # Nothing reports the job's phase here: its rollouts are all that ends.
-                    async with asyncio.timeout(120):
+                    async with asyncio.timeout(patience(120)):
                         while (status := (await client.job("claimed")).status).counts.succeeded < ROLLOUTS:
                             assert status.counts.failed == 0, (tmp_path / "worker.log").read_text()[-2000:]
                             await asyncio.sleep(0.1)
                     assert status.counts.total == ROLLOUTS
                     assert status.reward_mean == 1.0
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(patience(10)):
                     while driver.running or (await calls.claims()).claims:  # noqa: ASYNC110 - level-based
                         await asyncio.sleep(0.1)
                 # One was lost before it was used, so that rollout got another.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = (ROOT / "sandbox-image/rollyard.def").read_text()
@@ -38,10 +39,14 @@ def test_recipe_names_no_registry_and_no_mirror() -> None:
 
 
 def test_bad_options_of_the_script() -> None:
-    done = subprocess.run([ROOT / "scripts/sif", "--what"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [ROOT / "scripts/sif", "--what"], capture_output=True, text=True, timeout=patience(20)
+    )
     assert done.returncode == 2
     assert "unknown option --what (--help)" in done.stderr
-    done = subprocess.run([ROOT / "scripts/sif", "--help"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [ROOT / "scripts/sif", "--help"], capture_output=True, text=True, timeout=patience(20)
+    )
     assert done.returncode == 0
     assert "--default-image FILE" in done.stdout
 
@@ -51,7 +56,7 @@ def default_sif(apptainer_works: None, missing: Any) -> Path:
     """Return the real image, as scripts/sif keeps it; the first build takes minutes."""
     if shutil.which("debootstrap", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         missing("debootstrap is not installed (Debian: apt install debootstrap)")
-    done = subprocess.run([ROOT / "scripts/sif"], capture_output=True, text=True, timeout=580)
+    done = subprocess.run([ROOT / "scripts/sif"], capture_output=True, text=True, timeout=patience(580))
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
@@ -71,7 +76,9 @@ async def test_sandboxes_of_the_default_image(kit: Any, default_sif: Path, run_d
                 sandbox, "id -un; pwd; python3 -c 'print(6 * 7)'; git init -q x && ls -A x"
             )
             assert output.splitlines() == ["sandbox", "/work", "42", ".git"]
-            cell = await sandbox.client.ipython("import sys; print(sys.version_info >= (3, 11))", timeout=30)
+            cell = await sandbox.client.ipython(
+                "import sys; print(sys.version_info >= (3, 11))", timeout=patience(30)
+            )
             assert cell.text().strip() == "True"
             # A server of a test, and its client.
             script = (

@@ -20,6 +20,7 @@ from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm.fulldisk import fill
 
 
@@ -29,11 +30,11 @@ def small(folder: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
     point = folder / "d"
     point.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(point)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=patience(20))
     if done.returncode != 0:
         missing(f"no file system of its own: {done.stderr.strip()}")
     yield point
-    subprocess.run(["umount", "-l", str(point)], check=True, timeout=20)
+    subprocess.run(["umount", "-l", str(point)], check=True, timeout=patience(20))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from rollyard_pipeline.sandboxes.dockerfiles.translation import translate
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image
+from rollyard_testing.pace import patience
 from spython.main.parse.parsers import DockerParser
 from spython.main.parse.writers import SingularityWriter
 
@@ -223,7 +224,9 @@ def test_a_failure_before_others_fails_the_build() -> None:
     """The shell of a build script overlooks a failure before `&&`, which Docker does not."""
     made = recipe("FROM a:1\nRUN false && true\nRUN echo not reached")
     script = "\n".join(section(made.body, "post"))
-    done = subprocess.run(["/bin/sh", "-e"], input=script, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        ["/bin/sh", "-e"], input=script, capture_output=True, text=True, timeout=patience(20)
+    )
     assert done.returncode == 1
     assert done.stdout == ""
     plain = "false && true\necho reached\n"
@@ -243,7 +246,9 @@ def test_a_failure_before_others_fails_the_build() -> None:
 def test_values_are_those_of_docker(value: str, found: str) -> None:
     made = recipe(f"FROM a:1\nARG A=1\nENV N=\nENV V={value}\nRUN x")
     script = "\n".join(section(made.body, "environment")) + '\nprintf %s "$V"\n'
-    done = subprocess.run(["/bin/sh", "-e"], input=script, capture_output=True, text=True, env={}, timeout=20)
+    done = subprocess.run(
+        ["/bin/sh", "-e"], input=script, capture_output=True, text=True, env={}, timeout=patience(20)
+    )
     assert (done.returncode, done.stdout) == (0, found)
 
 

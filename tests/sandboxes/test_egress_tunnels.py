@@ -18,6 +18,7 @@ from rollyard_sandbox.client.tunnel import SandboxTunnel
 from rollyard_sandbox.errors import ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_sandbox.server.tunnels import MAX_TUNNELS
+from rollyard_testing.pace import patience
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -70,7 +71,7 @@ async def test_bytes_go_both_ways_and_each_end_closes_alone(client: ExecClient) 
         tunnel.writer.write_eof()
         return got
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         received, got = await asyncio.gather(inside(), outside())
     assert (got == sent, received == back) == (True, True)
     writer.close()
@@ -79,7 +80,7 @@ async def test_bytes_go_both_ways_and_each_end_closes_alone(client: ExecClient) 
 
 
 async def test_programs_wait_for_tunnels_while_a_worker_lends(client: ExecClient) -> None:
-    async with AsyncExitStack() as stack, asyncio.timeout(30):
+    async with AsyncExitStack() as stack, asyncio.timeout(patience(30)):
         first = await client.tunnel()
         programs = [await _program(first.port) for _ in range(5)]
         for _, writer in programs:
@@ -105,7 +106,7 @@ async def test_an_evaluation_ends_tunnels_and_port(client: ExecClient) -> None:
     waiting, used = await client.tunnel(), await client.tunnel()
     reader, writer = await _program(used.port)
     await client.begin_eval()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         assert await reader.read() == b""
         assert not await waiting.used() or not await used.used()
     writer.close()
@@ -126,7 +127,7 @@ async def test_tunnels_are_bounded_and_given_back(client: ExecClient) -> None:
         await client.tunnel()
     for tunnel in tunnels:
         tunnel.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while True:
             try:
                 (await client.tunnel()).close()
@@ -138,7 +139,7 @@ async def test_tunnels_are_bounded_and_given_back(client: ExecClient) -> None:
 async def test_a_worker_that_talks_too_early_loses_its_tunnel(client: ExecClient) -> None:
     tunnel = await client.tunnel()
     tunnel.writer.write(b"GET / HTTP/1.1\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         assert not await tunnel.used()
     tunnel.close()
     assert await client.info()
@@ -169,7 +170,7 @@ async def test_a_program_in_the_servers_place_gets_no_tunnel(client: ExecClient,
         client._again = lambda: ExecClient.connect(f"unix:{path}", secret=b"k" * 32)
         with pytest.raises(SandboxSabotaged):
             await client.tunnel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             await ended.wait()
     client._again = None
     with pytest.raises(ConnectionLost):

@@ -11,6 +11,7 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.client.results import variables_of
 from rollyard_sandbox.errors import FileError, SandboxSabotaged
+from rollyard_testing.pace import patience
 
 SMALL_PLACE = (192 << 20) // 8  # bytes that the tests' sandboxes may take, by their memory
 
@@ -52,7 +53,9 @@ async def test_each_evaluation_gets_a_fresh_private_place(kit: Any, provider: No
 
 async def test_every_process_of_run_is_gone(kit: Any, provider: NodeProvider) -> None:
     async with await kit.acquire(provider) as sandbox:
-        running = asyncio.create_task(sandbox.client.bash("setsid sleep 4242 & exec sleep 4242", timeout=60))
+        running = asyncio.create_task(
+            sandbox.client.bash("setsid sleep 4242 & exec sleep 4242", timeout=patience(60))
+        )
         await kit.until(lambda: kit.processes_naming("sleep 4242"))
         await sandbox.client.begin_eval()
         assert kit.processes_naming("sleep 4242") == []
@@ -122,7 +125,7 @@ async def test_no_folder_is_in_the_way_of_a_mounted_place(
     kit: Any, isolated: NodeProvider, name: str
 ) -> None:
     async with await kit.acquire(isolated) as sandbox:
-        await sandbox.client.bash(SABOTAGE[name][0], timeout=60)
+        await sandbox.client.bash(SABOTAGE[name][0], timeout=patience(60))
         place, _ = await look(sandbox)
         # It is of a fixed size, whatever else is full.
         script = f"head -c 1G /dev/zero > {place.tmp}/fill 2>/dev/null; stat -c %s {place.tmp}/fill"
@@ -152,7 +155,7 @@ async def test_sabotage_is_told_from_bad_luck_where_nothing_can_be_mounted(
         process, _ = await pods.start(bundle, root, "--listen", listen, options=options)
         try:
             async with await ExecClient.connect(f"unix:{folder}/{name}", token=pods.SECRET) as client:
-                await client.bash(script, timeout=60)
+                await client.bash(script, timeout=patience(60))
                 with pytest.raises(SandboxSabotaged, match=evidence):
                     await client.begin_eval()
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rollyard_testing.pace import patience
 
 _USER = 65534
 
@@ -77,7 +78,7 @@ def command_as_user() -> tuple[list[str], dict[str, str]]:
             "-c",
             "import sys, rollyard_pipeline.sandboxes, zmq; open(sys._base_executable).close()",
         ]
-        if subprocess.run(test, env=env, cwd="/", capture_output=True, timeout=60).returncode == 0:
+        if subprocess.run(test, env=env, cwd="/", capture_output=True, timeout=patience(60)).returncode == 0:
             return command, env
     pytest.skip(
         "no Python on this machine lets an ordinary user import this project (a checkout in a home folder?)"
@@ -100,7 +101,7 @@ def test_ordinary_user(bubblewrap_works: None, user_run_dir: Path) -> None:
     }
     done = subprocess.run(
         [*command, "-c", _PROGRAM, str(user_run_dir), json.dumps(scripts)],
-        env=env, cwd="/", capture_output=True, text=True, timeout=55,
+        env=env, cwd="/", capture_output=True, text=True, timeout=patience(55),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

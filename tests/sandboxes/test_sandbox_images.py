@@ -9,6 +9,7 @@ import pytest
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, UserNamespacesForbidden
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image, in_root
+from rollyard_testing.pace import patience
 
 
 async def test_root_folder_is_the_system(kit: Any, bubblewrap: NodeProvider, tmp_path: Path) -> None:
@@ -19,7 +20,7 @@ async def test_root_folder_is_the_system(kit: Any, bubblewrap: NodeProvider, tmp
         for path in ("/usr/x", "/etc/x", "/opt/tool/x", "/x"):
             assert (await kit.sh(sandbox, f"touch {path}"))[0] != 0
         assert await kit.sh(sandbox, "touch /tmp/x /work/x && ls /work") == (0, "a\nx")
-        result = await sandbox.client.bash("cd /opt && echo $PWD", timeout=10)
+        result = await sandbox.client.bash("cd /opt && echo $PWD", timeout=patience(10))
         assert result.text().strip() == "/opt"
         # The injected Python runs though the image has none, nor its libraries.
         script = "/.rollyard/venv/bin/python -c 'import ssl, zmq, ipykernel; print(6 * 7)'"

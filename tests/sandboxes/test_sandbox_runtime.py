@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from rollyard_pipeline.sandboxes.starters.runtime import COPIED, INSIDE, make_runtime, package_folder
+from rollyard_testing.pace import patience
 
 
 def test_modules_are_compiled_ahead_and_name_no_path_of_this_machine(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_python_takes_them_without_their_source(tmp_path: Path) -> None:
     source.write_text("raise ImportError('compiled anew')")
     code = f"import sys; sys.path.insert(0, {str(folder / 'lib')!r}); import rollyard_sandbox.frames as f; "
     code += "print(f.FrameReader)"
-    said = subprocess.check_output([sys.executable, "-I", "-S", "-c", code], text=True, timeout=60)
+    said = subprocess.check_output([sys.executable, "-I", "-S", "-c", code], text=True, timeout=patience(60))
     assert "rollyard_sandbox.frames.FrameReader" in said
 
 
@@ -46,7 +47,7 @@ def test_without_compiled_modules_here_they_are_compiled(tmp_path: Path) -> None
     code += "make_runtime(Path(sys.argv[1]))"
     (tmp_path / "b").mkdir()
     subprocess.check_call(
-        [sys.executable, "-c", code, str(tmp_path / "b"), str(tmp_path / "none")], timeout=60
+        [sys.executable, "-c", code, str(tmp_path / "b"), str(tmp_path / "none")], timeout=patience(60)
     )
     (made,) = (tmp_path / "b").glob("runtime-*")
     modules = list(made.glob("lib/**/*.py"))

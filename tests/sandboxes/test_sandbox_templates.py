@@ -28,6 +28,7 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
 from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, Fork, Template, source_stamp
 from rollyard_sandbox.isolation.forked_sandbox import Forks
+from rollyard_testing.pace import patience
 
 # A bwrap that refuses every start without a pid namespace, which is how templates are started.
 NO_TEMPLATES = """#!/bin/sh
@@ -50,7 +51,9 @@ async def acquire(provider: NodeProvider, image: str | None = None) -> Sandbox:
 
 
 async def works(sandbox: Sandbox) -> bool:
-    result = await sandbox.client.run(["bash", "-c", "echo works > /work/file; cat /work/file"], timeout=20)
+    result = await sandbox.client.run(
+        ["bash", "-c", "echo works > /work/file; cat /work/file"], timeout=patience(20)
+    )
     return result.output == b"works\n"
 
 
@@ -89,7 +92,7 @@ async def test_one_template_serves_a_root_folder_until_that_changes(
             (image / "added").mkdir()
             async with await acquire(provider, str(image)) as three:
                 assert parent(run_dir, three) != parent(run_dir, two)
-                listing = await three.client.run(["ls", "/"], timeout=20)
+                listing = await three.client.run(["ls", "/"], timeout=patience(20))
                 assert b"added" in listing.output
                 assert await works(one)
     finally:
@@ -200,7 +203,7 @@ assert drawn[0] != drawn[1], "the generator of each process begins elsewhere"
 
 
 def test_a_fork_of_the_template_is_a_fork_for_python_too(bubblewrap_works: None) -> None:
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(["before", "in the child 1", "in the parent"] * 2)
 
@@ -217,7 +220,7 @@ async def test_work_in_a_thread_is_awaited_however_often_it_is_cancelled() -> No
     going, ended = threading.Event(), threading.Event()
 
     def work() -> None:
-        assert going.wait(30)
+        assert going.wait(patience(30))
         ended.set()
 
     task = asyncio.create_task(in_thread(work))

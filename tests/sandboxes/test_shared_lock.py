@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_pipeline.sandboxes.apptainer.shared_lock import shared_lock
+from rollyard_testing.pace import patience
 
 
 async def test_one_after_the_other(tmp_path: Path) -> None:
@@ -23,7 +24,7 @@ async def test_one_after_the_other(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
             inside -= 1
 
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(patience(50)):
         await asyncio.gather(*(one() for _ in range(4)))
     assert (most, entered) == (1, 4)
     assert list(tmp_path.iterdir()) == []
@@ -34,7 +35,7 @@ async def test_a_dead_holders_lock_is_taken(tmp_path: Path) -> None:
     path.write_text("node-9 4711 dead\n")
     # The storage's clock counts, not this node's: an hour ahead or behind makes no difference to ages.
     os.utime(path, (time.time() - 60, time.time() - 60))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         async with shared_lock(path, stale_seconds=30) as mine:
             assert mine
             assert "4711 dead" not in path.read_text()

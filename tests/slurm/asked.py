@@ -19,8 +19,9 @@ from rollyard_slurm.calls.rest import slurm_calls
 from rollyard_slurm.errors import SubmitRefused
 from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.scripts.batch import BatchScript
+from rollyard_testing.pace import patience
 
-SECONDS = 240.0
+SECONDS = patience(240.0)
 SHOWN = (
     "JobName", "Requeue", "TimeLimit", "Partition", "ExcNodeList", "NumNodes", "NumTasks", "CPUs/Task",
     "MinMemoryNode", "MinMemoryCPU", "OverSubscribe", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut",
@@ -105,7 +106,9 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
 
 def _shown(job: int, home: Path) -> dict[str, str]:
     """Return what Slurm says that a job asked for, without what is of this job alone."""
-    done = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["scontrol", "show", "job", str(job)], capture_output=True, text=True, timeout=patience(60)
+    )
     text = done.stdout.replace(str(home), "HOME").replace(f"-{job}.log", "-JOB.log")
     pairs = (word.partition("=")[::2] for word in text.split())
     # The nodes of a pending job are a range.

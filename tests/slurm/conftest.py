@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import pytest
 from rollyard_testing.kubernetes.kubelab import cluster, images
+from rollyard_testing.pace import patience
 from rollyard_testing.sharedlab import shared_lab
 from rollyard_testing.slurm.slurmlab import (
     LAB,
@@ -57,7 +58,7 @@ class _NotStarted(Exception):
 
 
 def _runs() -> bool:
-    ran = subprocess.run([sys.executable, str(LAB), "status"], capture_output=True, timeout=60)
+    ran = subprocess.run([sys.executable, str(LAB), "status"], capture_output=True, timeout=patience(60))
     return ran.returncode == 0
 
 
@@ -92,7 +93,7 @@ _PROGRAMS = (
     "head", "id", "ls", "mkdir", "mv", "printf", "rm", "sed", "seq", "sleep", "sort", "tail", "tee", "touch",
     "tr", "uniq", "wc", "xargs",
 )  # fmt: skip
-_BUILD_SECONDS = 500.0
+_BUILD_SECONDS = patience(500.0)
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +105,9 @@ def sif(slurm_lab: Slurm) -> Iterator[Path]:
         found = shutil.which(name, path="/usr/bin:/bin")
         assert found is not None, f"no {name} on this machine"
         files.add((f"usr/bin/{name}", str(Path(found).resolve())))
-        listing = subprocess.run(["ldd", found], capture_output=True, text=True, timeout=20, check=True)
+        listing = subprocess.run(
+            ["ldd", found], capture_output=True, text=True, timeout=patience(20), check=True
+        )
         files |= {(word.lstrip("/"), word) for word in listing.stdout.split() if word.startswith("/")}
     lines = ["set -e", f"cd {folder}", "mkdir -p root/usr/bin root/etc root/tmp root/proc root/sys root/dev"]
     lines += ["ln -s usr/bin root/bin", "mkdir -p root/home root/root root/var/tmp root/work"]

@@ -21,6 +21,7 @@ from rollyard.local.options import shipped_model
 from rollyard_client import Client, NotFound
 from rollyard_crds import RolloutJob
 from rollyard_testing.kubernetes.installedchart import Installation, is_so
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import Bridge, condition, until
 from rollyard_testing.slurm.bridgelab import job as oracle_job
 
@@ -85,8 +86,9 @@ def installation(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPat
     chart = str(ROOT / "helm" / "rollyard")
     try:
         cluster.helm(
-            "install", release, chart, "-n", release, "-f", str(given), "--wait", "--timeout", "180s"
-        )
+            "install", release, chart, "-n", release, "-f", str(given),
+            "--wait", "--timeout", f"{patience(180):.0f}s",
+        )  # fmt: skip
         service = cluster.get("service", f"{release}-rollyard-api", release)["spec"]
         made.url = f"https://{address}:{service['ports'][0]['nodePort']}"
         made.tokens = yaml.safe_load(made.secret("tokens", "tokens.json"))
@@ -95,7 +97,7 @@ def installation(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPat
             made.until(lambda: client.jobs() is not None, "the control plane answers")
         yield made
     finally:
-        cluster.run("kubectl", "delete", "rj,bp", "--all", "-n", jobs, "--timeout=60s")
+        cluster.run("kubectl", "delete", "rj,bp", "--all", "-n", jobs, f"--timeout={patience(60):.0f}s")
         cluster.helm("uninstall", release, "-n", release, "--wait", "--ignore-not-found")
 
 
@@ -176,7 +178,7 @@ def test_a_job_on_each_at_the_same_time(installation: Shared, bridge: Bridge) ->
     with on.client() as client:
         client.submit(RolloutJob.model_validate(over_rest))
         for name in ("here", "there"):
-            on.wait("rj", name, "Succeeded", seconds=180)
+            on.wait("rj", name, "Succeeded")
         until(lambda: condition(client.job("rest"), "Succeeded") == "True", 120, "the job of REST")
         serving = {name: {one.url for one in client.pool(name).status.backends} for name in ("nodes", "pods")}
         for name, source in (("here", "pods"), ("there", "nodes"), ("rest", "nodes")):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rollyard_client import Client, RollyardError
 from rollyard_crds import BackendPool
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
 from rollyard_testing.slurm.fulldisk import fill
 
@@ -113,7 +114,9 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
     bridge.ended("served")
     assert bridge.stop() == 0
     assert bridge.jobs() == {}
-    queued = subprocess.run(["squeue", "-h"], env=slurm.env, capture_output=True, text=True, timeout=30)
+    queued = subprocess.run(
+        ["squeue", "-h"], env=slurm.env, capture_output=True, text=True, timeout=patience(30)
+    )
     assert queued.stdout == ""
 
 
@@ -200,7 +203,7 @@ def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: P
         assert bridge.jobs() == {}
     finally:
         local.terminate()
-        local.wait(60)
+        local.wait(patience(60))
 
 
 @pytest.mark.nightly
@@ -235,10 +238,10 @@ def test_a_bridge_ends_its_own_jobs_only_or_leaves_them(slurm: Any, bridge: Brid
         assert bridge.process is not None
         bridge.process.kill()
         assert other.stop(signal.SIGTERM) == 0
-        bridge.process.wait(30)
+        bridge.process.wait(patience(30))
         assert slurm.state(mine[0]) == slurm.state(theirs[0]) == "RUNNING", "neither ends them"
         other.begin()
-        told = slurm.run_as_user(bridge.command("down"), timeout=400).stdout
+        told = slurm.run_as_user(bridge.command("down"), timeout=patience(400)).stdout
         assert "Slurm jobs ended: 1" in told
         assert bridge.jobs() == {}
         other.wait_ready()

@@ -21,7 +21,8 @@ import pytest
 import yaml
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.invariants import invariant
-from rollyard_testing.slurm.bridgelab import PATIENCE, Bridge, accounted_for, condition, job, until
+from rollyard_testing.pace import patience
+from rollyard_testing.slurm.bridgelab import CROWD, Bridge, accounted_for, condition, job, until
 from rollyard_testing.slurm.fulldisk import fill
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Run:
         return httpx.Client(
             base_url=context["url"],
             headers={"Authorization": f"Bearer {token}"},
-            timeout=60,
+            timeout=patience(60),
             trust_env=False,
         )
 
@@ -121,7 +122,7 @@ class Run:
         assert self.unfinished >= 8, "the job ended too soon"
 
     def _wait_for(self, ended: int) -> None:
-        came = self.ledger.wait_for(ended, END * PATIENCE)
+        came = self.ledger.wait_for(ended, patience(CROWD * END))
         assert came, f"only {len(self.ledger.seen)} ended\n{self.words()}"
 
     def worker(self, rng: random.Random) -> tuple[int, str]:
@@ -228,14 +229,14 @@ def a_run(
         # A listing that could not see these would prove nothing by being empty.
         run.judge()
         done.set()
-        thread.join(60)
+        thread.join(patience(60))
         slurm.heal_nodes()
         assert bridge.stop() == 0, run.words()
         until(lambda: not run.left(), GONE, f"the end of {run.left()}")
     finally:
         done.set()
         if thread.ident is not None:
-            thread.join(60)
+            thread.join(patience(60))
         bridge.kill()
 
 

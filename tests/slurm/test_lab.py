@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.slurm.slurmlab import Slurm
@@ -21,7 +22,7 @@ SLEEPER = "#!/bin/bash\nexec sleep 600\n"
 
 def wait(met: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Return whether the condition was met in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not met():
         if time.monotonic() > deadline:
             return False
@@ -154,7 +155,7 @@ def test_doctor_on_login_and_compute_node_and_without_a_controller(slurm: Slurm,
     job = slurm.sbatch(SLEEPER, "-o", "/dev/null")
     slurm.wait_state(job, "RUNNING")
     slurm.stop_controller()
-    away = slurm.run_as_user(doctor, env=env, check=False, timeout=120)
+    away = slurm.run_as_user(doctor, env=env, check=False, timeout=patience(120))
     assert away.returncode == 1
     assert "does not answer" in away.stdout
     slurm.start_controller()

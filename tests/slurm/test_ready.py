@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, job, until
 
 pytestmark = pytest.mark.slurm
@@ -104,7 +105,9 @@ def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -
     assert bridge.stop() == 0
     assert bridge.jobs() == {}
     assert list((bridge.home / "tokens").iterdir()) == []
-    queued = subprocess.run(["squeue", "-h"], env=slurm.env, capture_output=True, text=True, timeout=30)
+    queued = subprocess.run(
+        ["squeue", "-h"], env=slurm.env, capture_output=True, text=True, timeout=patience(30)
+    )
     assert queued.stdout == ""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, job, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
@@ -50,7 +51,7 @@ class Restd:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(patience(30))
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_both_ways_to_ask_have_the_same_effects(slurm: Any, shared: Path, restd:
     def asked(name: str, how: str) -> dict[str, Any]:
         home = shared / name
         slurm.run_as_user(["mkdir", "-m", "700", str(home)])
-        done = slurm.run_as_user([sys.executable, str(ASKED), how, str(home)], timeout=600)
+        done = slurm.run_as_user([sys.executable, str(ASKED), how, str(home)], timeout=patience(600))
         return dict(json.loads(done.stdout))
 
     with ThreadPoolExecutor() as both:
@@ -116,6 +117,6 @@ def test_a_bridge_outlives_its_slurmrestd(slurm: Any, shared: Path, restd: Restd
 def test_a_slurmrestd_that_is_not_there_is_named(slurm: Any, shared: Path) -> None:
     bridge = Bridge(slurm, shared / "h")
     command = bridge.command("up", "--rest-url", f"unix:{shared}/nothing")
-    done = slurm.run_as_user(command, check=False, timeout=240)
+    done = slurm.run_as_user(command, check=False, timeout=patience(240))
     assert done.returncode == 1
     assert "rest.url: there is no socket" in done.stderr

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import Bridge, until
 from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of, problems
@@ -69,7 +70,7 @@ def test_a_requeued_trainer_loses_no_rollout_and_uses_none_twice(
             )
 
         until(in_the_middle, 60, "the middle of the second step")
-        subprocess.run(["scontrol", "requeue", str(number)], env=slurm.env, check=True, timeout=60)
+        subprocess.run(["scontrol", "requeue", str(number)], env=slurm.env, check=True, timeout=patience(60))
         # The second start waits a moment, which Slurm sees to.
         slurm.wait_state(number, "PENDING", "COMPLETED", seconds=120)
         # An administrator may let a requeued job start at once.
@@ -86,4 +87,4 @@ def test_a_requeued_trainer_loses_no_rollout_and_uses_none_twice(
 def begins_now(slurm: Any, number: int) -> bool:
     """Ask Slurm to start a requeued job without its pause, and return whether it took the request."""
     command = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
-    return subprocess.run(command, env=slurm.env, capture_output=True, timeout=60).returncode == 0
+    return subprocess.run(command, env=slurm.env, capture_output=True, timeout=patience(60)).returncode == 0

@@ -25,6 +25,7 @@ from rollyard_slurm.readers import job_json
 from rollyard_slurm.readers.jobs import JobDetails, Unreadable
 from rollyard_slurm.scripts import job_fields
 from rollyard_slurm.scripts.batch import BatchScript
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm_bridge.fakerestd import Restd
 
 DATA = Path(__file__).parent / "data"
@@ -440,7 +441,7 @@ async def hears(socket: Path, home: Path, job: int, words: str, limit: str | Non
         stdin=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(patience(60.0)):
             while not (home / "signals" / str(job)).exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             if words:

@@ -18,6 +18,7 @@ from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.node import command_for
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm_bridge.scripts import WORKER, script, site
 
 BACKEND = Workload(
@@ -184,7 +185,10 @@ def test_beside_a_control_plane_on_a_socket_all_is_one_node(tmp_path: Path) -> N
     told = tmp_path / "endpoint.json"
     words = ["--endpoint", str(told), "--toward", "http+unix://%2Fh%2Fapi.sock", "--", "echo", "@HOST@"]
     done = subprocess.run(
-        [sys.executable, "-m", "rollyard_slurm.node", *words], capture_output=True, text=True, timeout=50
+        [sys.executable, "-m", "rollyard_slurm.node", *words],
+        capture_output=True,
+        text=True,
+        timeout=patience(50),
     )
     assert (done.returncode, done.stdout) == (0, "127.0.0.1\n")
     assert json.loads(told.read_text())["url"].startswith("http://127.0.0.1:")
@@ -221,13 +225,13 @@ class Ran:
             self.process = subprocess.Popen(["bash", "-c", body], stdout=out)
 
     def said(self, *lines: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience(20)
         while self.out.read_text().split() != list(lines):
             assert time.monotonic() < deadline, self.out.read_text()
             time.sleep(0.01)
 
     def end(self) -> int:
-        return self.process.wait(20)
+        return self.process.wait(patience(20))
 
 
 @pytest.mark.parametrize("code", [0, 3, 127])

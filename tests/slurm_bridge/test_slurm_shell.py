@@ -22,6 +22,7 @@ from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, render
 from rollyard_slurm.scripts.site import Site
+from rollyard_testing.pace import patience
 
 
 def asked_of_sbatch(script: str) -> list[str]:
@@ -57,7 +58,7 @@ def bash(tmp_path: Path, lines: list[str]) -> subprocess.CompletedProcess[str]:
         input=("\n".join(lines) + "\n").encode(),
         cwd=tmp_path,
         capture_output=True,
-        timeout=60,
+        timeout=patience(60),
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -250,7 +251,7 @@ def test_whole_scripts(
         return
     assert all(character.isalnum() or character in "._/-" for character in called[1])
     assert SlurmJobIdentity.parse(identity.comment) == identity
-    assert subprocess.run(["bash", "-n"], input=made, text=True, timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=made, text=True, timeout=patience(60)).returncode == 0
     head = made[: made.index("\numask 077\n")]
     assert all(line.startswith("#") for line in head.split("\n"))
     assert made[len(head) :].startswith("\numask 077\n")

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import pytest
+from rollyard_testing.pace import patience
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def _bash(folder: Path, script: str, answer: str = "") -> subprocess.CompletedPr
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patience(30),
         check=False,
         env={"PATH": os.environ["PATH"], "LC_ALL": "C", "ROLLYARD_ANSWER": answer},
     )

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import jinja2.sandbox
 import pytest
+from rollyard_testing.pace import patience
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "rollyard_engine", "--model", str(MODEL), "--port", "0"]
     process = subprocess.Popen([*command, "--port-file", str(port_file)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while not port_file.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -42,7 +43,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port_file.read_text().strip()}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(patience(20))
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Policy:
     """A sampler of turns; template and tokenizer are the shipped ones, the agent is this test's own."""
 
     def __init__(self, url: str) -> None:
-        self.client = httpx.Client(base_url=url, timeout=60)
+        self.client = httpx.Client(base_url=url, timeout=patience(60))
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
         self.tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -117,7 +118,7 @@ def bash(folder: Path, script: str, answer: str = "") -> subprocess.CompletedPro
     env = {"PATH": os.environ["PATH"], "LC_ALL": "C", "ROLLYARD_ANSWER": answer}
     command = ["bash", "-c", script]
     return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=30, errors="replace"
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(30), errors="replace"
     )
 
 

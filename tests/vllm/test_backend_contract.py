@@ -13,6 +13,7 @@ from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_inference.errors import BackendRefused, ContextOverflow, ModelNotServed
 from rollyard_pipeline.backends import BackendClient, BackendSession, Sampling
 from rollyard_pipeline.trajectories.recorder import Sample
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
 KINDS = ("generate", "completions")
@@ -86,7 +87,7 @@ async def until(
     Raises:
         TimeoutError: It is not true for too long.
     """
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(patience(seconds)):
         while not true(await number()):  # noqa: ASYNC110 - the server tells nobody
             await asyncio.sleep(0.02)
 
@@ -206,7 +207,11 @@ async def test_a_cancelled_turn_frees_its_slot_at_once(server: VllmServer) -> No
 @pytest.mark.parametrize(
     ("server", "mode"),
     # The control plane refuses `keep` where tokens have no versions.
-    [("generate", "abort"), ("generate", "keep"), ("completions", "abort")],
+    [
+        pytest.param("generate", "abort", marks=pytest.mark.nightly),
+        ("generate", "keep"),
+        pytest.param("completions", "abort", marks=pytest.mark.nightly),
+    ],
     indirect=["server"],
 )
 async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) -> None:
@@ -261,7 +266,7 @@ async def test_a_paused_server_is_waited_for(server: VllmServer) -> None:
             assert not turn.done()
         finally:
             await asyncio.to_thread(server.call, "/resume")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             sample = await turn
     assert sample.token_ids
     assert talk.stats.requests == 2

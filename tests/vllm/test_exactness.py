@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from rollyard_testing.families import FAMILIES
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import Answer, compare, judge, passes
 from rollyard_testing.vllm.forward import Forward
 from rollyard_testing.vllm.servers import VllmServer
@@ -29,7 +30,7 @@ MakeStage = Callable[..., AbstractContextManager[Stage]]
 PLAYED = ("qwen3", "qwen3_coder", "llama3", "mistral_v3", "deepseek_v3", "gpt_oss", "chatml")
 TASKS, SAMPLES = 2, 6
 TEMPERATURES = (1.0, 0.7)
-SECONDS = 240.0
+SECONDS = patience(240.0)
 
 
 @dataclass(frozen=True, slots=True)

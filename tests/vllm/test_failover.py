@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import compare, judge, passes
 from rollyard_testing.vllm.forward import Forward
 from rollyard_testing.vllm.product import Product
@@ -20,7 +21,7 @@ from rollyard_testing.vllm.stage import MAX_TOKENS, Stage, tasks
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 
 TASKS, SAMPLES = 25, 8
-SECONDS = 240.0
+SECONDS = patience(240.0)
 
 pytestmark = pytest.mark.kills_vllm
 
@@ -41,7 +42,7 @@ def following(product: Product, job: str, ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         done.set()
-        thread.join(60)
+        thread.join(patience(60))
 
 
 def test_kill_9_of_a_server_in_the_middle_of_200_rollouts(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import Answer, Judgement, Pass, compare, judge, passes
 from rollyard_testing.vllm.checkpoints import perturbed
 from rollyard_testing.vllm.forward import Forward
@@ -33,7 +34,7 @@ Dialogues then span both weights, also where an update takes its time to begin.
 LONG = 400
 """The tokens of a turn, of which a hot policy uses most: an update finds many in the middle."""
 TEMPERATURE = 1.5
-SECONDS = 240.0
+SECONDS = patience(240.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,14 @@ def agree(forward: Forward, updated: Updated, version: str, folder: Path, other:
     assert len(foreign.findings) > foreign.tokens / 2
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "abort",
+        pytest.param("wait", marks=pytest.mark.nightly),
+        pytest.param("keep", marks=pytest.mark.nightly),
+    ],
+)
 def test_rollouts_go_on_with_the_new_weights(trainer: Trainer, forward: Forward, mode: str) -> None:
     updated = trainer.play(mode, "continue")
     verdict = judge(updated.trajectories, updated.served)

@@ -15,6 +15,7 @@ from rollyard_crds.telemetry.identity import trace_id
 from rollyard_crds.telemetry.scope import RolloutScope, entered
 from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_pipeline.backends import BackendClient, BackendSession
+from rollyard_testing.pace import patience
 from rollyard_testing.traces.receiver import GotSpan, Receiver, receiving
 from rollyard_testing.vllm.servers import SERVED, VllmServer
 
@@ -129,6 +130,6 @@ async def test_a_request_without_the_header_is_traced(traced_vllm: VllmServer, r
 
     before = count(receiver.spans)
     body: dict[str, Any] = {"model": SERVED, "prompt": list(PROMPT), "max_tokens": 2}
-    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=patience(60.0), trust_env=False) as http:
         (await http.post(f"{traced_vllm.url}/v1/completions", json=body)).raise_for_status()
     await asyncio.to_thread(receiver.until, lambda spans: count(spans) > before)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import Pass
 from rollyard_testing.vllm.checkpoints import permuted, perturbed
 from rollyard_testing.vllm.forward import Forward
@@ -16,7 +17,7 @@ from rollyard_testing.vllm.servers import VllmServer
 
 pytestmark = pytest.mark.nightly
 
-SECONDS = 180.0
+SECONDS = patience(180.0)
 IDS = list(range(40, 104))
 ALLOWED = {"float32": 0.1, "bfloat16": 0.5}
 

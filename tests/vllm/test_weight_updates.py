@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm import random_models
 from rollyard_testing.vllm.checker import Pass
 from rollyard_testing.vllm.checkpoints import perturbed
@@ -17,7 +18,7 @@ from rollyard_testing.vllm.forward import Forward
 from rollyard_testing.vllm.product import Product, a_product
 from rollyard_testing.vllm.servers import SERVED, VllmServer
 
-SECONDS = 180.0
+SECONDS = patience(180.0)
 IDS = list(range(40, 104))
 TOLERANCE = 0.01
 """The tolerance in nats; servers and transformers both compute in float32."""

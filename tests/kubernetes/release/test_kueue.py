@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, condition, is_so, job, task
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -43,7 +44,7 @@ def install_kueue(installation: Installation) -> None:
         try:
             installation.until(made, "Kueue makes its certificate")
             cluster.run("kubectl", "delete", "pods", "--all", "-n", "kueue-system", "--wait=false")
-            said, _ = installing.communicate(timeout=240)
+            said, _ = installing.communicate(timeout=patience(240))
         finally:
             installing.kill()
     assert installing.returncode == 0, said
@@ -84,7 +85,7 @@ def queue(installation: Installation) -> Iterator[str]:
             install_kueue(installation)
         cluster.kubectl(
             "wait", "--for=condition=Available", "deployment/kueue-controller-manager", "-n", "kueue-system",
-            "--timeout=120s",
+            f"--timeout={patience(120):.0f}s",
         )  # fmt: skip
         for document in documents:
             # Its webhooks take a moment longer than its pod.
@@ -96,10 +97,10 @@ def queue(installation: Installation) -> Iterator[str]:
             )
         yield namespace
     finally:
-        patience = f"--timeout={PATIENCE_SECONDS}s"
-        cluster.run("kubectl", "delete", "rj", "--all", "-n", namespace, patience)
-        cluster.run("kubectl", "delete", "localqueue", "team", "-n", namespace, patience)
-        cluster.run("kubectl", "delete", f"clusterqueue/{name}", f"resourceflavor/{name}", patience)
+        limit = f"--timeout={PATIENCE_SECONDS}s"
+        cluster.run("kubectl", "delete", "rj", "--all", "-n", namespace, limit)
+        cluster.run("kubectl", "delete", "localqueue", "team", "-n", namespace, limit)
+        cluster.run("kubectl", "delete", f"clusterqueue/{name}", f"resourceflavor/{name}", limit)
         if there.returncode:
             # Its webhooks see every pod of the cluster, those of other tests, too. Its pods' finalizers come
             # first.

@@ -31,6 +31,7 @@ from rollyard_testing.adversary.takeover import ATTACKS as TAKEOVER
 from rollyard_testing.adversary.takeover import LOOK_INTO
 from rollyard_testing.invariants import invariant
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -397,7 +398,7 @@ def ended(
     with installation.client() as client:
         trajectories = {one.task_id: one for one in client.trajectories("attacks")}
     installation.until(lambda: not installation.pods("sandbox", job="attacks"), "its sandboxes are gone")
-    deadline = time.monotonic() + 30  # A deleted pod's processes end within its grace period.
+    deadline = time.monotonic() + patience(30)  # A deleted pod's processes end within its grace period.
     while any(carrying(mark) for mark in marks.values()) and time.monotonic() < deadline:
         time.sleep(0.1)
     left = {name: carrying(mark) for name, mark in marks.items()}

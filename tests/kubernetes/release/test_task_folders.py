@@ -13,7 +13,7 @@ from rollyard_testing.kubernetes.installedchart import in_namespace, job
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
 
-pytestmark = pytest.mark.kubernetes
+pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly]
 
 TASKS = Path(__file__).resolve().parents[3] / "examples/harbor/tasks"
 NAMES = ("planted", "separate", "single", "steps")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rollyard_testing.kubernetes.installedchart import condition, in_namespace, is_so, job, pool, task
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -127,6 +128,7 @@ def test_a_quota_that_refuses_pods(installation: Installation) -> None:
         installation.wait("rj", "squeezed", "Succeeded", namespace)
 
 
+@pytest.mark.nightly
 def test_a_namespace_without_rights_is_no_trouble_for_the_others(installation: Installation) -> None:
     cluster, locked = installation.cluster, installation.namespaces[3]
     binding = f"{installation.release}-rollyard-operator"
@@ -138,7 +140,7 @@ def test_a_namespace_without_rights_is_no_trouble_for_the_others(installation: I
     try:
         # Even one that starts now sees the others.
         cluster.kubectl("rollout", "restart", *operator)
-        cluster.kubectl("rollout", "status", *operator, "--timeout=90s")
+        cluster.kubectl("rollout", "status", *operator, f"--timeout={patience(90):.0f}s")
         installation.apply(job("shut-out", task("a")), locked)
         with installation.made(job("unharmed", task("a"))):
             installation.wait("rj", "unharmed", "Succeeded")

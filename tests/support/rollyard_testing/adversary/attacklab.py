@@ -28,10 +28,11 @@ from rollyard_crds.trajectory import Trajectory
 
 from rollyard_testing.adversary.attacks import Attack, Outcome, Step, judge
 from rollyard_testing.adversary.policyserver import MODEL, WAIT_SECONDS, PolicyServer, calling
+from rollyard_testing.pace import patience
 
 PYTHON = "/.rollyard/venv/bin/python"
-START_SECONDS = 90.0
-GONE_SECONDS = 15.0
+START_SECONDS = patience(90.0)
+GONE_SECONDS = patience(15.0)
 SMALL = {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "warm": 1}
 STAGES = {
     "init": {"timeoutSeconds": 60},

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rollyard_testing.families import FAMILIES, train_tokenizer, write_folder
+from rollyard_testing.pace import patience
 
 FAMILY = FAMILIES["qwen2_5"]
 WORD = re.compile(r"rya-[0-9a-f]{16}")
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = patience(60.0)
 MODEL = "dictated"
 
 

@@ -15,6 +15,8 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token
 
+from rollyard_testing.pace import patience
+
 RARELY = 3600.0
 
 
@@ -32,7 +34,9 @@ class Yard:
         """Return a client with this token."""
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        made = httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=70)
+        made = httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers=headers, timeout=patience(70)
+        )
         self.stack.push_async_callback(made.aclose)
         return made
 

@@ -17,8 +17,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rollyard_testing.adversary.restplane import Yard, result
+from rollyard_testing.pace import patience
 
-PATIENCE = 60.0
+PATIENCE = patience(60.0)
 
 
 class HangingStore(AbstractFileSystem):  # type: ignore[misc]

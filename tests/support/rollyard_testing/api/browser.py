@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 
+from rollyard_testing.pace import patience
+
 HOST = "127.0.0.1:8765"
 
 
@@ -26,7 +28,7 @@ class TestBrowser:
     ) -> None:
         self.origin = f"{scheme}://{host}"
         self.prefix = prefix
-        self.http = httpx.AsyncClient(transport=transport, base_url=f"http://{host}", timeout=70)
+        self.http = httpx.AsyncClient(transport=transport, base_url=f"http://{host}", timeout=patience(70))
         self.cookies: dict[str, str] = {}
         self.set_cookie = ""
         """The last Set-Cookie header."""

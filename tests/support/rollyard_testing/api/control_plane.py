@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard_testing.pace import patience
+
 LOOK_SECONDS = 0.02
 
 
@@ -37,8 +39,8 @@ def a_control_plane(
     Args:
         folder: The existing folder for its state, its log and its port file.
         options: Further options of `rollyard_api`.
-        ready_seconds: The time in which it must answer.
-        end_seconds: The time in which it must have ended after its SIGTERM.
+        ready_seconds: The time in which it must answer on a machine of usual speed.
+        end_seconds: The time in which it must have ended there after its SIGTERM.
 
     Raises:
         AssertionError: It ended, or was not ready in time. The message is its log.
@@ -51,7 +53,7 @@ def a_control_plane(
             [*command, "--port-file", str(port_file), *options], stdout=out, stderr=out
         )
     try:
-        deadline = time.monotonic() + ready_seconds
+        deadline = time.monotonic() + patience(ready_seconds)
         while not port_file.exists():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
@@ -61,6 +63,6 @@ def a_control_plane(
     finally:
         process.terminate()
         try:
-            process.wait(end_seconds)
+            process.wait(patience(end_seconds))
         finally:
             process.kill()

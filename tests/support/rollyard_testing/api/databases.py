@@ -20,13 +20,15 @@ import sqlalchemy as sa
 from rollyard_api.storage import migrate
 from rollyard_api.storage.database import Database
 
+from rollyard_testing.pace import patience
+
 POSTGRES_BIN = max(
     Path("/usr/lib/postgresql").glob("[0-9]*/bin"),
     key=lambda folder: int(folder.parent.name),
     default=Path("/usr/lib/postgresql/bin"),
 )
 """The folder of Debian's newest installed version."""
-START_SECONDS = 90.0
+START_SECONDS = patience(90.0)
 
 
 def _as_postgres() -> dict[str, Any]:
@@ -69,7 +71,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory, missing: Callable[[str], 
     finally:
         # It is stopped at once, without a last checkpoint, because the cluster is thrown away.
         process.send_signal(signal.SIGQUIT)
-        process.wait(40)
+        process.wait(patience(40))
         shutil.rmtree(base)
 
 

@@ -10,7 +10,9 @@ from typing import Final
 
 from playwright.sync_api import Browser, sync_playwright
 
-PATIENCE: Final = 60_000.0
+from rollyard_testing.pace import patience
+
+PATIENCE: Final = patience(60_000.0)
 """The bound on a step in the browser in milliseconds, which only a busy machine comes near."""
 _QUIET: Final = (
     # A container's /dev/shm is often too small for a page.

@@ -13,8 +13,9 @@ import yaml
 
 from rollyard_testing.browser.signin import Served
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
+from rollyard_testing.pace import patience
 
-SECONDS: Final = 180.0
+SECONDS: Final = patience(180.0)
 LOOK_SECONDS: Final = 0.1
 
 

@@ -20,13 +20,14 @@ from typing import Final
 import httpx
 
 from rollyard_testing.browser.signin import Served
+from rollyard_testing.pace import patience
 from rollyard_testing.page.attacks import hostile_job
 from rollyard_testing.page.conversations import TINY_POLICY
 from rollyard_testing.page.ordinary import VERSIONS, Ordinary, ordinary_job
 from rollyard_testing.page.store import opened
 
-READY_SECONDS: Final = 120.0
-END_SECONDS: Final = 30.0
+READY_SECONDS: Final = patience(120.0)
+END_SECONDS: Final = patience(30.0)
 LOOK_SECONDS: Final = 0.05
 
 ENDED: Final = "ended"

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from rollyard_testing.browser.chromium import PATIENCE
 from rollyard_testing.browser.witness import Witness, attend
+from rollyard_testing.pace import patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Served:
     def http(self, role: str = "admin") -> httpx.Client:
         """Return a client with the token of a role."""
         headers = {"Authorization": f"Bearer {self.tokens[role]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=patience(60), trust_env=False)
 
     def code(self, role: str = "viewer") -> str:
         """Return a one-time code that the token of a role makes.

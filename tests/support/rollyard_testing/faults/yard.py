@@ -26,12 +26,13 @@ import httpx
 
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.listing import Process, control_groups, mounts, processes, sandbox_names, sockets
+from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[4]
 MARK = "ROLLYARD_FAULT_TEST_MARK"
 LEASE_SECONDS = 5
 LOOK_SECONDS = 0.3
-START_SECONDS = 180.0
+START_SECONDS = patience(180.0)
 """The longest start, which takes a few seconds on an idle machine."""
 
 
@@ -87,7 +88,7 @@ class Yard:
         return httpx.Client(
             base_url=context["url"],
             headers={"Authorization": f"Bearer {token}"},
-            timeout=20,
+            timeout=patience(20),
             trust_env=False,
         )
 
@@ -95,7 +96,7 @@ class Yard:
         """Signal `rollyard up`, wait for its end, and return its exit status."""
         assert self._process is not None
         self._process.send_signal(number)
-        return self._process.wait(seconds)
+        return self._process.wait(patience(seconds))
 
     def running(self) -> bool:
         """Return whether `rollyard up` runs."""
@@ -129,7 +130,7 @@ class Yard:
 
         A process that the kernel kills with its parent may need a moment to be gone.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while (here := self.listing()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return here
@@ -154,7 +155,7 @@ class Yard:
         A sandbox that a rollout uses comes before one that waits. One kill in two hits its first process,
         with which all of it ends; the others hit any: the exec server, a shell, or bwrap outside.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while time.monotonic() < deadline:
             there = [process for process in self.processes() if process.kind == kind]
             if kind == "sandbox":
@@ -177,7 +178,7 @@ class Yard:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         if self._process is not None:
-            self._process.wait(10)
+            self._process.wait(patience(10))
         for path in sorted(control_groups(self.names), reverse=True):
             with contextlib.suppress(OSError):
                 os.rmdir(path)
@@ -213,4 +214,4 @@ def following(yard: Yard, job: str, ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         done.set()
-        thread.join(60)
+        thread.join(patience(60))

@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from rollyard_testing.pace import patience
+
 LOGPROB = {"old": -1.0, "new": -2.0}
 REFERENCE = {"promptIds": [1, 2, 3, 4], "logprobs": [LOGPROB["new"]] * 3}
 
@@ -99,7 +101,7 @@ class Scripted(ABC):
             self.failing[step] -= 1
             return 500, {"error": {"message": "scripted failure"}}
         if step in self.gates:
-            self.gates[step].wait(60)
+            self.gates[step].wait(patience(60))
         if path == "/health":
             return 200, {}
         if path == "/v1/models":

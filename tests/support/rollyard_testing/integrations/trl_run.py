@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollyard_testing.faults.yard import ROOT, Yard
+from rollyard_testing.pace import patience
 
 ENVIRONMENT_SECONDS = 900.0
 RUN_SECONDS = 1200.0
@@ -35,7 +36,7 @@ def trl_python() -> Path:
             [str(ROOT / "scripts/train-env"), "trl"],
             capture_output=True,
             text=True,
-            timeout=ENVIRONMENT_SECONDS,
+            timeout=patience(ENVIRONMENT_SECONDS),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TrlMissing(f"scripts/train-env trl: {error}") from error
@@ -67,7 +68,7 @@ def trained_with_trl(python: Path, folder: Path, *arguments: str) -> dict[str, A
         with (folder / "train.log").open("wb") as log:
             done = subprocess.run(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                timeout=RUN_SECONDS,
+                timeout=patience(RUN_SECONDS),
             )  # fmt: skip
         if done.returncode != 0:
             raise RunFailed((folder / "train.log").read_text(errors="replace")[-3000:] + yard.words())

@@ -7,7 +7,9 @@ import gc
 from typing import Final
 from urllib.parse import urlsplit
 
-LONGEST_SECONDS: Final = 40.0
+from rollyard_testing.pace import patience
+
+LONGEST_SECONDS: Final = patience(40.0)
 """asyncio gives the end of a TLS connection 30 seconds."""
 
 

@@ -23,9 +23,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from rollyard_testing.kubernetes.connections import LONGEST_SECONDS, connections_ended
+from rollyard_testing.pace import patience
 
 BODY_BYTES = 16 * 1024 * 1024
-START_SECONDS = 10.0
+START_SECONDS = patience(10.0)
 IN_A_ROW = 2
 """The number of equal refusals after which a call passes, so a client that tries several times gets through.
 """

@@ -30,11 +30,12 @@ from rollyard_testing.kubernetes.podwatch import (
     label,
     processes_of,
 )
+from rollyard_testing.pace import patience
 
 TASKS = 12
 SAMPLES = 3
-END = 150.0  # seconds for a disturbed run to end; an undisturbed one takes about 20
-GONE = 180.0
+END = patience(150.0)  # seconds for a disturbed run to end; an undisturbed one takes about 20
+GONE = patience(180.0)
 """The time for unwanted things to be gone, in seconds: killing a pod takes the kubelet some.
 
 Where the watch was restarted with an empty list just as a job was deleted, the operator's next full check
@@ -182,7 +183,7 @@ class Run:
 
     def delete(self) -> None:
         """Delete the object, and with it all that the control plane and the cluster knew of it."""
-        self.release.kubectl("delete", "rj", self.name, "--timeout=180s")
+        self.release.kubectl("delete", "rj", self.name, f"--timeout={patience(180):.0f}s")
         deadline = time.monotonic() + GONE
         with self.release.http() as http:
             while (code := http.get(f"/v1/rolloutjobs/{self.name}").status_code) == 200:
@@ -201,7 +202,7 @@ class Run:
         else:
             labels = f"rollyard.dev/instance={self.release.name},{COMPONENT}={component}"
         labels += f",{CLAIM}" if component == "sandbox" else ""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(30)
         while time.monotonic() < deadline:
             there = self.reader.labelled(labels)
             if component == "sandbox":
@@ -279,9 +280,11 @@ def a_run(release: Release, name: str) -> Iterator[Run]:
             yield run
         except BaseException:
             done.set()
-            release.cluster.run("kubectl", "delete", "rj", name, "-n", release.jobs, "--timeout=180s")
+            release.cluster.run(
+                "kubectl", "delete", "rj", name, "-n", release.jobs, f"--timeout={patience(180):.0f}s"
+            )
             raise
         finally:
             done.set()
-            thread.join(60)
+            thread.join(patience(60))
         run.delete()

@@ -15,6 +15,7 @@ import httpx
 import yaml
 
 from rollyard_testing.kubernetes.podwatch import ClusterReader
+from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -51,7 +52,7 @@ class Release:
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.token}"},
             params={"namespace": self.jobs},
-            timeout=10,
+            timeout=patience(10),
             trust_env=False,
         )
 
@@ -81,12 +82,15 @@ class Release:
         """Set the number of operators, and return when they are ready and no others exist any more."""
         name = self.deployment("operator")
         self.cluster.kubectl("scale", f"deployment/{name}", "-n", self.name, f"--replicas={replicas}")
-        self.cluster.kubectl("rollout", "status", f"deployment/{name}", "-n", self.name, "--timeout=180s")
+        self.cluster.kubectl(
+            "rollout", "status", f"deployment/{name}", "-n", self.name, f"--timeout={patience(180):.0f}s"
+        )
         if replicas == 0:
             selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=operator"
             self.cluster.kubectl(
-                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name, "--timeout=180s"
-            )
+                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name,
+                f"--timeout={patience(180):.0f}s",
+            )  # fmt: skip
 
     def words(self) -> str:
         """Return what helps to explain a failed test."""
@@ -123,16 +127,16 @@ def a_release(installation: Installation, tasks: int) -> Iterator[Release]:
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tasks"}}
     release.apply({**config, "data": {"tasks.jsonl": "\n".join(lines)}})
     release.apply(yaml.safe_load((EXAMPLES / "pool.yaml").read_text()))
-    release.kubectl("wait", "--for=condition=Ready", "bp/default", "--timeout=120s")
+    release.kubectl("wait", "--for=condition=Ready", "bp/default", f"--timeout={patience(120):.0f}s")
     yield release
     _remove(release)
 
 
 def _remove(release: Release) -> None:
     """Remove what kubectl applied, while there is an operator to clean up after it."""
-    release.kubectl("delete", "rj,bp", "--all", "--timeout=180s")
+    release.kubectl("delete", "rj,bp", "--all", f"--timeout={patience(180):.0f}s")
     with ClusterReader(release.cluster.kubeconfig) as reader:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while (left := reader.pods(release.name)) and time.monotonic() < deadline:
             time.sleep(0.2)
     names = [pod["metadata"]["name"] for pod in left]

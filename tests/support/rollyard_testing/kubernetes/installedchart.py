@@ -15,11 +15,13 @@ from rollyard_client import Client, NotFound
 from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import Claim
 
+from rollyard_testing.pace import patience
+
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
 LOOK_SECONDS = 0.2
-PATIENCE_SECONDS = 180
+PATIENCE_SECONDS = round(patience(180))
 """The time for what takes a second or two on a machine with nothing else to do: under load it takes a minute.
 """
 SOLVED = {"name": "submit", "arguments": {"answer": "yes"}}

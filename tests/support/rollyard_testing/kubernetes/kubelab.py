@@ -24,15 +24,16 @@ import pytest
 import yaml
 
 from rollyard_testing.kubernetes.podwatch import api_server
+from rollyard_testing.pace import patience
 from rollyard_testing.sharedlab import shared_lab
 
 ROOT = Path(__file__).resolve().parents[4]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
 IN_USE = Path("/tmp/rollyard-kube-lab.use")
-START_SECONDS = 240
-COMMAND_SECONDS = 240
-IMAGES_SECONDS = 1500
+START_SECONDS = patience(240)
+COMMAND_SECONDS = patience(240)
+IMAGES_SECONDS = patience(1500)
 _API_USER = 10001
 """The control plane's user in its image."""
 
@@ -242,9 +243,8 @@ def _runs(lab: Path) -> bool:
 
 
 def _start(lab: Path) -> None:
-    _command(
-        lab, "wipe"
-    )  # What an earlier one has left keeps containerd busy while the kubelet waits for it.
+    # What an earlier one has left would keep containerd busy while the kubelet waits for it.
+    _command(lab, "wipe")
     started = _command(lab, "start", before=("unshare", "--mount", "--propagation", "private"))
     if started.returncode != 0:
         raise _NotStarted(started.stdout)
@@ -258,7 +258,7 @@ def _cluster(lab: Path) -> Iterator[Cluster]:
     env = dict(pair.split("=", 1) for pair in given.split("\0") if "=" in pair)
     made = Cluster(Path(env["KUBECONFIG"]), env)
     made.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=180s")
+    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), f"--timeout={patience(180):.0f}s")
     with api_server(made.kubeconfig) as made.http:
         yield made
     if made.made:

@@ -16,9 +16,10 @@ import httpx
 import yaml
 
 from rollyard_testing.kubernetes.installed import Release
+from rollyard_testing.pace import patience
 
-START_SECONDS = 60.0
-END_SECONDS = 20.0
+START_SECONDS = patience(60.0)
+END_SECONDS = patience(20.0)
 CONFIG = "/etc/rollyard"
 """The folder in which the operator's pod has its settings and tokens."""
 

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import yaml
 
+from rollyard_testing.pace import patience
+
 Pod = dict[str, Any]
 COMPONENT = "app.kubernetes.io/component"
 INSTANCE = "rollyard.dev/instance"
@@ -25,7 +27,7 @@ def api_server(kubeconfig: Path) -> httpx.Client:
     server, user = known["clusters"][0]["cluster"], known["users"][0]["user"]
     tls = ssl.create_default_context(cafile=server["certificate-authority"])
     tls.load_cert_chain(user["client-certificate"], user["client-key"])
-    return httpx.Client(base_url=server["server"], verify=tls, timeout=10, trust_env=False)
+    return httpx.Client(base_url=server["server"], verify=tls, timeout=patience(10), trust_env=False)
 
 
 class ClusterReader:

@@ -21,6 +21,7 @@ import yaml
 
 from rollyard_testing.kubernetes.installed import API_USER, ROOT, Release
 from rollyard_testing.kubernetes.podwatch import kill_processes
+from rollyard_testing.pace import patience
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of
 
 MANIFEST = ROOT / "examples" / "kubernetes-trainer" / "trainer.yaml"
@@ -30,7 +31,7 @@ RUN = "grpo-0"
 CHECKOUT = "/mnt/rollyard"
 PACKAGES = "/mnt/packages"
 LOOK_SECONDS = 0.5
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = patience(240.0)
 """The time for a step of the trainer, which takes some seconds on a machine with nothing else to do."""
 
 Groups = list[tuple[dict[str, Any], str]]
@@ -179,7 +180,7 @@ def a_trainer(release: Release, images: str, python: Path, *arguments: str) -> I
         finally:
             release.cluster.run(
                 "kubectl", "delete", "-n", release.jobs, f"job/{NAME}", f"rj/{RUN}", f"bp/{CLAIM}",
-                "--ignore-not-found", "--cascade=foreground", "--timeout=120s",
+                "--ignore-not-found", "--cascade=foreground", f"--timeout={patience(120):.0f}s",
             )  # fmt: skip
             for claim in folders:
                 release.cluster.run(

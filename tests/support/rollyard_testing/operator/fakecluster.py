@@ -279,6 +279,8 @@ class FakeControlPlane:
         self.tasks: dict[tuple[str, str], list[Task]] = {}
         self.deleted: list[str] = []
         self.down = False
+        self.passes = 0
+        """How often all pools were asked for, as in each pass of an operator over the store."""
         self.deaths: list[WorkerDied] = []
         self.offers: dict[str, AssignmentOffer] = {}
         """The jobs that were offered, by ready worker."""
@@ -445,6 +447,7 @@ class FakeControlPlane:
         return self.all_jobs[key].model_copy(deep=True)
 
     async def pools(self) -> list[BackendPool]:
+        self.passes += 1
         await self._enter()
         return [pool.model_copy(deep=True) for pool in self.all_pools.values()]
 

@@ -18,10 +18,11 @@ from rollyard_operator.settings import OperatorSettings
 
 from rollyard_testing.inference.in_memory import completion
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, stamp
+from rollyard_testing.pace import patience
 
 NAMESPACE = "team"
 KEY = (NAMESPACE, "math")
-PATIENCE_SECONDS = 50.0
+PATIENCE_SECONDS = patience(50.0)
 """The longest wait.
 
 It bounds a hang and says nothing of speed; pytest's limit, which ends a test less gently, is longer.
@@ -123,6 +124,12 @@ async def until(true: Callable[[], object], seconds: float = PATIENCE_SECONDS) -
     async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110 - the condition depends on other code
             await asyncio.sleep(0.01)
+
+
+async def some_passes(control: FakeControlPlane) -> None:
+    """Wait until the operator has gone over the store some times more."""
+    passed = control.passes
+    await until(lambda: control.passes > passed + 4)
 
 
 async def at_rest(kube: FakeKube) -> None:

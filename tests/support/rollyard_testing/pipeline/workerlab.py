@@ -37,6 +37,8 @@ from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
+from rollyard_testing.pace import patience
+
 Outcome = StageResult | StageFailure
 Answer = Literal["accepted", "stale", "cancelled", "unknown"]
 
@@ -48,6 +50,8 @@ class Plane:
         self.spec = spec
         self.queues: dict[str, deque[Lease]] = {"init": deque(), "run": deque(), "eval": deque()}
         self.outcomes: list[Outcome] = []
+        self.reports = 0
+        """How often outcomes were reported, taken or not."""
         self.arrived = asyncio.Condition()
         self.cancelled: list[LeaseRef] = []
         self.lost: list[LeaseRef] = []
@@ -109,6 +113,7 @@ class Plane:
         return await self._take(list(request.failures))
 
     async def _take(self, outcomes: list[Any]) -> OutcomeResponse:
+        self.reports += 1
         self._check()
         assert len(outcomes) <= 8
         if any(self.refuse(outcome) for outcome in outcomes):
@@ -254,6 +259,6 @@ async def working(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not condition():  # noqa: ASYNC110 - the condition is no event
             await asyncio.sleep(0.005)

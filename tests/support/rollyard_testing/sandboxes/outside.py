@@ -19,6 +19,8 @@ from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infras
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.egress.limits import EgressLimits
 
+from rollyard_testing.pace import patience
+
 PUBLIC = "127.0.0.2"
 PLANE = "127.0.0.3"
 HOST = "pkgs.example.org"
@@ -72,7 +74,7 @@ class Outside:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 head = await reader.readuntil(b"\r\n\r\n")
                 size = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
                 self.received.append(head + await reader.readexactly(int(size or 0)))
@@ -112,7 +114,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-days", "2", "-subj", f"/CN={HOST}", "-addext", f"subjectAltName=DNS:{HOST}"]
     files = ["-out", str(made[0]), "-keyout", str(made[1])]
-    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=30)
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=patience(30))
     return made
 
 

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from rollyard_testing.pace import patience
+
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 _PROGRAMS = ("bash", "cat", "ls", "id", "env", "mkdir", "sleep", "touch", "stty", "head", "tail", "rm")
 # These are called by the tests of all kinds of sandboxes.
@@ -26,7 +28,9 @@ def make_root(folder: Path, *further: str) -> Path:
     for name in (*_PROGRAMS, *further):
         program = Path(shutil.which(name, path=_SYSTEM_PATH) or f"/bin/{name}").resolve()
         shutil.copy(program, folder / "usr/bin" / name)
-        listing = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=20, check=True)
+        listing = subprocess.run(
+            ["ldd", program], capture_output=True, text=True, timeout=patience(20), check=True
+        )
         for word in listing.stdout.split():
             if word.startswith("/"):
                 target = folder / word.lstrip("/")
@@ -55,7 +59,7 @@ def make_sif(root: Path) -> Path:
     done = subprocess.run(
         [program, "build", str(target), str(root)],
         env={**os.environ, "APPTAINER_CACHEDIR": str(root.parent / "cache")},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=patience(120),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return target

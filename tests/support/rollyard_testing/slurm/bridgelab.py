@@ -17,24 +17,26 @@ from typing import Any
 from rollyard_client import Client
 from rollyard_crds import RolloutJob
 
+from rollyard_testing.pace import patience
+
 ROLLYARD = [sys.executable, "-m", "rollyard"]
 READY_SECONDS = 90.0
 LOOK_SECONDS = 0.25
 """The pause between two looks, most of which start a process."""
-PATIENCE = 4.0
-"""How many times as long anything may take on a machine that does other work, too."""
+CROWD = 4.0
+"""How many times as long anything takes as on one node, because all nodes of the lab share the machine."""
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> Any:
     """Return what the condition gives once it is true.
 
     Args:
-        seconds: The time in which it becomes true on an idle machine. It may take PATIENCE times as long.
+        seconds: The time in which it would become true if the node had a usual machine to itself.
 
     Raises:
         AssertionError: The condition did not become true in time.
     """
-    seconds *= PATIENCE
+    seconds = patience(CROWD * seconds)
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:.0f} s"
@@ -146,13 +148,13 @@ class Bridge:
         assert self.process is not None
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
-        return self.process.wait(seconds)
+        return self.process.wait(patience(seconds))
 
     def kill(self) -> None:
         """End it at once unless it has ended; its Slurm jobs continue."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(patience(30))
 
     def client(self) -> Client:
         context = _read(self.files / "context.json")
@@ -169,7 +171,9 @@ class Bridge:
         ended.
         """
         command = ["squeue", "-h", "-o", "%A|%T|%N|%r|%k", *(["-t", states] if states else [])]
-        done = subprocess.run(command, env=self.slurm.env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.slurm.env, capture_output=True, text=True, timeout=patience(60)
+        )
         found = {}
         for line in done.stdout.splitlines():
             number, state, node, reason, comment = line.split("|", 4)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollyard_testing.pace import patience
+
 ROOT = Path(__file__).resolve().parents[4]
 LAB = ROOT / "scripts" / "slurm-lab"
-START_SECONDS = 600.0
+START_SECONDS = patience(600.0)
 """The longest start, in seconds: the first one on a machine installs packages."""
-COMMAND_SECONDS = 120.0
-HEAL_SECONDS = 240.0
+COMMAND_SECONDS = patience(120.0)
+HEAL_SECONDS = patience(240.0)
 
 
 class CommandFailed(AssertionError):
@@ -119,7 +121,7 @@ class Slurm:
         Raises:
             AssertionError: It is in none of them in time.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while (seen := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {seen!r}, not {states}"
             time.sleep(0.1)
@@ -258,10 +260,14 @@ class Slurm:
         self.heal_nodes()
         deadline = time.monotonic() + HEAL_SECONDS
         while True:
-            subprocess.run(["scancel", "--user", self.user], env=self.env, capture_output=True, timeout=30)
+            subprocess.run(
+                ["scancel", "--user", self.user], env=self.env, capture_output=True, timeout=patience(30)
+            )
             states = self.node_states()
             if set(states) == set(self.nodes) and set(states.values()) == {"idle"}:
-                queued = subprocess.run(["squeue", "-h"], env=self.env, capture_output=True, timeout=30)
+                queued = subprocess.run(
+                    ["squeue", "-h"], env=self.env, capture_output=True, timeout=patience(30)
+                )
                 if queued.returncode == 0 and not queued.stdout:
                     return
             assert time.monotonic() < deadline, f"the lab does not heal: {states}"

@@ -14,6 +14,8 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from rollyard_testing.pace import patience
+
 Value = str | int | float | bool | list[Any] | None
 MISBEHAVIOURS = ("none", "hangs", "drips", "garbage", "endless", "redirects", "refuses")
 
@@ -66,7 +68,7 @@ class Receiver:
         Raises:
             AssertionError: It did not become true in time.
         """
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while not true(list(self.spans)):
             assert time.monotonic() < end, f"{len(self.spans)} spans: {sorted(s.name for s in self.spans)}"
             time.sleep(0.02)
@@ -102,7 +104,7 @@ def receiving(misbehaviour: str = "none") -> Iterator[Receiver]:
         receiver.released.set()
         server.shutdown()
         server.server_close()
-        thread.join(5.0)
+        thread.join(patience(5.0))
 
 
 def _answer(handler: BaseHTTPRequestHandler, receiver: Receiver, body: bytes) -> None:
@@ -116,7 +118,7 @@ def _answer(handler: BaseHTTPRequestHandler, receiver: Receiver, body: bytes) ->
             handler.send_header("Content-Length", "0")
             handler.end_headers()
         case "hangs":
-            receiver.released.wait(60.0)
+            receiver.released.wait(patience(60.0))
             handler.close_connection = True
         case "drips":
             for part in b"HTTP/1.1 200 OK\r\nX-Slow: " + b"a" * 600:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollyard_testing.faults.yard import ROOT, Yard
+from rollyard_testing.pace import patience
 
 ENVIRONMENT_SECONDS = 900.0
 EXAMPLE = ROOT / "examples" / "grpo"
@@ -31,7 +32,10 @@ def train_python() -> Path:
     """
     try:
         done = subprocess.run(
-            [str(ROOT / "scripts/train-env")], capture_output=True, text=True, timeout=ENVIRONMENT_SECONDS
+            [str(ROOT / "scripts/train-env")],
+            capture_output=True,
+            text=True,
+            timeout=patience(ENVIRONMENT_SECONDS),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TrainerMissing(f"scripts/train-env: {error}") from error

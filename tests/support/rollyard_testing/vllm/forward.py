@@ -22,9 +22,10 @@ _SECONDS = 300.0
 class Forward:
     """A running process, which computes log-probabilities."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], log: Path, seconds: float) -> None:
         self._process = process
         self._log = log
+        self._seconds = seconds
 
     def logprobs(self, model: Path, passes: Sequence[object]) -> list[list[float]]:
         """Return those of each `checker.Pass` under a Hugging Face folder's weights, in float32.
@@ -36,7 +37,7 @@ class Forward:
         asked = [{name: getattr(one, name) for name in names} for one in passes]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        late = threading.Timer(_SECONDS, self._process.kill)
+        late = threading.Timer(self._seconds, self._process.kill)
         late.start()
         try:
             self._process.stdin.write(json.dumps({"model": str(model), "passes": asked}) + "\n")
@@ -54,16 +55,18 @@ class Forward:
 @contextlib.contextmanager
 def forward_passes(python: Path, folder: Path) -> Iterator[Forward]:
     """Run the process while the block runs; `python` has torch and transformers."""
+    from rollyard_testing.pace import patience  # That Python has no such package.
+
     log = folder / "forward.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
             [str(python), __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         )
     try:
-        yield Forward(process, log)
+        yield Forward(process, log, patience(_SECONDS))
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=patience(30))
 
 
 def _main() -> None:

@@ -20,6 +20,7 @@ import httpx
 
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.invariants import invariant
+from rollyard_testing.pace import patience
 from rollyard_testing.vllm.servers import SERVED
 
 PLUGIN = Path(__file__).parent / "plugin"
@@ -32,7 +33,7 @@ lookup = dialogues:Lookup
 [rollyard.handlers]
 free = dialogues:Free
 """
-_START_SECONDS = 180.0
+_START_SECONDS = patience(180.0)
 
 
 class Product:
@@ -71,9 +72,9 @@ class Product:
             process.terminate()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(patience(20))
             process.kill()
-            process.wait(10)
+            process.wait(patience(10))
 
     def worker(self, name: str, *arguments: str, run: int = 64) -> subprocess.Popen[bytes]:
         """Start a stage worker with `run` places in Run."""
@@ -88,7 +89,7 @@ class Product:
         """Return a client of the REST API."""
         token = json.loads((self._folder / "state" / "tokens.json").read_text())[role]
         headers = {"Authorization": f"Bearer {token}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=patience(60), trust_env=False)
 
     def pool(self, name: str, urls: Sequence[str], tokenizer: Path, **spec: Any) -> None:
         """Make an external pool of these servers, and wait until it is ready."""

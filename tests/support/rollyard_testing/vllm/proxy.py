@@ -31,10 +31,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from rollyard_testing.pace import patience
+
 _NOT_FORWARDED = frozenset(
     {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer"}
 )
-_START_SECONDS = 30.0
+_START_SECONDS = patience(30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,10 @@ def recording(target: str, folder: Path, name: str) -> Iterator[Recorder]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(patience(10))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(patience(10))
 
 
 def main() -> None:

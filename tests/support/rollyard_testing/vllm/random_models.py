@@ -27,8 +27,10 @@ def make(python: Path, folder: Path, tokenizer: Path) -> None:
     Raises:
         AssertionError: The process failed.
     """
+    from rollyard_testing.pace import patience  # That Python has no such package.
+
     command = [str(python), __file__, str(folder), str(tokenizer)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(_SECONDS))
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -18,6 +18,8 @@ import httpx
 import psutil
 from rollyard.quickstart.vllm_servers import CPU_ENVIRONMENT
 
+from rollyard_testing.pace import patience
+
 ROOT = Path(__file__).resolve().parents[4]
 SERVED = "tiny"
 """The name under which every test server serves its model."""
@@ -39,7 +41,7 @@ def gpus() -> int:
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0
-    done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=patience(60))
     return len(done.stdout.splitlines()) if done.returncode == 0 else 0
 
 
@@ -51,7 +53,10 @@ def vllm_python() -> Path:
     """
     try:
         done = subprocess.run(
-            [str(ROOT / "scripts/vllm-env")], capture_output=True, text=True, timeout=ENVIRONMENT_SECONDS
+            [str(ROOT / "scripts/vllm-env")],
+            capture_output=True,
+            text=True,
+            timeout=patience(ENVIRONMENT_SECONDS),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvironmentMissing(f"scripts/vllm-env: {error}") from error
@@ -136,9 +141,10 @@ class VllmServer:
         Raises:
             RuntimeError: It ended, or was not ready in time; the end of its log is in the message.
         """
+        seconds = patience(seconds)
         deadline = time.monotonic() + seconds
         body = {"model": SERVED, "prompt": [1], "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
-        with httpx.Client(trust_env=False, timeout=30) as http:
+        with httpx.Client(trust_env=False, timeout=patience(30)) as http:
             while time.monotonic() < deadline:
                 if not self.alive():
                     raise RuntimeError(f"vLLM ended before it was ready:\n{self.words()}")
@@ -169,14 +175,16 @@ class VllmServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 assert self._process is not None
                 self._process.terminate()
-                self._process.wait(10)
+                self._process.wait(patience(10))
         self._signal(signal.SIGKILL)
 
     def words(self) -> str:
         """Return the end of its log."""
         return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else "(no log)"
 
-    def call(self, path: str, body: Any = None, *, method: str = "POST", seconds: float = 60.0) -> Any:
+    def call(
+        self, path: str, body: Any = None, *, method: str = "POST", seconds: float = patience(60.0)
+    ) -> Any:
         """Return the answer, as JSON or text, of one request of its API that must succeed."""
         with httpx.Client(trust_env=False, timeout=seconds) as http:
             answer = http.request(method, f"{self.url}{path}", json=body)
@@ -208,7 +216,10 @@ class VllmServer:
 
     def _answers(self) -> bool:
         """Return whether its engine lives: the API server outlives it for a while."""
-        with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=10) as http:
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.Client(trust_env=False, timeout=patience(10)) as http,
+        ):
             return self.alive() and http.get(f"{self.url}/health").status_code == 200
         return False
 
@@ -254,7 +265,7 @@ class VllmServer:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        self._process.wait(30)
+        self._process.wait(patience(30))
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

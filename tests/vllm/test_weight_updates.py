@@ -268,7 +268,14 @@ def test_loaded_weights_are_compared_with_transformers_or_the_caller(
         assert measured(server) == pytest.approx(expected("a"), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(("mode", "tokens"), [("abort", 3500), ("wait", 800), ("keep", 1500)])
+@pytest.mark.parametrize(
+    ("mode", "tokens"),
+    [
+        pytest.param("abort", 3500, marks=pytest.mark.nightly),
+        pytest.param("wait", 800, marks=pytest.mark.nightly),
+        ("keep", 1500),
+    ],
+)
 def test_a_request_in_flight(
     product: Product,
     vllm_servers: list[VllmServer],

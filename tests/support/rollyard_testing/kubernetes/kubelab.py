@@ -34,7 +34,7 @@ IN_USE = Path("/tmp/rollyard-kube-lab.use")
 START_SECONDS = patience(240)
 COMMAND_SECONDS = patience(240)
 IMAGES_SECONDS = patience(1500)
-_API_USER = 10001
+API_USER = 10001
 """The control plane's user in its image."""
 
 
@@ -173,7 +173,7 @@ class Cluster:
 
     def volume(self, namespace: str, folder: Path) -> None:
         """Make a volume of an empty folder of this machine by hand, and the claim `state` on it."""
-        os.chown(folder, _API_USER, _API_USER)
+        os.chown(folder, API_USER, API_USER)
         common = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
         size, name = {"storage": "1Gi"}, f"{namespace}-state"
         made = {

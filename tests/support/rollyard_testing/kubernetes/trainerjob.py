@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from rollyard_testing.kubernetes.installed import API_USER, ROOT, Release
+from rollyard_testing.kubernetes.installed import ROOT, Release
+from rollyard_testing.kubernetes.kubelab import API_USER
 from rollyard_testing.kubernetes.podwatch import kill_processes
 from rollyard_testing.pace import patience
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of

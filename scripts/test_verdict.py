@@ -16,7 +16,7 @@ FOLDER: Final = Path("build/tests")
 """It has what GitHub keeps (`flaky.txt`), a file for each part of `all` that has passed with a tree, and the
 durations of this run, which may take the place of tests/durations.json.
 """
-ALL_PARTS: Final = ("static", "quick", "slow", *sorted(set(PARTS) - {"static"}))
+ALL_PARTS: Final = ("static", "quick", *sorted(set(PARTS) - {"static"}))
 NEVER_REPEATED: Final = ("static", "demos")
 MOST_FLAKY: Final = 4
 Row = dict[str, Any]

@@ -20,6 +20,7 @@ DAILY_ON_APPTAINER = re.compile(
 """One attack for each thing that may differ from bubblewrap: walls, Eval, leftovers, network, limits."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave the other attacks on Apptainer to the night: every day they are tried on bubblewrap."""
     for item in items:

@@ -41,6 +41,7 @@ OF_DIALECTS = re.compile(
 """The files whose SQL depends on the dialect, such as locks, upserts, JSON and large objects."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave the other files on PostgreSQL to the night: they show the same there as on SQLite."""
     for item in items:

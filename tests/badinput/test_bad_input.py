@@ -21,6 +21,8 @@ import httpx
 import pytest
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.slow
+
 TASK: dict[str, Any] = {
     "id": "a",
     "prompt": "x",

@@ -14,6 +14,7 @@ from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV
 from rollyard_sandbox.copying import ENTRIES
 from rollyard_sandbox.errors import LaunchError
 
+pytestmark = pytest.mark.slow
 PYTHON = EXEC_SERVER_ARGV[: EXEC_SERVER_ARGV.index("-I")]
 
 

@@ -34,6 +34,8 @@ from rollyard_pipeline.sandboxes.errors import (
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
 from rollyard_pipeline.stages.stages import Stages
 
+pytestmark = pytest.mark.slow
+
 GIVEN = {"files": {"up": "set\n"}}
 OWNER = LeaseRef(rollout="r-1", token=3)
 

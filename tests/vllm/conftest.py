@@ -25,6 +25,7 @@ MODEL = Path(__file__).parent / "model" / "hf"
 _FOLDER = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder; those that kill a server come last, to spare the others a restart."""
     here = [item for item in items if _FOLDER in item.path.parents]

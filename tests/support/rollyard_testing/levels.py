@@ -36,13 +36,17 @@ PARTS: Final = {
     "packaging": "builds distributions and installs them",
     "postgresql": "needs a PostgreSQL",
     "static": "linters, types and import contracts",
+    "slow": "starts what takes seconds, for one test or for several",
 }
-"""The parts that a mark makes; a test with several belongs to the first. The others are `slow` or `quick`."""
+"""The parts that a mark makes; a test with several belongs to the first. Others may be `slow` by their
+durations; what is left is `quick`.
+"""
 LEVELS: Final = ("check", "test", "all")
 _ONE_PROCESS: Final = ("kubernetes", "slurm", "vllm", "page", "demos")
-"""Parts that share what takes long to start: one process runs each. They begin first, in this order."""
-_SERVERS: Final = frozenset(PARTS) - {"packaging", "postgresql", "static"}
+"""Folders whose tests share what takes long to start: a process runs each. They begin first, in order."""
+_SERVERS: Final = frozenset(PARTS) - {"packaging", "postgresql", "static", "slow"}
 """Parts whose fixtures start systems, and bound that: the limit of a test is for its call alone."""
+_PART: Final = pytest.StashKey[str]()
 QUICK_SECONDS: Final = 0.5
 _DURATIONS: Final = Path(__file__).parents[2] / "durations.json"
 
@@ -89,8 +93,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Outcomes(config.getoption("--outcome")))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests that are asked for, with their limits, in the order in which processes take them."""
+    """Leave the tests that are asked for, with their limits, in the order in which processes take them.
+
+    Hooks of conftest.py files that give marks are first, too, and come before it.
+    """
     level, parts, other = (config.getoption(name) for name in ("--level", "--part", "--no-part"))
     wanted, left_out = [], []
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -102,12 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.append(item)
             continue
         wanted.append(item)
+        item.stash[_PART] = part
         seconds = durations().get(item.nodeid, 0.1)
         limit = min(max(10 * seconds, 60.0), 600.0) * pace()
         item.add_marker(pytest.mark.timeout(limit, func_only=part in _SERVERS))
-        # Tests that kill processes have little in common; a file's other tests share what its fixtures start.
-        group = part if part in _ONE_PROCESS else f"{item.path}#{len(wanted) if part == 'faults' else ''}"
-        item.add_marker(pytest.mark.xdist_group(group))
+        group = group_of(item.nodeid)
         groups[group].append(item)
         weights[group] += seconds
 
@@ -118,6 +125,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for group in sorted(groups, key=turn) for item in groups[group]]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+def group_of(nodeid: str) -> str:
+    """Return what a test shares a process with: a whole system's folder, its file, or nothing."""
+    path = nodeid.partition("::")[0]
+    folder = path.split("/")[1]
+    # Tests that kill processes have nothing in common; a file's other tests share what its fixtures start.
+    return folder if folder in _ONE_PROCESS else nodeid if folder == "faults" else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler that hands out these groups. (xdist's own groups by mark fail with pytest 9.2.)"""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
 
 
 def _processor_seconds() -> float:
@@ -132,7 +159,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let a report say the test's part, its processor time so far, and whether an invariant is broken."""
     report = yield
-    report.part, report.processor = part_of(item), _processor_seconds()  # type: ignore[attr-defined]
+    report.part, report.processor = item.stash[_PART], _processor_seconds()  # type: ignore[attr-defined]
     report.broken = call.excinfo is not None and is_broken(call.excinfo.value)  # type: ignore[attr-defined]
     return report
 
@@ -148,7 +175,7 @@ class _Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a phase to its test, and write the test's line with its last phase."""
-        nodeid = report.nodeid.rsplit("@", 1)[0] if hasattr(report, "node") else report.nodeid
+        nodeid = report.nodeid
         row = self._running.setdefault(
             nodeid, {"id": nodeid, "outcome": "passed", "broken": False, "seconds": 0.0, "call": 0.0}
         )

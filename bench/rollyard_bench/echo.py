@@ -22,7 +22,6 @@ ECHO = "echo hi"
 SEQ = "seq 1 20000"
 SEQ_BYTES = sum(len(str(number)) + 1 for number in range(1, 20_001))
 MAX_OUTPUT = 1 << 20
-POLL = 0.01  # seconds between two reads of the polled pty
 SLEEP = 0.1  # seconds; the usual wait before a tmux pane is read
 ROUNDS = 10
 
@@ -56,13 +55,6 @@ def raw(shell: RawShell, command: str, size: int) -> Callable[[], None]:
     return step
 
 
-def _polled(shell: RawShell) -> Callable[[], None]:
-    def step() -> None:
-        shell.polled(ECHO, POLL)
-
-    return step
-
-
 def _tmux(shell: TmuxShell, *, pause: float, look_first: bool) -> Callable[[], None]:
     def step() -> None:
         shell.run(ECHO, pause=pause, look_first=look_first)
@@ -76,11 +68,7 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
     missing = ""
     with ExitStack() as stack:
         shell = stack.enter_context(RawShell())
-        polled = stack.enter_context(RawShell())
-        contestants = {
-            "raw": Contestant(raw(shell, ECHO, 3), 300 * scale, warm_up=20),
-            "polled": Contestant(_polled(polled), 40 * scale),
-        }
+        contestants = {"raw": Contestant(raw(shell, ECHO, 3), 300 * scale, warm_up=20)}
         try:
             # This import is late, because without libtmux the other figures still stand.
             from rollyard_bench.baselines.tmux import TmuxShell
@@ -143,12 +131,6 @@ async def measure(settings: Settings) -> list[Measurement]:
             "tmux_slept",
             "tmux, read after 0.1 s",
             "libtmux send_keys, sleep 0.1 s, capture_pane",
-        ),
-        beside(
-            "echo_vs_pty_polled",
-            "polled",
-            "pty polled every 10 ms",
-            "non-blocking read at once, then every 10 ms",
         ),
     ]
     ways = await _unix_and_tcp(settings)

@@ -52,7 +52,6 @@ FIGURES: tuple[Figure, ...] = (
     Figure("echo_p50", "echo", "ms", _value("<=", 0.6, "≤ 0.6 ms"), "times the baseline"),
     Figure("echo_vs_tmux_at_once", "echo", "ms", _ratio(">=", 10, "≥ 10× faster"), "times faster"),
     Figure("echo_vs_tmux_after_sleep", "echo", "ms", _ratio(">=", 150, "≥ 150× faster"), "times faster"),
-    Figure("echo_vs_pty_polled", "echo", "ms", _ratio(">=", 15, "≥ 15× faster"), "times faster"),
     Figure("echo_unix_vs_tcp", "echo", "ms", None, "times faster"),
     Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty"), "times the baseline"),
     Figure("swe_action_time", "swe_action_time", "s", _ratio("<=", 0.6, "≤ 0.6× tmux"), "times the baseline"),

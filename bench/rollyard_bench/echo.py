@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from rollyard_sandbox.client import ExecClient
 
 from rollyard_bench.baselines.pty import RawShell
+from rollyard_bench.baselines.tmux import TmuxShell
+from rollyard_bench.processes import Missing
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
 from rollyard_bench.servers import exec_server
 from rollyard_bench.stats import Contestant, Sample, interleave
-
-if TYPE_CHECKING:
-    from rollyard_bench.baselines.tmux import TmuxShell
 
 ECHO = "echo hi"
 SEQ = "seq 1 20000"
@@ -70,13 +68,10 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
         shell = stack.enter_context(RawShell())
         contestants = {"raw": Contestant(raw(shell, ECHO, 3), 300 * scale, warm_up=20)}
         try:
-            # This import is late, because without libtmux the other figures still stand.
-            from rollyard_bench.baselines.tmux import TmuxShell
-
             at_once = stack.enter_context(TmuxShell())
             slept = stack.enter_context(TmuxShell())
-        except (ImportError, OSError, RuntimeError) as error:
-            missing = f"no tmux baseline: {error}"
+        except Missing as error:
+            missing = str(error)
         else:
             contestants["tmux_at_once"] = Contestant(_tmux(at_once, pause=0, look_first=True), 40 * scale)
             contestants["tmux_slept"] = Contestant(_tmux(slept, pause=SLEEP, look_first=False), 10 * scale)
@@ -114,7 +109,7 @@ async def measure(settings: Settings) -> list[Measurement]:
 
     def beside(figure: str, key: str, name: str, how: str) -> Measurement:
         if key not in times:
-            return Measurement(figure, own.p50, None, missing)
+            return Measurement(figure, None, None, missing)
         text = f"ours {own.text()}; {name} {times[key].text()}; {how}"
         return Measurement(figure, own.p50, Baseline(name, times[key].p50), text)
 

@@ -18,7 +18,8 @@ import uvloop
 from rich.console import Console
 
 from rollyard_bench import results
-from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, selected
+from rollyard_bench.processes import Missing
+from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Entry
 from rollyard_bench.scheduling import shared_evenly
 
@@ -49,12 +50,16 @@ def _cause(error: BaseException) -> str:
 
 
 def run_group(group: str, settings: Settings) -> list[Entry]:
-    """Return all result lines of one group. Whatever goes wrong inside becomes lines that are not met."""
+    """Return all result lines of one group. Whatever goes wrong inside becomes lines that are not met, and
+    whatever is missing becomes lines without a verdict.
+    """
     figures = [figure for figure in FIGURES if figure.group == group]
     try:
         # This is the loop that the stage workers run on.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = {item.figure: item for item in runner.run(_bounded(group, settings))}
+    except Missing as error:
+        return [missing(figure, " ".join(str(error).split())) for figure in figures]
     except TimeoutError as error:
         return [failed(figure, str(error) or f"took longer than {GROUP_SECONDS:.0f} s") for figure in figures]
     except Exception as error:
@@ -126,8 +131,5 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(f"bench: {group}: {time.monotonic() - started:.1f} s", style="dim", highlight=False)
     results.write(_ordered([*_others(groups, before), *entries]), options.out)
     results.show(entries, console)
-    missed = sum(entry.met is False for entry in entries)
-    console.print(
-        f"{len(entries)} figures, {missed} goals missed, {time.monotonic() - begin:.0f} s; {options.out}"
-    )
-    return 1 if missed else 0
+    console.print(f"{results.summary(entries)}; {time.monotonic() - begin:.0f} s; {options.out}")
+    return 1 if any(entry.met is False for entry in entries) else 0

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollyard_bench.processes import ProgramFailed, program
+from rollyard_bench.processes import ProgramFailed, needed, program
 from rollyard_bench.registry import Measurement, Settings
 
 LOOK_SECONDS = 0.05
@@ -89,8 +89,10 @@ async def quickstart(tasks: int, samples: int, environment: Mapping[str, str] | 
         environment: The variables of the command; by default those of this process.
 
     Raises:
+        Missing: There is no bubblewrap.
         ProgramFailed: It failed, or has not ended every rollout.
     """
+    needed("bwrap", "bubblewrap")
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "rollyard", "quickstart", "--out", str(folder / "out")]

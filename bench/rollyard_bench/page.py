@@ -19,7 +19,7 @@ from rollyard_testing.page.store import opened
 
 from rollyard_bench import page_cost, page_views
 from rollyard_bench.page_views import Stage
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import Missing, ProgramFailed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
@@ -95,5 +95,5 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Fill a store, start a control plane on it, and measure the views and the cost of open pages."""
     reason = problem()
     if reason is not None:
-        raise ProgramFailed(reason)
+        raise Missing(reason)
     return await asyncio.to_thread(_play, settings)

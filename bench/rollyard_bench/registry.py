@@ -23,9 +23,11 @@ class Measurement:
     """What a group measured for one figure."""
 
     figure: str
-    value: float
+    value: float | None
+    """The value is None where this figure alone misses something, such as its baseline's program."""
     baseline: Baseline | None
     how: str
+    """How it was measured, or what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,9 @@ def selected(names: list[str]) -> list[str]:
 
 
 def judge(figure: Figure, measured: Measurement) -> Entry:
-    """Return the result line of a measured figure."""
+    """Return the result line of what a group gave for a figure."""
+    if measured.value is None:
+        return missing(figure, measured.how)
     ratio: float | None = None
     if measured.baseline is not None:
         ratio = measured.value / measured.baseline.value
@@ -217,16 +221,16 @@ def judge(figure: Figure, measured: Measurement) -> Entry:
     )
 
 
+def _without_value(figure: Figure, met: bool | None, how: str) -> Entry:
+    goal = figure.goal.what if figure.goal else None
+    return Entry(figure.name, None, figure.unit, None, None, goal, met, how)
+
+
+def missing(figure: Figure, reason: str) -> Entry:
+    """Return the result line of a figure that needs something which is not on this machine."""
+    return _without_value(figure, None, f"not measured: {reason}")
+
+
 def failed(figure: Figure, error: str) -> Entry:
-    """Return the result line of a figure that could not be measured."""
-    goal = figure.goal
-    return Entry(
-        name=figure.name,
-        value=None,
-        unit=figure.unit,
-        baseline=None,
-        ratio=None,
-        goal=goal.what if goal else None,
-        met=False if goal else None,
-        how=f"not measured: {error}",
-    )
+    """Return the result line of a figure whose measurement went wrong. It counts as missed, goal or not."""
+    return _without_value(figure, False, f"failed: {error}")

@@ -1,15 +1,17 @@
 """The result file refuses what says too little, and the README names exactly the registry's figures."""
 
+import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rollyard_bench import results
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, predicted_speed_up
 from rollyard_bench.main import main, run_group
-from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, selected
+from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Baseline, Entry, ResultError
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -36,6 +38,7 @@ MALFORMED = {
     "ratio: needs both": replace(GOOD, baseline=None),
     "ratio: must be": replace(GOOD, ratio=0.0),
     "met: must be true or false exactly": replace(GOOD, goal=None),
+    "echo_p50: met: must be true or false exactly": replace(GOOD, met=None),
     "met: must be true or false, not": replace(GOOD, met="yes"),  # type: ignore[arg-type]
     "met: cannot be true without a value": replace(GOOD, value=None, ratio=None),
 }
@@ -56,13 +59,13 @@ def test_two_entries_of_one_name_are_refused() -> None:
 
 def test_written_entries_have_exactly_the_documented_fields(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
-    results.write([GOOD, failed(FIGURES[1], "no tmux")], out)
-    first, second = json.loads(out.read_text())
-    assert tuple(first) == tuple(second) == results.FIELDS
+    results.write([GOOD, failed(FIGURES[1], "it broke"), missing(FIGURES[2], "no tmux")], out)
+    first, second, third = json.loads(out.read_text())
+    assert tuple(first) == tuple(second) == tuple(third) == results.FIELDS
     assert first["baseline"] == {"name": "raw pty", "value": 0.1}
-    assert second["met"] is False
-    assert second["value"] is None
-    assert second["how"] == "not measured: no tmux"
+    assert (second["value"], second["met"], second["how"]) == (None, False, "failed: it broke")
+    assert (third["value"], third["met"], third["how"]) == (None, None, "not measured: no tmux")
+    assert results.read(out) == [GOOD, failed(FIGURES[1], "it broke"), missing(FIGURES[2], "no tmux")]
     assert [path.name for path in out.parent.iterdir()] == ["results.json"]
 
 
@@ -150,10 +153,12 @@ def test_bounds_of_a_workload_that_can_be_counted_by_hand() -> None:
     assert pipeline_bound(work, Slots(init=16, run=16, eval=2)) == pytest.approx(1 + 2 + 12)
 
 
-@pytest.mark.parametrize("group", ["kubernetes", "kubernetes_fleet"])
-def test_without_a_cluster_the_line_says_what_is_missing(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROLLYARD_SHARED", raising=False)
-    for entry in run_group(group, Settings(quick=True)):
-        results.check(entry)
-        assert (entry.value, entry.met) == (None, False if entry.goal else None)
-        assert "set ROLLYARD_SHARED to the folder that holds kit/kube-lab" in entry.how
+def test_what_was_not_measured_is_counted_and_shown_with_its_reason() -> None:
+    entries = [GOOD, missing(FIGURES[1], "no [/tmux] here"), failed(FIGURES[2], "[/it] broke")]
+    assert results.summary(entries) == "3 figures: 1 goals met, 1 missed, 1 not measured"
+    console = Console(width=200, record=True, file=io.StringIO())
+    results.show(entries, console)
+    said = console.export_text()
+    (row,) = [line for line in said.splitlines() if FIGURES[1].name in line]
+    assert re.search(r"not measured .* not measured: no \[/tmux\] here", row)
+    assert f"missed {FIGURES[2].name}: failed: [/it] broke" in said

@@ -1,8 +1,12 @@
 """The result file refuses what says too little, and the README names exactly the registry's figures."""
 
+import asyncio
 import io
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +92,54 @@ def test_a_part_measured_anew_leaves_the_other_groups_as_they_are(
     out.write_text("[{}]")
     assert main(["--only", "ipython", "--out", str(out)]) == 2
     assert out.read_text() == "[{}]"
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put the handlers of signals back."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_what_it_measured_and_the_former_rest(
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handlers: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cleaned: list[str] = []
+
+    async def memory(settings: Settings) -> list[Measurement]:
+        return [Measurement("queued_10000_resident", 100.0, None, "anew")]
+
+    async def page(settings: Settings) -> list[Measurement]:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(30)
+        finally:
+            cleaned.append("page")
+        return []
+
+    out = tmp_path / "results.json"
+    former = replace(GOOD, name="page_bundle", how="old")
+    results.write([former, replace(GOOD, name="queued_10000_resident", how="old")], out)
+    monkeypatch.setattr("rollyard_bench.main._load", lambda group: {"memory": memory, "page": page}[group])
+    with pytest.raises(SystemExit) as stopped:
+        main(["--only", "memory", "page", "--out", str(out)])
+    assert stopped.value.code == 128 + number
+    assert cleaned == ["page"]
+    assert [(entry.name, entry.how) for entry in results.read(out)] == [
+        ("queued_10000_resident", "anew"),
+        ("page_bundle", "old"),
+    ]
+    said = capsys.readouterr().out
+    assert "1 figures: 1 goals met, 0 missed, 0 not measured" in said
+    assert f"interrupted: {out} keeps the former figures of page" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)

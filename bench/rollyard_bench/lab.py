@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from rollyard_bench.processes import Missing, ProgramFailed, needed, output
+from rollyard_bench.processes import Missing, ProgramFailed, needed, output, unwind
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
@@ -108,6 +109,10 @@ def program(module: str, measured: Measured) -> None:
     async def run() -> list[Measurement]:
         return list(await measured(settings))
 
+    # A terminal's Ctrl-C comes here, too, but the benchmark ends this program itself, by SIGTERM. A second
+    # signal would keep what unwinds from stopping bridges and their jobs.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.signal(signal.SIGTERM, unwind)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             found = runner.run(run())

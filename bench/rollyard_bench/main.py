@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvloop
 from rich.console import Console
 
 from rollyard_bench import results
-from rollyard_bench.processes import Missing
+from rollyard_bench.processes import Missing, unwind
 from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Entry
 from rollyard_bench.scheduling import shared_evenly
@@ -78,11 +77,6 @@ def _merged(before: list[Entry], entries: list[Entry]) -> list[Entry]:
     return [found[figure.name] for figure in FIGURES if figure.name in found]
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    # This unwinds every context manager, so everything that was started is stopped.
-    raise SystemExit(128 + signum)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parse = argparse.ArgumentParser(prog="bench/run.py", description="Measure Rollyard beside its baselines.")
@@ -116,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+        signal.signal(number, unwind)
     # Where the machine's configuration forbids bytecode, each process that a figure is about would compile
     # its sources, which no user's would do.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

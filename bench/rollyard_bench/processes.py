@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import httpx
 
@@ -82,6 +83,11 @@ async def output(
         text = (words + printed).strip()[-600:]
         raise ProgramFailed(f"{' '.join(command)} ended with code {process.returncode}: {text}")
     return printed
+
+
+def unwind(signum: int, frame: FrameType | None) -> None:
+    """Leave every context manager after a signal, so that everything which was started is stopped."""
+    raise SystemExit(128 + signum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollyard_bench.results import Baseline, Entry, Goal
+from rollyard_bench.results import NOT_MEASURED, Baseline, Entry, Goal
 
 RatioKind = Literal["times faster", "times the baseline"]
 
@@ -228,7 +228,7 @@ def _without_value(figure: Figure, met: bool | None, how: str) -> Entry:
 
 def missing(figure: Figure, reason: str) -> Entry:
     """Return the result line of a figure that needs something which is not on this machine."""
-    return _without_value(figure, None, f"not measured: {reason}")
+    return _without_value(figure, None, NOT_MEASURED + reason)
 
 
 def failed(figure: Figure, error: str) -> Entry:

@@ -68,7 +68,8 @@ def torch_folder() -> Path:
     try:
         python = train_python()
     except TrainerMissing as error:
-        raise Missing(str(error)) from error
+        said = str(error).splitlines()[-1]
+        raise Missing(f"no torch: scripts/train-env makes it, or TRAIN_PYTHON names it; {said}") from error
     asked = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_paths()['purelib'])"
     major, minor, folder = subprocess.run(
         [python, "-c", asked], capture_output=True, text=True, check=True, timeout=60

@@ -31,7 +31,8 @@ async def measure(settings: Settings) -> list[Measurement]:
     try:
         python = await asyncio.to_thread(trl_python)
     except TrlMissing as error:
-        raise Missing(str(error)) from error
+        said = str(error).splitlines()[-1]
+        raise Missing(f"no TRL: scripts/train-env trl makes it, or TRAIN_PYTHON names it; {said}") from error
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         options = ("--steps", str(STEPS), "--samples", str(SAMPLES))
         summary = await asyncio.to_thread(trained_with_trl, python, Path(name), *options)

@@ -139,7 +139,8 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
     try:
         python = str(await asyncio.to_thread(vllm_python))
     except EnvironmentMissing as error:
-        raise Missing(str(error)) from error
+        said = str(error).splitlines()[-1]
+        raise Missing(f"no vLLM: scripts/vllm-env makes it, or VLLM_PYTHON names it; {said}") from error
     model = model_folder(folder, context)
     cores = sorted(os.sched_getaffinity(0))
     servers: list[Server] = []

@@ -212,5 +212,5 @@ def test_what_was_not_measured_is_counted_and_shown_with_its_reason() -> None:
     results.show(entries, console)
     said = console.export_text()
     (row,) = [line for line in said.splitlines() if FIGURES[1].name in line]
-    assert re.search(r"not measured .* not measured: no \[/tmux\] here", row)
+    assert re.search(r"not measured .* no \[/tmux\] here", row)
     assert f"missed {FIGURES[2].name}: failed: [/it] broke" in said

@@ -42,7 +42,10 @@ RESULT = re.compile(r"^(PASSED|FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 def fetched(cache: Path, *requirements: str, binary: bool) -> list[Path]:
-    """Return what pip downloads for these requirements, without their dependencies. It is cached."""
+    """Return what pip downloads for these requirements, without their dependencies. It is cached.
+
+    Where pip cannot download it, this program ends with the exit status EX_UNAVAILABLE.
+    """
     folder = cache / re.sub(r"[^\w.-]+", "_", "-".join(requirements))
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=_made(cache)) as partial:
@@ -59,7 +62,9 @@ def fetched(cache: Path, *requirements: str, binary: bool) -> list[Path]:
                 "-d",
                 partial,
             ]
-            subprocess.run([*command, *requirements], check=True, timeout=600)
+            if subprocess.run([*command, *requirements], timeout=600).returncode != 0:
+                print(f"swe_tasks: pip cannot download {', '.join(requirements)}", file=sys.stderr)
+                sys.exit(os.EX_UNAVAILABLE)
             shutil.copytree(partial, folder)
     return sorted(folder.iterdir())
 

@@ -18,6 +18,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_sandbox.client import ExecClient
 
 from rollyard_bench import coldstart, lab
+from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
@@ -73,7 +74,7 @@ async def _echo(image: str, samples: int) -> tuple[Sample, Sample | None]:
     async def step(client: ExecClient) -> None:
         result = await client.bash("echo hi", timeout=COMMAND_SECONDS)
         if result.exit_code != 0 or result.text().strip() != "hi":
-            raise lab.NotMeasured(f"`echo hi` gave {result.text()!r}, exit status {result.exit_code}")
+            raise ProgramFailed(f"`echo hi` gave {result.text()!r}, exit status {result.exit_code}")
 
     async with AsyncExitStack() as stack:
         provider = await stack.enter_async_context(_provider(image))

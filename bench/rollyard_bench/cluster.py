@@ -8,7 +8,6 @@ import asyncio
 import os
 import secrets
 import ssl
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -19,7 +18,7 @@ import httpx
 import orjson
 from kubernetes.aio import client, config
 
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import Missing, ProgramFailed, output
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = "/tmp/kube-lab.lock"
@@ -35,43 +34,6 @@ Object = dict[str, Any]
 Seen = Callable[[float, str, Object], None]
 """A function that is called with the time (`time.perf_counter`), ADDED, MODIFIED or DELETED, and the object.
 """
-
-
-class NoCluster(RuntimeError):
-    """There is no cluster to measure on; the text says what is missing."""
-
-    reason = "NoCluster"
-
-
-async def output(*command: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return what it prints.
-
-    Raises:
-        ProgramFailed: The command failed or took too long.
-    """
-    # The output goes to files, because a process that the command leaves behind may keep pipes open for ever.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=out,
-            stderr=said,
-            env={**os.environ, **(environment or {})},
-        )
-        try:
-            async with asyncio.timeout(seconds):
-                await process.wait()
-        except TimeoutError as error:
-            process.kill()
-            await process.wait()
-            raise ProgramFailed(f"{' '.join(command)} took longer than {seconds:.0f} s") from error
-        out.seek(0)
-        said.seek(0)
-        printed, words = out.read().decode(errors="replace"), said.read().decode(errors="replace")
-    if process.returncode != 0:
-        text = (words + printed).strip()[-600:]
-        raise ProgramFailed(f"{' '.join(command)} ended with code {process.returncode}: {text}")
-    return printed
 
 
 class Cluster:
@@ -203,12 +165,12 @@ class Cluster:
 def _lab() -> Path:
     shared = os.environ.get("ROLLYARD_SHARED")
     if not shared:
-        raise NoCluster("no cluster: set ROLLYARD_SHARED to the folder that holds kit/kube-lab")
+        raise Missing("no cluster: set ROLLYARD_SHARED to the folder that holds kit/kube-lab")
     lab = Path(shared) / "kit" / "kube-lab"
     if not os.access(lab, os.X_OK):
-        raise NoCluster(f"no cluster: {lab} is not there")
+        raise Missing(f"no cluster: {lab} is not there")
     if os.geteuid() != 0:
-        raise NoCluster("no cluster: kube-lab needs root")
+        raise Missing("no cluster: kube-lab needs root")
     return lab
 
 
@@ -217,7 +179,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     """Yield kube-lab's cluster with the CRDs of this checkout. It is started if necessary, and left running.
 
     Raises:
-        NoCluster: No cluster can be had.
+        Missing: No cluster can be had.
     """
     lab = _lab()
     # The option --close is needed because the cluster's processes must not inherit the lock.

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from rollyard_sandbox.client import ExecClient
 
 from rollyard_bench.baselines.pty import RawShell
+from rollyard_bench.baselines.tmux import TmuxShell
+from rollyard_bench.processes import Missing
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
 from rollyard_bench.servers import exec_server
 from rollyard_bench.stats import Contestant, Sample, interleave
 
-if TYPE_CHECKING:
-    from rollyard_bench.baselines.tmux import TmuxShell
-
 ECHO = "echo hi"
 SEQ = "seq 1 20000"
 SEQ_BYTES = sum(len(str(number)) + 1 for number in range(1, 20_001))
 MAX_OUTPUT = 1 << 20
-POLL = 0.01  # seconds between two reads of the polled pty
 SLEEP = 0.1  # seconds; the usual wait before a tmux pane is read
 ROUNDS = 10
 
@@ -56,13 +53,6 @@ def raw(shell: RawShell, command: str, size: int) -> Callable[[], None]:
     return step
 
 
-def _polled(shell: RawShell) -> Callable[[], None]:
-    def step() -> None:
-        shell.polled(ECHO, POLL)
-
-    return step
-
-
 def _tmux(shell: TmuxShell, *, pause: float, look_first: bool) -> Callable[[], None]:
     def step() -> None:
         shell.run(ECHO, pause=pause, look_first=look_first)
@@ -76,19 +66,12 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
     missing = ""
     with ExitStack() as stack:
         shell = stack.enter_context(RawShell())
-        polled = stack.enter_context(RawShell())
-        contestants = {
-            "raw": Contestant(raw(shell, ECHO, 3), 300 * scale, warm_up=20),
-            "polled": Contestant(_polled(polled), 40 * scale),
-        }
+        contestants = {"raw": Contestant(raw(shell, ECHO, 3), 300 * scale, warm_up=20)}
         try:
-            # This import is late, because without libtmux the other figures still stand.
-            from rollyard_bench.baselines.tmux import TmuxShell
-
             at_once = stack.enter_context(TmuxShell())
             slept = stack.enter_context(TmuxShell())
-        except (ImportError, OSError, RuntimeError) as error:
-            missing = f"no tmux baseline: {error}"
+        except Missing as error:
+            missing = str(error)
         else:
             contestants["tmux_at_once"] = Contestant(_tmux(at_once, pause=0, look_first=True), 40 * scale)
             contestants["tmux_slept"] = Contestant(_tmux(slept, pause=SLEEP, look_first=False), 10 * scale)
@@ -126,7 +109,7 @@ async def measure(settings: Settings) -> list[Measurement]:
 
     def beside(figure: str, key: str, name: str, how: str) -> Measurement:
         if key not in times:
-            return Measurement(figure, own.p50, None, missing)
+            return Measurement(figure, None, None, missing)
         text = f"ours {own.text()}; {name} {times[key].text()}; {how}"
         return Measurement(figure, own.p50, Baseline(name, times[key].p50), text)
 
@@ -143,12 +126,6 @@ async def measure(settings: Settings) -> list[Measurement]:
             "tmux_slept",
             "tmux, read after 0.1 s",
             "libtmux send_keys, sleep 0.1 s, capture_pane",
-        ),
-        beside(
-            "echo_vs_pty_polled",
-            "polled",
-            "pty polled every 10 ms",
-            "non-blocking read at once, then every 10 ms",
         ),
     ]
     ways = await _unix_and_tcp(settings)

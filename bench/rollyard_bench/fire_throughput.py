@@ -21,7 +21,7 @@ from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.listing import Process
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
 
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import ProgramFailed, needed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
@@ -192,6 +192,7 @@ def _wait(condition: Callable[[], bool], seconds: float, otherwise: str) -> None
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure a quiet run, then one with a kill every four seconds and one with a kill every two."""
+    needed("bwrap", "bubblewrap")
     samples = 3 if settings.quick else 8
     quiet = await asyncio.to_thread(_play, samples, None, SEED)
     found = []

@@ -15,7 +15,7 @@ import psutil
 import yaml
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
 
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import ProgramFailed, needed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
@@ -113,6 +113,7 @@ def _play(jobs: int, ready_workers: int) -> list[float]:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure the same jobs with a ready worker and without."""
+    needed("bwrap", "bubblewrap")
     jobs = 3 if settings.quick else 7
     ready = await asyncio.to_thread(_play, jobs, 1)
     without = await asyncio.to_thread(_play, jobs, 0)

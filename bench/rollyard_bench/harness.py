@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from rollyard_bench.memory import posted
-from rollyard_bench.processes import ControlPlane, Program, program
+from rollyard_bench.processes import ControlPlane, Program, needed, program
 from rollyard_bench.sandboxes import release_all
 
 WAIT = 20  # seconds of one long poll
@@ -28,7 +28,12 @@ async def stage_worker(
     environment: Mapping[str, str] | None = None,
     further: Sequence[str] = (),
 ) -> AsyncIterator[Program]:
-    """Run `python -m rollyard_pipeline` with this many places for each stage. No sandbox outlives it."""
+    """Run `python -m rollyard_pipeline` with this many places for each stage. No sandbox outlives it.
+
+    Raises:
+        Missing: There is no bubblewrap.
+    """
+    needed("bwrap", "bubblewrap")
     command = [sys.executable, "-m", "rollyard_pipeline", "--url", plane.url]
     command += ["--token-file", str(plane.tokens_file), "--stages", ",".join(places)]
     command += ["--concurrency", ",".join(f"{stage}={count}" for stage, count in places.items())]

@@ -22,7 +22,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.starters.base import SANDBOX_ENV
 from rollyard_pipeline.stages.evaluation import evaluate
 
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import Missing, ProgramFailed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.sandboxes import OWNER, REQUEST, bubblewrap
@@ -41,11 +41,14 @@ def _tasks() -> list[Task]:
     """Return HumanEval's tasks.
 
     Raises:
-        ProgramFailed: ROLLYARD_SHARED names no folder with data/HumanEval.jsonl.gz.
+        Missing: ROLLYARD_SHARED names no folder with data/HumanEval.jsonl.gz.
     """
     path = Path(os.environ.get("ROLLYARD_SHARED", "../shared")) / "data" / "HumanEval.jsonl.gz"
     if not path.is_file():
-        raise ProgramFailed("ROLLYARD_SHARED names no folder with data/HumanEval.jsonl.gz")
+        raise Missing(
+            "no HumanEval: set ROLLYARD_SHARED to a folder with data/HumanEval.jsonl.gz "
+            "(of github.com/openai/human-eval)"
+        )
     with gzip.open(path, "rt") as lines:
         return parse_lines(lines, TaskSource(url="humaneval", format="humaneval"))
 

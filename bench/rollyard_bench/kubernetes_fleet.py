@@ -21,9 +21,9 @@ from rollyard_client import WorkerClient
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
 from rollyard_crds.trajectory import Segment, Trajectory
 
-from rollyard_bench.cluster import Cluster, Object, cluster, output
+from rollyard_bench.cluster import Cluster, Object, cluster
 from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
-from rollyard_bench.processes import ProgramFailed, memory
+from rollyard_bench.processes import ProgramFailed, memory, output
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.stats import Sample

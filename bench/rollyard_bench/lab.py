@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -18,40 +18,15 @@ from pathlib import Path
 
 import uvloop
 
+from rollyard_bench.processes import Missing, ProgramFailed, needed, output, unwind
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "scripts" / "slurm-lab"
+SINFO_SECONDS = 30.0
 
 Measured = Callable[[Settings], Awaitable[list[Measurement]]]
-
-
-class NotMeasured(RuntimeError):
-    """Something that the figures need is missing; the text says what."""
-
-    reason = "NotMeasured"
-
-
-async def output(*command: str) -> str:
-    """Run a command and return what it prints.
-
-    Raises:
-        NotMeasured: The command ended with another status than 0; the text holds the end of its output.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
-    )
-    try:
-        out, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-    if process.returncode != 0:
-        words = " | ".join(errors.decode(errors="replace").strip().splitlines()[-5:])
-        raise NotMeasured(f"{' '.join(command[:3])} …: exit status {process.returncode}: {words}")
-    return out.decode()
 
 
 async def as_user(
@@ -62,11 +37,14 @@ async def as_user(
     Args:
         nodes: The number of nodes that the lab is to have; 0 leaves the number as it is. The lab has its
             former number of nodes when this returns.
+
+    Raises:
+        Missing: The lab cannot be had on this machine, or `measured` misses something.
     """
     if os.geteuid() != 0:
         return list(await measured(settings))
-    await _compiled()
     await output(str(LAB), "start")  # On a fresh machine this makes the lab's user and its nodes.
+    await _compiled()
     before = len(json.loads(await output(str(LAB), "info"))["nodes"])
     if nodes:
         await output(str(LAB), "start", "--nodes", str(nodes))
@@ -87,6 +65,25 @@ async def as_user(
         )
         for entry in entries
     ]
+
+
+async def on_slurm(
+    module: str, settings: Settings, measured: Measured, *, nodes: int = 0
+) -> list[Measurement]:
+    """Run `measured` as `as_user` does, with a Slurm: the lab's for root, and otherwise the user's own.
+
+    Raises:
+        Missing: There is none, or what `as_user` says.
+    """
+    if os.geteuid() != 0:
+        needed("sinfo", "slurm-client")
+        try:
+            partitions = await output("sinfo", "-h", "-p", "debug", "-o", "%P", seconds=SINFO_SECONDS)
+        except ProgramFailed as error:
+            raise Missing(f"no Slurm answers, and only root can start scripts/slurm-lab: {error}") from error
+        if not partitions.strip():
+            raise Missing("this Slurm has no partition `debug`")
+    return await as_user(module, settings, measured, nodes=nodes)
 
 
 async def _compiled() -> None:
@@ -112,13 +109,28 @@ def program(module: str, measured: Measured) -> None:
     async def run() -> list[Measurement]:
         return list(await measured(settings))
 
+    # A terminal's Ctrl-C comes here, too, but the benchmark ends this program itself, by SIGTERM. A second
+    # signal would keep what unwinds from stopping bridges and their jobs.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.signal(signal.SIGTERM, unwind)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found = runner.run(run())
+        try:
+            found = runner.run(run())
+        except Missing as error:
+            # `output` makes a Missing of this again, on the other side.
+            print(" ".join(str(error).split()), file=sys.stderr)
+            sys.exit(os.EX_UNAVAILABLE)
     print(json.dumps([asdict(one) for one in found]))
 
 
 async def default_image() -> str:
-    """Return the sandboxes' default SIF. Where it does not exist it is built, which takes minutes."""
+    """Return the sandboxes' default SIF. Where it does not exist it is built, which takes minutes.
+
+    Raises:
+        Missing: It cannot be built or mounted on this machine.
+    """
+    if not Path("/dev/fuse").exists():
+        raise Missing("there is no /dev/fuse, without which no SIF is mounted (modprobe fuse)")
     return (await output(str(ROOT / "scripts" / "sif"))).strip().splitlines()[-1]
 
 
@@ -126,9 +138,9 @@ def apptainer() -> str:
     """Return the path of Apptainer, or of Singularity.
 
     Raises:
-        NotMeasured: Neither of them is on the PATH.
+        Missing: Neither of them is on the PATH.
     """
     found = shutil.which("apptainer") or shutil.which("singularity")
     if found is None:
-        raise NotMeasured("neither apptainer nor singularity is on the PATH")
+        raise Missing("neither apptainer nor singularity is on the PATH")
     return found

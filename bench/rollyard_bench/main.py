@@ -11,14 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvloop
 from rich.console import Console
 
 from rollyard_bench import results
-from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, selected
+from rollyard_bench.processes import Missing, unwind
+from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Entry
 from rollyard_bench.scheduling import shared_evenly
 
@@ -49,12 +49,16 @@ def _cause(error: BaseException) -> str:
 
 
 def run_group(group: str, settings: Settings) -> list[Entry]:
-    """Return all result lines of one group. Whatever goes wrong inside becomes lines that are not met."""
+    """Return all result lines of one group. Whatever goes wrong inside becomes lines that are not met, and
+    whatever is missing becomes lines without a verdict.
+    """
     figures = [figure for figure in FIGURES if figure.group == group]
     try:
         # This is the loop that the stage workers run on.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = {item.figure: item for item in runner.run(_bounded(group, settings))}
+    except Missing as error:
+        return [missing(figure, " ".join(str(error).split())) for figure in figures]
     except TimeoutError as error:
         return [failed(figure, str(error) or f"took longer than {GROUP_SECONDS:.0f} s") for figure in figures]
     except Exception as error:
@@ -67,21 +71,10 @@ def run_group(group: str, settings: Settings) -> list[Entry]:
     ]
 
 
-def _others(groups: list[str], before: list[Entry]) -> list[Entry]:
-    """Return what the file holds of the groups that were not run: `--only` measures only a part again."""
-    names = {figure.name for figure in FIGURES if figure.group not in groups}
-    return [entry for entry in before if entry.name in names]
-
-
-def _ordered(entries: list[Entry]) -> list[Entry]:
-    """Return the entries in the registry's order, regardless of when they were measured."""
-    names = [figure.name for figure in FIGURES]
-    return sorted(entries, key=lambda entry: names.index(entry.name))
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    # This unwinds every context manager, so everything that was started is stopped.
-    raise SystemExit(128 + signum)
+def _merged(before: list[Entry], entries: list[Entry]) -> list[Entry]:
+    """Return the new entries and, for figures without one, the former, in the registry's order."""
+    found = {entry.name: entry for entry in (*before, *entries)}
+    return [found[figure.name] for figure in FIGURES if figure.name in found]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,34 +93,43 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write.
+    """Measure, write after each group, and print.
 
-    Return 0 if all goals are met, 1 if some are missed, and 2 for bad arguments.
+    Return 0 if all goals whose figures could be measured are met, 1 if some are missed, and 2 for bad
+    arguments.
+
+    Raises:
+        SystemExit: SIGINT or SIGTERM came. The file holds the groups that were complete before.
     """
     options = parser().parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         groups = selected(options.only)
-        before = results.read(options.out) if options.only else []
+        before = results.read(options.out)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, unwind)
     # Where the machine's configuration forbids bytecode, each process that a figure is about would compile
     # its sources, which no user's would do.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     entries: list[Entry] = []
+    left = list(groups)
     begin = time.monotonic()
-    with shared_evenly():
-        for group in groups:
-            started = time.monotonic()
-            console.print(f"bench: {group} …", style="dim", highlight=False)
-            entries += run_group(group, Settings(quick=options.quick))
-            console.print(f"bench: {group}: {time.monotonic() - started:.1f} s", style="dim", highlight=False)
-    results.write(_ordered([*_others(groups, before), *entries]), options.out)
-    results.show(entries, console)
-    missed = sum(entry.met is False for entry in entries)
-    console.print(
-        f"{len(entries)} figures, {missed} goals missed, {time.monotonic() - begin:.0f} s; {options.out}"
-    )
-    return 1 if missed else 0
+    try:
+        with shared_evenly():
+            for group in groups:
+                started = time.monotonic()
+                console.print(f"bench: {group} …", style="dim", highlight=False)
+                entries += run_group(group, Settings(quick=options.quick))
+                results.write(_merged(before, entries), options.out)
+                left.remove(group)
+                took = time.monotonic() - started
+                console.print(f"bench: {group}: {took:.1f} s", style="dim", highlight=False)
+    finally:
+        results.show(entries, console)
+        console.print(f"{results.summary(entries)}; {time.monotonic() - begin:.0f} s; {options.out}")
+        if left:
+            console.print(f"interrupted: {options.out} keeps the former figures of {', '.join(left)}")
+    return 1 if any(entry.met is False for entry in entries) else 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import tempfile
 import time
 from pathlib import Path
 from typing import Final
 
-import rollyard_api
 from rollyard_testing.browser.chromium import a_browser, problem
 from rollyard_testing.browser.plane import a_plane
 from rollyard_testing.browser.signin import Served, cookies_of
@@ -19,14 +17,12 @@ from rollyard_testing.page.store import opened
 
 from rollyard_bench import page_cost, page_views
 from rollyard_bench.page_views import Stage
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import Missing, ProgramFailed
 from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
 
 GROUPS: Final = 12_500
 NAME: Final = "large"
 KEPT_SECONDS: Final = 300.0
-BUNDLE: Final = Path(rollyard_api.__file__).parent / "page"
 
 
 async def _fill(state: Path) -> Ordinary:
@@ -48,24 +44,8 @@ def _until_kept(served: Served, rollouts: int) -> float:
             time.sleep(0.5)
 
 
-def _bundle() -> Measurement:
-    """Measure what a browser loads to show the page: each file is compressed by itself, as it is sent."""
-    files = sorted(path for path in BUNDLE.rglob("*") if path.suffix in (".html", ".js", ".css", ".svg"))
-    if not files:
-        raise ProgramFailed(f"the page is not built: there is nothing in {BUNDLE}")
-    sizes = {path.name: len(gzip.compress(path.read_bytes(), 9)) for path in files}
-    plain = sum(path.stat().st_size for path in files)
-    how = "gzip -9 of " + ", ".join(f"{name} {size:,} bytes" for name, size in sizes.items())
-    return Measurement(
-        "page_bundle",
-        sum(sizes.values()) / 1e3,
-        Baseline("not compressed", plain / 1e3),
-        f"{how}; 1 KB is 1,000 bytes",
-    )
-
-
 def _play(settings: Settings) -> list[Measurement]:
-    found = [_bundle()]
+    found = []
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
         state = Path(folder) / "state"
         made = asyncio.run(_fill(state))
@@ -95,5 +75,5 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Fill a store, start a control plane on it, and measure the views and the cost of open pages."""
     reason = problem()
     if reason is not None:
-        raise ProgramFailed(reason)
+        raise Missing(reason)
     return await asyncio.to_thread(_play, settings)

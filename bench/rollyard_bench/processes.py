@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import httpx
 
@@ -23,6 +26,68 @@ class ProgramFailed(RuntimeError):
     """A program ended early or did not come up; the text holds the end of its log."""
 
     reason = "ProgramFailed"
+
+
+class Missing(RuntimeError):
+    """A figure needs something that is not on this machine; the text says what, and how to get it.
+
+    It is for set-ups only. What goes wrong once everything is there is a failure, and never this.
+    """
+
+    reason = "Missing"
+
+
+def needed(name: str, package: str) -> None:
+    """Check that a program is on the PATH.
+
+    Raises:
+        Missing: It is not; the text names Debian's package.
+    """
+    if shutil.which(name) is None:
+        raise Missing(f"{name} is not installed (Debian: apt install {package})")
+
+
+async def output(
+    *command: str, seconds: float | None = None, environment: Mapping[str, str] | None = None
+) -> str:
+    """Run a command and return what it prints.
+
+    Raises:
+        Missing: The command says so, by the exit status that `sysexits.h` calls EX_UNAVAILABLE.
+        ProgramFailed: The command failed or took too long.
+    """
+    # The output goes to files, because a process that the command leaves behind may keep pipes open for ever.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=said,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        except TimeoutError as error:
+            raise ProgramFailed(f"{' '.join(command)} took longer than {seconds:.0f} s") from error
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+        out.seek(0)
+        said.seek(0)
+        printed, words = out.read().decode(errors="replace"), said.read().decode(errors="replace")
+    if process.returncode == os.EX_UNAVAILABLE:
+        raise Missing((words.strip() or " ".join(command)).splitlines()[-1])
+    if process.returncode != 0:
+        text = (words + printed).strip()[-600:]
+        raise ProgramFailed(f"{' '.join(command)} ended with code {process.returncode}: {text}")
+    return printed
+
+
+def unwind(signum: int, frame: FrameType | None) -> None:
+    """Leave every context manager after a signal, so that everything which was started is stopped."""
+    raise SystemExit(128 + signum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollyard_bench.results import Baseline, Entry, Goal
+from rollyard_bench.results import NOT_MEASURED, Baseline, Entry, Goal
 
 RatioKind = Literal["times faster", "times the baseline"]
 
@@ -23,9 +23,11 @@ class Measurement:
     """What a group measured for one figure."""
 
     figure: str
-    value: float
+    value: float | None
+    """The value is None where this figure alone misses something, such as its baseline's program."""
     baseline: Baseline | None
     how: str
+    """How it was measured, or what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,6 @@ FIGURES: tuple[Figure, ...] = (
     Figure("echo_p50", "echo", "ms", _value("<=", 0.6, "≤ 0.6 ms"), "times the baseline"),
     Figure("echo_vs_tmux_at_once", "echo", "ms", _ratio(">=", 10, "≥ 10× faster"), "times faster"),
     Figure("echo_vs_tmux_after_sleep", "echo", "ms", _ratio(">=", 150, "≥ 150× faster"), "times faster"),
-    Figure("echo_vs_pty_polled", "echo", "ms", _ratio(">=", 15, "≥ 15× faster"), "times faster"),
     Figure("echo_unix_vs_tcp", "echo", "ms", None, "times faster"),
     Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty"), "times the baseline"),
     Figure("swe_action_time", "swe_action_time", "s", _ratio("<=", 0.6, "≤ 0.6× tmux"), "times the baseline"),
@@ -158,7 +159,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("page_trajectory", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
     Figure("page_trajectory_heap", "page", "MB", _value("<=", 100, "≤ 100 MB"), "times the baseline"),
     Figure("page_server_cost", "page", "%", _value("<=", 5, "≤ 5% of a core"), "times the baseline"),
-    Figure("page_bundle", "page", "KB", _value("<=", 120, "≤ 120 KB"), "times the baseline"),
+    Figure("page_bundle", "page_bundle", "KB", _value("<=", 120, "≤ 120 KB"), "times the baseline"),
     Figure("import_client", "imports", "ms", _value("<=", 250, "≤ 250 ms"), "times the baseline"),
     Figure("first_client", "imports", "ms", None, "times the baseline"),
     Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
@@ -199,7 +200,9 @@ def selected(names: list[str]) -> list[str]:
 
 
 def judge(figure: Figure, measured: Measurement) -> Entry:
-    """Return the result line of a measured figure."""
+    """Return the result line of what a group gave for a figure."""
+    if measured.value is None:
+        return missing(figure, measured.how)
     ratio: float | None = None
     if measured.baseline is not None:
         ratio = measured.value / measured.baseline.value
@@ -218,16 +221,16 @@ def judge(figure: Figure, measured: Measurement) -> Entry:
     )
 
 
+def _without_value(figure: Figure, met: bool | None, how: str) -> Entry:
+    goal = figure.goal.what if figure.goal else None
+    return Entry(figure.name, None, figure.unit, None, None, goal, met, how)
+
+
+def missing(figure: Figure, reason: str) -> Entry:
+    """Return the result line of a figure that needs something which is not on this machine."""
+    return _without_value(figure, None, NOT_MEASURED + reason)
+
+
 def failed(figure: Figure, error: str) -> Entry:
-    """Return the result line of a figure that could not be measured."""
-    goal = figure.goal
-    return Entry(
-        name=figure.name,
-        value=None,
-        unit=figure.unit,
-        baseline=None,
-        ratio=None,
-        goal=goal.what if goal else None,
-        met=False if goal else None,
-        how=f"not measured: {error}",
-    )
+    """Return the result line of a figure whose measurement went wrong. It counts as missed, goal or not."""
+    return _without_value(figure, False, f"failed: {error}")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+NOT_MEASURED = "not measured: "
+REASON_CHARACTERS = 130
+"""How much of a reason the table shows. The file has all of it."""
 FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how")
 
 
@@ -54,14 +59,16 @@ class Entry:
 
     name: str
     value: float | None
-    """The value is None only where the measurement failed; `how` then says why."""
+    """The value is None where something is missing or the measurement failed; `how` then says what."""
     unit: str
     baseline: Baseline | None
     ratio: float | None
     goal: str | None
     """The goal is None for a figure that is only printed beside the others."""
     met: bool | None
-    """This is None exactly where there is no goal."""
+    """With a value, this is None exactly where there is no goal. Without one, it is False for a failure, and
+    None where something is missing.
+    """
     how: str
 
 
@@ -94,7 +101,7 @@ def check(entry: Entry) -> None:
         _number(name, "ratio", entry.ratio, positive=True)
         if entry.baseline is None or entry.value is None:
             raise ResultError(f"{name}: ratio: needs both a value and a baseline")
-    if (entry.goal is None) != (entry.met is None):
+    if entry.value is not None and (entry.goal is None) != (entry.met is None):
         raise ResultError(f"{name}: met: must be true or false exactly where there is a goal")
     if entry.met is not None and not isinstance(entry.met, bool):
         raise ResultError(f"{name}: met: must be true or false, not {entry.met!r}")
@@ -149,10 +156,28 @@ def read(path: Path) -> list[Entry]:
     return entries
 
 
+def not_measured(entry: Entry) -> bool:
+    """Return whether the figure needs something that is missing, so that nothing was measured."""
+    return entry.value is None and entry.met is None
+
+
+def summary(entries: Sequence[Entry]) -> str:
+    """Return how the figures came out; those that are only printed count in their number alone."""
+    met, missed = (sum(entry.met is verdict for entry in entries) for verdict in (True, False))
+    return (
+        f"{len(entries)} figures: {met} goals met, {missed} missed, "
+        f"{sum(map(not_measured, entries))} not measured"
+    )
+
+
 def _short(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
+
+
+def _reason(how: str) -> str:
+    return textwrap.shorten(how.removeprefix(NOT_MEASURED), REASON_CHARACTERS, placeholder=" …")
 
 
 def table(entries: Sequence[Entry]) -> Table:
@@ -161,14 +186,14 @@ def table(entries: Sequence[Entry]) -> Table:
     for title in ("figure", "measured", "baseline", "ratio", "goal", "met"):
         grid.add_column(title, justify="right" if title in {"measured", "ratio"} else "left")
     for entry in entries:
-        beside = "-"
+        measured, beside = _short(entry.value, entry.unit), "-"
         if entry.baseline is not None:
             beside = f"{_short(entry.baseline.value, entry.unit)} ({entry.baseline.name})"
+        elif not_measured(entry):
+            measured, beside = "not measured", escape(_reason(entry.how))
         met = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[entry.met]
         ratio = "-" if entry.ratio is None else f"{entry.ratio:.3g}"
-        grid.add_row(
-            entry.name, _short(entry.value, entry.unit), beside, ratio, entry.goal or "printed beside", met
-        )
+        grid.add_row(entry.name, measured, beside, ratio, entry.goal or "printed beside", met)
     return grid
 
 
@@ -177,4 +202,4 @@ def show(entries: Sequence[Entry], console: Console) -> None:
     console.print(table(entries))
     for entry in entries:
         if entry.met is False:
-            console.print(f"[red]missed[/] {entry.name}: {entry.how}", highlight=False)
+            console.print(f"[red]missed[/] {entry.name}: {escape(entry.how)}", highlight=False)

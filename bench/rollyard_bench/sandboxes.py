@@ -11,6 +11,8 @@ from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 
+from rollyard_bench.processes import needed
+
 OWNER = LeaseRef(rollout="bench", token=1)
 COMMAND_SECONDS = 30.0
 
@@ -20,7 +22,12 @@ REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)
 
 @asynccontextmanager
 async def bubblewrap() -> AsyncIterator[SandboxProvider]:
-    """Yield a started bubblewrap provider, which leaves nothing behind."""
+    """Yield a started bubblewrap provider, which leaves nothing behind.
+
+    Raises:
+        Missing: There is no bubblewrap.
+    """
+    needed("bwrap", "bubblewrap")
     with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
         provider = open_provider("bubblewrap", run_dir=Path(folder), node="bench")
         await provider.start()

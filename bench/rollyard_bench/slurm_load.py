@@ -179,7 +179,7 @@ def _measurement(figure: str, seen: Window, naive: float, what: str, how: str) -
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure the calls as an ordinary user."""
-    return await lab.as_user(MODULE, settings, _measured)
+    return await lab.on_slurm(MODULE, settings, _measured)
 
 
 if __name__ == "__main__":

@@ -423,7 +423,7 @@ async def _measured(settings: Settings) -> list[Measurement]:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure as an ordinary user, in a lab of as many nodes."""
-    return await lab.as_user(MODULE, settings, _measured, nodes=max(plan(settings).sizes))
+    return await lab.on_slurm(MODULE, settings, _measured, nodes=max(plan(settings).sizes))
 
 
 if __name__ == "__main__":

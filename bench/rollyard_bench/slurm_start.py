@@ -162,7 +162,7 @@ def _measurement(mine: Sample, parts: dict[str, list[float]], theirs: Sample) ->
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure as an ordinary user."""
-    return await lab.as_user(MODULE, settings, _measured)
+    return await lab.on_slurm(MODULE, settings, _measured)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 
@@ -27,8 +26,6 @@ def _bwrap_true() -> float:
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure both starts."""
     samples = 10 if settings.quick else 30
-    if shutil.which("bwrap") is None:
-        raise FileNotFoundError("bwrap is not installed (Debian package bubblewrap)")
     async with bubblewrap() as provider:
         cold = await coldstart.cold(provider, _bwrap_true, samples)
         warm = await coldstart.warm(provider, samples, REFILL_SECONDS)

@@ -14,14 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollyard_testing.faults.yard import ROOT, Yard
+from rollyard_testing.faults.yard import Yard
+from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import Missing, ProgramFailed, needed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.stats import pairs_median
 
-ENVIRONMENT_SECONDS = 900.0
 READY_SECONDS = 180.0
 STEP_SECONDS = 300.0
 STOP_SECONDS = 30.0
@@ -63,20 +63,19 @@ def torch_folder() -> Path:
     """Return the folder of the packages of scripts/train-env, which is made at the first call on a machine.
 
     Raises:
-        ProgramFailed: It cannot be made, or it is of another Python than this one.
+        Missing: It cannot be made, or it is of another Python than this one.
     """
-    made = subprocess.run(
-        [str(ROOT / "scripts/train-env")], capture_output=True, text=True, timeout=ENVIRONMENT_SECONDS
-    )
-    if made.returncode != 0:
-        raise ProgramFailed(f"scripts/train-env failed: {made.stderr.strip()[-1000:]}")
-    python = made.stdout.strip().splitlines()[-1]
+    try:
+        python = train_python()
+    except TrainerMissing as error:
+        said = str(error).splitlines()[-1]
+        raise Missing(f"no torch: scripts/train-env makes it, or TRAIN_PYTHON names it; {said}") from error
     asked = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_paths()['purelib'])"
     major, minor, folder = subprocess.run(
         [python, "-c", asked], capture_output=True, text=True, check=True, timeout=60
     ).stdout.split()
     if (int(major), int(minor)) != sys.version_info[:2]:
-        raise ProgramFailed(f"the trainers' environment has Python {major}.{minor}; make it with this one")
+        raise Missing(f"the trainers' environment has Python {major}.{minor}; make it with this one")
     return Path(folder)
 
 
@@ -122,6 +121,7 @@ def _sum(steps: list[Step], side: str) -> str:
 async def measure(settings: Settings) -> list[Measurement]:
     """Let both sides take the same steps in turns."""
     pairs = 2 if settings.quick else 5
+    needed("bwrap", "bubblewrap")
     packages = await asyncio.to_thread(torch_folder)
     steps: dict[str, list[Step]] = {side: [] for side in SIDES}
     # Paths of sockets are short.

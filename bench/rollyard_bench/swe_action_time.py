@@ -18,19 +18,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.starters.base import SANDBOX_ENV
 
+from rollyard_bench.baselines.tmux import TmuxShell
 from rollyard_bench.echo import SLEEP, WrongOutput
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import needed, output
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.sandboxes import bubblewrap, claimed
-
-if TYPE_CHECKING:
-    from rollyard_bench.baselines.tmux import TmuxShell
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "swe" / "recipes.json"
@@ -88,18 +86,17 @@ class Times:
         return f"tests {mean(self.tests):.3g} s, others {mean(self.others):.3g} s"
 
 
-def episodes() -> list[Episode]:
+async def episodes() -> list[Episode]:
     """Return the episodes of all recipes. pip fetches their source distributions, once for a machine.
 
     Raises:
+        Missing: pip cannot fetch them.
         ProgramFailed: The tasks cannot be made.
     """
     with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
         rows = Path(folder, "rows.jsonl")
-        command = [sys.executable, str(SCRIPT), "write", str(rows), "--layout", "rebench"]
-        made = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
-        if made.returncode != 0:
-            raise ProgramFailed(f"scripts/swe_tasks.py: {made.stderr.strip()[-500:]}")
+        command = (sys.executable, str(SCRIPT), "write", str(rows), "--layout", "rebench")
+        await output(*command, seconds=FETCH_SECONDS)
         tasks = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     recipes = json.loads(RECIPES.read_text(encoding="utf-8"))
     return [_episode(recipe, row) for recipe, row in zip(recipes, tasks, strict=True)]
@@ -175,7 +172,7 @@ def _compile(folder: Path, path: str) -> None:
     subprocess.run(command, cwd=folder, env={**os.environ, "PATH": path}, check=True, timeout=ACTION_SECONDS)
 
 
-async def _through_tmux(shell: Callable[..., TmuxShell], episode: Episode) -> Times:
+async def _through_tmux(episode: Episode) -> Times:
     """Return the times of an episode in a folder of its own, outside of a sandbox, through tmux."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
@@ -183,7 +180,7 @@ async def _through_tmux(shell: Callable[..., TmuxShell], episode: Episode) -> Ti
             archive.extractall(folder, filter="data")
         path = SANDBOX_ENV["PATH"]
         await asyncio.to_thread(_compile, folder, path)
-        with shell(timeout=ACTION_SECONDS, cwd=folder) as bash:
+        with TmuxShell(timeout=ACTION_SECONDS, cwd=folder) as bash:
 
             async def act(command: str) -> int:
                 return bash.run(command, pause=SLEEP, look_first=False)
@@ -196,25 +193,21 @@ async def _through_tmux(shell: Callable[..., TmuxShell], episode: Episode) -> Ti
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Play every episode on both sides, in turns."""
-    found: Sequence[Episode] = episodes()
+    needed("tmux", "tmux")
+    found: Sequence[Episode] = await episodes()
     if settings.quick:
         found = found[::3]
-    try:
-        # This import is late, because libtmux may be missing.
-        from rollyard_bench.baselines.tmux import TmuxShell
-    except ImportError as error:
-        raise ProgramFailed(f"no tmux baseline: {error}") from error
     rounds = 1 if settings.quick else ROUNDS
     ours, tmux = Times(), Times()
     async with bubblewrap() as provider:
         for number in range(rounds):
             for place, episode in enumerate(found):
                 if (number + place) % 2:
-                    tmux.add(await _through_tmux(TmuxShell, episode))
+                    tmux.add(await _through_tmux(episode))
                     ours.add(await _ours(provider, episode))
                 else:
                     ours.add(await _ours(provider, episode))
-                    tmux.add(await _through_tmux(TmuxShell, episode))
+                    tmux.add(await _through_tmux(episode))
     how = (
         f"mean of {len(ours.tests + ours.others)} actions: {len(found)} repositories of examples/swe, "
         f"{rounds} times, in which an agent lists files, searches, reads, runs the tests, changes the wrong "

@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rollyard_testing.integrations.trl_run import trained_with_trl, trl_python
+from rollyard_testing.integrations.trl_run import TrlMissing, trained_with_trl, trl_python
 
+from rollyard_bench.processes import Missing, needed
 from rollyard_bench.registry import Measurement, Settings
 
 STEPS: Final = 20
@@ -26,7 +27,12 @@ def _right(step: dict[str, Any]) -> bool:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Run examples/trl, and count the steps that are right, from the first to the first that is not."""
-    python = await asyncio.to_thread(trl_python)
+    needed("bwrap", "bubblewrap")
+    try:
+        python = await asyncio.to_thread(trl_python)
+    except TrlMissing as error:
+        said = str(error).splitlines()[-1]
+        raise Missing(f"no TRL: scripts/train-env trl makes it, or TRAIN_PYTHON names it; {said}") from error
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         options = ("--steps", str(STEPS), "--samples", str(SAMPLES))
         summary = await asyncio.to_thread(trained_with_trl, python, Path(name), *options)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import httpx
 from rollyard.quickstart.vllm_servers import CPU_ENVIRONMENT
+from rollyard_testing.vllm.servers import EnvironmentMissing, vllm_python
 
-from rollyard_bench.processes import Program, ProgramFailed, program
+from rollyard_bench.processes import Missing, Program, ProgramFailed, program
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "examples" / "tiny-policy" / "hf"
@@ -78,29 +78,6 @@ class Server:
             (await client.post(f"{self.url}/reset_prefix_cache")).raise_for_status()
 
 
-async def vllm_python() -> str:
-    """Return the Python of the environment that `scripts/vllm-env` keeps.
-
-    Raises:
-        ProgramFailed: The environment does not exist and could not be made; the text says why.
-    """
-    process = await asyncio.create_subprocess_exec(
-        str(ROOT / "scripts" / "vllm-env"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        said, trouble = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        raise ProgramFailed(f"scripts/vllm-env: {trouble.decode(errors='replace').strip()[-600:]}")
-    return said.decode().strip()
-
-
 def model_folder(folder: Path, context: int) -> Path:
     """Make a copy of the tiny policy that takes `context` tokens.
 
@@ -156,9 +133,15 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
     """Yield `count` servers that start side by side, each bound to a core of its own.
 
     Raises:
+        Missing: There is no environment with vLLM, and none can be made.
         ProgramFailed: A server ended or was not ready in time.
     """
-    python, model = await vllm_python(), model_folder(folder, context)
+    try:
+        python = str(await asyncio.to_thread(vllm_python))
+    except EnvironmentMissing as error:
+        said = str(error).splitlines()[-1]
+        raise Missing(f"no vLLM: scripts/vllm-env makes it, or VLLM_PYTHON names it; {said}") from error
+    model = model_folder(folder, context)
     cores = sorted(os.sched_getaffinity(0))
     servers: list[Server] = []
     async with AsyncExitStack() as stack:

@@ -1,15 +1,21 @@
 """The result file refuses what says too little, and the README names exactly the registry's figures."""
 
+import asyncio
+import io
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rollyard_bench import results
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, predicted_speed_up
 from rollyard_bench.main import main, run_group
-from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, selected
+from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Baseline, Entry, ResultError
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -36,6 +42,7 @@ MALFORMED = {
     "ratio: needs both": replace(GOOD, baseline=None),
     "ratio: must be": replace(GOOD, ratio=0.0),
     "met: must be true or false exactly": replace(GOOD, goal=None),
+    "echo_p50: met: must be true or false exactly": replace(GOOD, met=None),
     "met: must be true or false, not": replace(GOOD, met="yes"),  # type: ignore[arg-type]
     "met: cannot be true without a value": replace(GOOD, value=None, ratio=None),
 }
@@ -56,13 +63,13 @@ def test_two_entries_of_one_name_are_refused() -> None:
 
 def test_written_entries_have_exactly_the_documented_fields(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
-    results.write([GOOD, failed(FIGURES[1], "no tmux")], out)
-    first, second = json.loads(out.read_text())
-    assert tuple(first) == tuple(second) == results.FIELDS
+    results.write([GOOD, failed(FIGURES[1], "it broke"), missing(FIGURES[2], "no tmux")], out)
+    first, second, third = json.loads(out.read_text())
+    assert tuple(first) == tuple(second) == tuple(third) == results.FIELDS
     assert first["baseline"] == {"name": "raw pty", "value": 0.1}
-    assert second["met"] is False
-    assert second["value"] is None
-    assert second["how"] == "not measured: no tmux"
+    assert (second["value"], second["met"], second["how"]) == (None, False, "failed: it broke")
+    assert (third["value"], third["met"], third["how"]) == (None, None, "not measured: no tmux")
+    assert results.read(out) == [GOOD, failed(FIGURES[1], "it broke"), missing(FIGURES[2], "no tmux")]
     assert [path.name for path in out.parent.iterdir()] == ["results.json"]
 
 
@@ -85,6 +92,54 @@ def test_a_part_measured_anew_leaves_the_other_groups_as_they_are(
     out.write_text("[{}]")
     assert main(["--only", "ipython", "--out", str(out)]) == 2
     assert out.read_text() == "[{}]"
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put the handlers of signals back."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_what_it_measured_and_the_former_rest(
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handlers: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cleaned: list[str] = []
+
+    async def memory(settings: Settings) -> list[Measurement]:
+        return [Measurement("queued_10000_resident", 100.0, None, "anew")]
+
+    async def page(settings: Settings) -> list[Measurement]:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(30)
+        finally:
+            cleaned.append("page")
+        return []
+
+    out = tmp_path / "results.json"
+    former = replace(GOOD, name="page_bundle", how="old")
+    results.write([former, replace(GOOD, name="queued_10000_resident", how="old")], out)
+    monkeypatch.setattr("rollyard_bench.main._load", lambda group: {"memory": memory, "page": page}[group])
+    with pytest.raises(SystemExit) as stopped:
+        main(["--only", "memory", "page", "--out", str(out)])
+    assert stopped.value.code == 128 + number
+    assert cleaned == ["page"]
+    assert [(entry.name, entry.how) for entry in results.read(out)] == [
+        ("queued_10000_resident", "anew"),
+        ("page_bundle", "old"),
+    ]
+    said = capsys.readouterr().out
+    assert "1 figures: 1 goals met, 0 missed, 0 not measured" in said
+    assert f"interrupted: {out} keeps the former figures of page" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
@@ -150,10 +205,12 @@ def test_bounds_of_a_workload_that_can_be_counted_by_hand() -> None:
     assert pipeline_bound(work, Slots(init=16, run=16, eval=2)) == pytest.approx(1 + 2 + 12)
 
 
-@pytest.mark.parametrize("group", ["kubernetes", "kubernetes_fleet"])
-def test_without_a_cluster_the_line_says_what_is_missing(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROLLYARD_SHARED", raising=False)
-    for entry in run_group(group, Settings(quick=True)):
-        results.check(entry)
-        assert (entry.value, entry.met) == (None, False if entry.goal else None)
-        assert "set ROLLYARD_SHARED to the folder that holds kit/kube-lab" in entry.how
+def test_what_was_not_measured_is_counted_and_shown_with_its_reason() -> None:
+    entries = [GOOD, missing(FIGURES[1], "no [/tmux] here"), failed(FIGURES[2], "[/it] broke")]
+    assert results.summary(entries) == "3 figures: 1 goals met, 1 missed, 1 not measured"
+    console = Console(width=200, record=True, file=io.StringIO())
+    results.show(entries, console)
+    said = console.export_text()
+    (row,) = [line for line in said.splitlines() if FIGURES[1].name in line]
+    assert re.search(r"not measured .* no \[/tmux\] here", row)
+    assert f"missed {FIGURES[2].name}: failed: [/it] broke" in said

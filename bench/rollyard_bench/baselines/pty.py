@@ -1,4 +1,4 @@
-"""A bash on a pseudo-terminal without a server, which is read by blocking or every 10 ms.
+"""A bash on a pseudo-terminal without a server, which is read by blocking.
 
 The end of a command is learnt in the customary way: the shell prints a marker after it.
 """
@@ -66,24 +66,6 @@ class RawShell:
             at = output.find(marker, seen)
             if at >= 0 and output.find(b"\036", at + len(marker)) >= 0:
                 return bytes(output[:at])
-
-    def polled(self, command: str, pause: float) -> bytes:
-        """Run `command` and read at once, then every `pause` seconds, as an agent's tool loop does.
-
-        Raises:
-            PtyTimeout: The shell did not answer in time.
-        """
-        marker = self._send(command)
-        deadline = time.monotonic() + self._timeout
-        output = bytearray()
-        while time.monotonic() < deadline:
-            while select.select([self._fd], [], [], 0)[0]:
-                output += os.read(self._fd, READ_SIZE)
-            at = output.find(marker)
-            if at >= 0 and output.find(b"\036", at + len(marker)) >= 0:
-                return bytes(output[:at])
-            time.sleep(pause)
-        raise PtyTimeout(f"no marker within {self._timeout} s after {command!r}")
 
     def _read(self, deadline: float) -> bytes:
         if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:

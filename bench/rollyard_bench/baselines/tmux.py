@@ -9,6 +9,8 @@ from pathlib import Path
 
 import libtmux
 
+from rollyard_bench.processes import needed
+
 
 class TmuxTimeout(TimeoutError):
     """The marker did not appear on the pane in time."""
@@ -25,8 +27,7 @@ class TmuxShell:
     """
 
     def __init__(self, timeout: float = 30.0, cwd: Path | None = None) -> None:
-        if shutil.which("tmux") is None:
-            raise FileNotFoundError("tmux is not installed (Debian package tmux)")
+        needed("tmux", "tmux")
         self._folder = Path(tempfile.mkdtemp(prefix="rollyard-bench-"))
         self._timeout = timeout
         self._number = 0

@@ -65,8 +65,6 @@ def chart_values(namespaces: tuple[str, ...], tag: str) -> dict[str, object]:
             "resources": tiny,
             "leaseSeconds": LEASE_SECONDS,
         },
-        # A pool loads the weights of a trainer from a volume.
-        "jobs": {"allow": {"volumes": ["persistentVolumeClaim"]}},
         "operator": {"resources": tiny},
         "sandboxes": {"cpuRequestFraction": 0.02, "memoryRequestFraction": 0.25},
     }

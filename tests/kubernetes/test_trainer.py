@@ -29,7 +29,9 @@ def test_a_killed_trainer_loses_no_rollout_and_uses_none_twice(
         python = train_python()
     except TrainerMissing as error:
         missing(str(error))
-    with a_trainer(release, images, python, *SIZE) as trainer:
+    # A pool loads the weights of a trainer from a volume.
+    volumes = release.permitting("jobs.allow.volumes={persistentVolumeClaim}")
+    with volumes, a_trainer(release, images, python, *SIZE) as trainer:
         for step, strike in ((2, trainer.delete_by_force), (3, trainer.kill)):
             pod = trainer.in_the_middle_of(step)
             assert trainer.who_sees_the_volume() == {"grpo-trainer": False, "backend": True}

@@ -144,6 +144,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
+        def remove_node(self, node: Any) -> str | None:
+            # A test that ended its process has failed. xdist would give it to the next one, which ends, too.
+            units, others = self.assigned_work[node], {**self.assigned_work}
+            self.assigned_work = {node: others.pop(node)}
+            crashed: str | None = super().remove_node(node)
+            self.assigned_work = others
+            if crashed is not None:
+                unit = units[group_of(crashed)]
+                unit[crashed] = True
+                if all(unit.values()):
+                    del self.workqueue[group_of(crashed)]
+                for other in others:
+                    self._reschedule(other)
+            return crashed
+
     return ByGroup(config, log)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollyard_testing.kubernetes.kubelab import Cluster
 
 ROOT = Path(__file__).resolve().parents[4]
+CHART = ROOT / "helm" / "rollyard"
 EXAMPLES = ROOT / "examples" / "kubernetes"
 TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
 
@@ -91,6 +92,16 @@ class Release:
                 "wait", "--for=delete", "pod", "-l", selector, "-n", self.name,
                 f"--timeout={patience(180):.0f}s",
             )  # fmt: skip
+
+    @contextlib.contextmanager
+    def permitting(self, value: str) -> Iterator[None]:
+        """Set a value of the chart, as in `helm --set`, while the block runs."""
+        wait = ("-n", self.name, "--wait", "--timeout", f"{patience(180):.0f}s")
+        self.cluster.helm("upgrade", self.name, str(CHART), "--reuse-values", "--set", value, *wait)
+        try:
+            yield
+        finally:
+            self.cluster.helm("rollback", self.name, *wait)
 
     def words(self) -> str:
         """Return what helps to explain a failed test."""

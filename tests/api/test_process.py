@@ -92,8 +92,11 @@ def test_broken_token_file(tmp_path: Path) -> None:
     assert "tokens.json" in done.stderr.splitlines()[-1]
 
 
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_kill_9_loses_and_doubles_nothing(
     seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
 ) -> None:
@@ -164,7 +167,7 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS[:2])
 async def test_kill_9_loses_and_doubles_nothing_of_dynamic_sampling(
     seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
 ) -> None:

@@ -99,6 +99,7 @@ def check_logs(folder: Path) -> None:
                 assert record["trace_id"] == trace_id(record["rollout"])
 
 
+@pytest.mark.nightly
 def test_the_spans_of_a_quickstart_add_up_to_its_timings(
     tmp_path: Path, receiver: Receiver, sandbox: str
 ) -> None:

@@ -80,6 +80,7 @@ async def quickstart(
 
 
 @pytest.mark.parametrize("job", ["job.yaml", "oracle.yaml"])
+@pytest.mark.nightly
 async def test_the_jobs_are_valid_where_the_package_is_installed(installed: Path, job: str) -> None:
     output = await rollyard(installed, "validate", "-f", str(EXAMPLE / job))
     assert "not installed" not in output
@@ -87,6 +88,7 @@ async def test_the_jobs_are_valid_where_the_package_is_installed(installed: Path
 
 
 @pytest.mark.usefixtures("bubblewrap_works")
+@pytest.mark.nightly
 async def test_handler_and_tool_score_the_reference_solutions(installed: Path, tmp_path: Path) -> None:
     trajectories = await quickstart(installed, tmp_path / "out", "oracle.yaml", 1)
     assert {trajectory["task_id"]: trajectory["reward"] for trajectory in trajectories} == {

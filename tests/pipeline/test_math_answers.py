@@ -84,7 +84,9 @@ def wrong_forms(gold: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, id="all"), pytest.param(10, id="tenth")])
+@pytest.mark.parametrize(
+    "step", [pytest.param(1, marks=pytest.mark.nightly, id="all"), pytest.param(10, id="tenth")]
+)
 @shared
 async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
     handler: MathHandler, gsm8k: list[str], step: int

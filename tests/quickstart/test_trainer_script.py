@@ -17,7 +17,7 @@ from rollyard_testing.pace import patience
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
-pytestmark = pytest.mark.usefixtures("bubblewrap_works")
+pytestmark = [pytest.mark.usefixtures("bubblewrap_works"), pytest.mark.nightly]
 
 
 def run(*arguments: str | Path, home: Path) -> str:

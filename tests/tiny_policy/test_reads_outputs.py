@@ -145,6 +145,7 @@ def success(policy: Policy, root: Path, swap: bool) -> float:
         return sum(tests) / len(rollouts)
 
 
+@pytest.mark.nightly
 def test_it_solves_some_tasks_and_none_to_speak_of_without_its_outputs(url: str, tmp_path: Path) -> None:
     policy = Policy(url)
     with contextlib.closing(policy.client):

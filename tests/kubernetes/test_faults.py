@@ -38,7 +38,15 @@ WANTED = {"stage-worker": len(STAGES), "backend": 1}
 
 
 @pytest.mark.parametrize(
-    ("component", "hits"), [("operator", 2), ("api", 2), ("stage-worker", 2), ("backend", 2), ("sandbox", 6)]
+    ("component", "hits"),
+    [
+        ("operator", 2),
+        ("stage-worker", 2),
+        ("sandbox", 6),
+        # Every day these are killed on one machine.
+        pytest.param("api", 2, marks=pytest.mark.nightly),
+        pytest.param("backend", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: int) -> None:
     rng = random.Random(f"{component}-{SEED}")
@@ -72,6 +80,7 @@ def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: i
             assert len(run.watch.of(component)) >= WANTED[component] + len(unfinished), "each replaced"
 
 
+@pytest.mark.nightly
 def test_a_cluster_without_api_server_for_a_while(release: Release) -> None:
     rng = random.Random(f"kube-apiserver-{SEED}")
     lab = str(Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab")

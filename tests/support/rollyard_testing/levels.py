@@ -111,7 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         wanted.append(item)
         item.stash[_PART] = part
-        seconds = durations().get(item.nodeid, 0.1)
+        # Nobody knows how long a new test of a whole system takes.
+        seconds = durations().get(item.nodeid, 60.0 if part in _SERVERS else 0.1)
         limit = min(max(10 * seconds, 60.0), 600.0) * pace()
         item.add_marker(pytest.mark.timeout(limit, func_only=part in _SERVERS))
         group = group_of(item.nodeid)

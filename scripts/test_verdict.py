@@ -22,15 +22,18 @@ MOST_FLAKY: Final = 4
 Row = dict[str, Any]
 
 
-def read(path: Path) -> list[Row]:
-    """Return the lines of an outcome file; of one that was cut off, all but its last."""
+def read(path: Path, status: int) -> list[Row]:
+    """Return the lines of an outcome file, and what its run's exit status says beside them."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows: list[Row] = []
     for line in lines:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            rows.append(a_problem(f"an outcome was cut off: {line[:100]}"))
+            rows.append(a_problem(f"{path.stem}: an outcome was cut off: {line[:100]}"))
+    # The statuses 0 and 5 stand for good and for no tests, and 1 for tests that failed or were not collected.
+    if status not in (0, 1, 5) or (status == 1 and all(row["outcome"] != "failed" for row in rows)):
+        rows.append(a_problem(f"{path.stem}: pytest ended with status {status}"))
     return rows
 
 

@@ -20,6 +20,7 @@ from rollyard_testing.kubernetes.kubelab import cluster, images
 from rollyard_testing.pace import patience
 from rollyard_testing.sharedlab import shared_lab
 from rollyard_testing.slurm.slurmlab import (
+    IN_USE,
     LAB,
     START_SECONDS,
     CommandFailed,
@@ -28,7 +29,6 @@ from rollyard_testing.slurm.slurmlab import (
 )
 
 __all__ = ["cluster", "images"]
-IN_USE = Path("/tmp/rollyard-slurm-lab.use")
 
 
 @pytest.fixture(scope="session")

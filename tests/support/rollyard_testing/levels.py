@@ -142,6 +142,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class ByGroup(LoadFileScheduling):  # type: ignore[misc]
+        assigned_work: Any
+
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 

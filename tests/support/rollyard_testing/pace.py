@@ -10,14 +10,16 @@ from typing import Final
 
 _VARIABLE: Final = "ROLLYARD_TEST_PACE"
 _USUAL_SECONDS: Final = 0.2
-"""What `_WORK` takes on one of two usual cores (CPython 3.11 at some 3 GHz) while the other is at rest."""
+"""What `_WORK` takes on each of two usual cores at once (CPython 3.11 at some 3 GHz)."""
 _SLOWEST: Final = 6.0
 """A machine that is slower still is in trouble, and waiting longer would only hide it."""
 _WORK: Final = """
 import time
-begin, state = time.perf_counter(), 1
-for _ in range(2_500_000):
-    state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+def work(state):
+    for _ in range(2_500_000):
+        state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+begin = time.perf_counter()
+work(1)
 print(time.perf_counter() - begin)
 """
 

@@ -23,9 +23,9 @@ import httpx
 import pytest
 import yaml
 
+from rollyard_testing import sharedlab
 from rollyard_testing.kubernetes.podwatch import api_server
 from rollyard_testing.pace import patience
-from rollyard_testing.sharedlab import shared_lab
 
 ROOT = Path(__file__).resolve().parents[4]
 CRDS = ROOT / "crds" / "yaml"
@@ -201,6 +201,13 @@ class Cluster:
         return dataclasses.replace(self, kubeconfig=kubeconfig, env=env, http=None)
 
 
+def end_left() -> None:
+    """End the cluster that an interrupted run of tests has left."""
+    shared = os.environ.get("ROLLYARD_SHARED")
+    if shared:
+        sharedlab.end_left(IN_USE, lambda: _command(Path(shared) / "kit" / "kube-lab", "wipe"))
+
+
 def _lab(missing: Callable[[str], NoReturn]) -> Path:
     shared = os.environ.get("ROLLYARD_SHARED")
     if not shared:
@@ -218,7 +225,9 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     """Yield kube-lab's cluster with the CRDs of this checkout."""
     lab = _lab(missing)
     try:
-        with shared_lab(IN_USE, lambda: _runs(lab), lambda: _start(lab), lambda: _command(lab, "wipe")):
+        with sharedlab.shared_lab(
+            IN_USE, lambda: _runs(lab), lambda: _start(lab), lambda: _command(lab, "wipe")
+        ):
             yield from _cluster(lab)
     except _NotStarted as error:
         missing(f"no cluster: kube-lab does not start: {error}")

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollyard_testing import sharedlab
 from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[4]
 LAB = ROOT / "scripts" / "slurm-lab"
+IN_USE = Path("/tmp/rollyard-slurm-lab.use")
 START_SECONDS = patience(600.0)
 """The longest start, in seconds: the first one on a machine installs packages."""
 COMMAND_SECONDS = patience(120.0)
@@ -29,6 +31,11 @@ class CommandFailed(AssertionError):
     def __init__(self, command: Sequence[str], done: subprocess.CompletedProcess[str]) -> None:
         super().__init__(f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
         self.output = done.stdout + done.stderr
+
+
+def end_left() -> None:
+    """End the Slurm that an interrupted run of tests has left."""
+    sharedlab.end_left(IN_USE, lambda: lab_command("stop"))
 
 
 def lab_command(*words: str, timeout: float = COMMAND_SECONDS) -> str:

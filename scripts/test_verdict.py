@@ -19,6 +19,8 @@ durations of this run, which may take the place of tests/durations.json.
 ALL_PARTS: Final = ("static", "quick", *sorted(set(PARTS) - {"static"}))
 NEVER_REPEATED: Final = ("static", "demos")
 MOST_FLAKY: Final = 4
+INTERRUPTED: Final = 130
+"""The exit status of a run that a person has ended."""
 Row = dict[str, Any]
 
 
@@ -105,6 +107,8 @@ class Verdict:
         self._write_durations()
         if part and not failed and not too_many:
             (FOLDER / f"{part}.passed").write_text(_tree())
+        if any("KeyboardInterrupt" in row["text"] for row in failed if row["part"] == "run"):
+            return INTERRUPTED
         return 1 if failed or too_many or not passed else 0
 
     def _failed(self) -> list[Row]:

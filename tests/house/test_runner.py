@@ -91,6 +91,41 @@ def test_what_passes_the_second_time_is_flaky_and_shown_last(written: Any) -> No
     assert "FLAKY tests/test_some.py::test_flaky" in (folder / "build/tests/flaky.txt").read_text()
 
 
+def test_a_system_ends_with_its_last_test(written: Any) -> None:
+    folder = written("def test_after():\n    assert pathlib.Path('system').read_text() == 'ended'")
+    (folder / "tests" / "page").mkdir()
+    (folder / "tests" / "page" / "test_system.py").write_text(
+        textwrap.dedent(
+            """
+            import pathlib, pytest
+
+            @pytest.fixture(scope="session")
+            def system():
+                pathlib.Path("system").write_text("running")
+                yield
+                pathlib.Path("system").write_text("ended")
+
+            @pytest.mark.parametrize("number", range(2))
+            def test_with_a_system(system, number):
+                assert pathlib.Path("system").read_text() == "running"
+            """
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "--no-loadscope-reorder",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patience(50))
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -6,6 +6,7 @@ import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 @contextmanager
@@ -32,19 +33,23 @@ def shared_lab(
         try:
             yield
         finally:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass  # Others still use it; the last of them ends it.
-            else:
-                file.seek(0)
-                if file.read() == "ours":
-                    file.truncate(0)
-                    end()
+            _end_ours(file, end)
 
 
 def end_left(in_use: Path, end: Callable[[], object]) -> None:
     """End a system that an interrupted run has left. One that somebody uses, or started, keeps running."""
     if in_use.exists():
-        with shared_lab(in_use, lambda: True, end, end):
-            pass
+        with in_use.open("a+") as file:
+            _end_ours(file, end)
+
+
+def _end_ours(file: IO[str], end: Callable[[], object]) -> None:
+    """End a system that one of us has started, unless others still use it: the last of them ends it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    file.seek(0)
+    if file.read() == "ours":
+        file.truncate(0)
+        end()

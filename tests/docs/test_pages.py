@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / line
     for line in subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()
 ]  # fmt: skip

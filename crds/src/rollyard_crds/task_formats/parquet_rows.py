@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -80,4 +81,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Arrow aborts one in 400 processes that end in the usual way, although all rows were written ("terminate
+    # called without an active exception").
+    os._exit(main())

@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 from rollyard_testing.kubernetes.kubelab import cluster, images
 from rollyard_testing.pace import patience
-from rollyard_testing.sharedlab import shared_lab
+from rollyard_testing.sharedlab import NotStarted, shared_lab
 from rollyard_testing.slurm.slurmlab import (
     IN_USE,
     LAB,
@@ -49,12 +49,8 @@ def slurm_lab(missing: Callable[[str], NoReturn]) -> Iterator[Slurm]:
                 node_tmp={node: Path(path) for node, path in told["node_tmp"].items()},
                 env=told["env"],
             )
-    except _NotStarted as error:
-        missing(f"no Slurm: {error.__cause__}")
-
-
-class _NotStarted(Exception):
-    """The lab did not start; the cause says why."""
+    except NotStarted as error:
+        missing(f"no Slurm: {error}")
 
 
 def _runs() -> bool:
@@ -66,7 +62,7 @@ def _start() -> None:
     try:
         lab_command("start", timeout=START_SECONDS)
     except (CommandFailed, subprocess.TimeoutExpired) as error:
-        raise _NotStarted from error
+        raise NotStarted(error) from error
 
 
 @pytest.fixture

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import IO
 
 
+class NotStarted(Exception):
+    """The system did not start; the text is what it printed."""
+
+
 @contextmanager
 def shared_lab(
     in_use: Path, runs: Callable[[], bool], start: Callable[[], object], end: Callable[[], object]
@@ -21,6 +25,9 @@ def shared_lab(
     Args:
         in_use: A file of this system's, whose lock is exclusive while it is started or ended, and shared
             while it is used.
+
+    Raises:
+        NotStarted: `start` says so.
     """
     with in_use.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -229,12 +229,8 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
             IN_USE, lambda: _runs(lab), lambda: _start(lab), lambda: _command(lab, "wipe")
         ):
             yield from _cluster(lab)
-    except _NotStarted as error:
+    except sharedlab.NotStarted as error:
         missing(f"no cluster: kube-lab does not start: {error}")
-
-
-class _NotStarted(Exception):
-    """The lab did not start; the text is what it printed."""
 
 
 def _command(lab: Path, *words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -256,7 +252,7 @@ def _start(lab: Path) -> None:
     _command(lab, "wipe")
     started = _command(lab, "start", before=("unshare", "--mount", "--propagation", "private"))
     if started.returncode != 0:
-        raise _NotStarted(started.stdout)
+        raise sharedlab.NotStarted(started.stdout)
 
 
 def _cluster(lab: Path) -> Iterator[Cluster]:

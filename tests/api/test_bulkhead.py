@@ -146,11 +146,18 @@ async def test_turns_of_one_key_do_not_wait_in_the_common_line() -> None:
         pass
     leave.set()
     await asyncio.gather(*tasks)
-    short = Turns("looks", each=1, total=1, seconds=0.01)
-    async with short.held("a"):
-        with pytest.raises(TooManyWaits):
-            async with short.held("b"):
-                pass
+
+
+async def test_who_waits_in_vain_for_a_turn_keeps_no_place() -> None:
+    short = Turns("looks", each=2, total=2, seconds=0.01)
+    async with short.held("b"):
+        async with short.held("a"):
+            for _ in range(3):
+                with pytest.raises(TooManyWaits):
+                    async with short.held("b"):
+                        pass
+        async with short.held("b"):
+            pass
 
 
 def test_an_empty_answer_stands_until_the_queues_change() -> None:

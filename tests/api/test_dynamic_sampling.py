@@ -167,13 +167,14 @@ async def test_a_target_that_cannot_be_met_ends_the_job(
 
 
 async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker_of: Any) -> None:
-    manifest = dapo(4, targetGroups=1, maxInFlightGroups=4, metric="tests", minStd=0.25)
+    manifest = dapo(5, targetGroups=1, maxInFlightGroups=5, metric="tests", minStd=0.25)
     await served.admin.post("/v1/rolloutjobs", json=manifest)
     worker = worker_of(served.worker)
-    evaluations = await begin(worker, 8)
-    # The rewards differ in each group. The component is missing, equal, too close, and different.
-    components = {"t0": ({}, {"other": 1}), "t1": ({"tests": 1}, {"tests": 1})}
-    components |= {"t2": ({"tests": 0.0}, {"tests": 0.5}), "t3": ({"tests": 0.0}, {"tests": 0.51})}
+    evaluations = await begin(worker, 10)
+    # The rewards differ in each group. The component is missing, missing in one, equal, too close, different.
+    components = {"t0": ({}, {"other": 1}), "t1": ({"tests": 1}, {"other": 1})}
+    components |= {"t2": ({"tests": 1}, {"tests": 1}), "t3": ({"tests": 0.0}, {"tests": 0.5})}
+    components["t4"] = ({"tests": 0.0}, {"tests": 0.51})
     informative = []
     for task, given in components.items():
         own = sorted((x for x in evaluations if x["group_id"] == task), key=lambda x: x["sample_index"])
@@ -181,7 +182,7 @@ async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker
         results = [worker.result(x, reward=float(i), reward_components=c) for i, (x, c) in pairs]
         assert await worker.complete(*results) == ["accepted"] * 2
         informative.append((await status_of(served.admin))["dynamicSampling"]["informativeGroups"])
-    assert informative == [0, 0, 0, 1]
+    assert informative == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

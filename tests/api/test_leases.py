@@ -156,6 +156,17 @@ async def test_unknown_sandbox_is_no_orphan_while_an_init_may_own_it(served: Any
     assert (await worker.heartbeat(sandboxes=["sb-new", "sb-left"]))["orphans"] == ["sb-left"]
 
 
+async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(
+    served: Any, worker: Any, make_manifest: Any
+) -> None:
+    (first,) = await worker.lease(init=1)
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
+    assert (await worker.heartbeat(first, sandboxes=["sb-first"]))["orphans"] == []
+    (second,) = await worker.lease(init=1)
+    assert second["rollout"] != first["rollout"]
+    assert (await worker.heartbeat(first, second, sandboxes=["sb-first"]))["orphans"] == []
+
+
 async def test_cancelled_while_leased(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     await served.admin.post("/v1/rolloutjobs/job/cancel", json={"rollout": lease["rollout"]})

@@ -146,6 +146,22 @@ async def test_one_record_larger_than_a_page_has_a_page_to_itself(
         assert (refused.status_code, refused.json()["reason"]) == (413, "GroupTooLarge")
 
 
+async def test_a_group_larger_than_a_page_whose_first_sample_failed(
+    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    async with serving(settings, page_bytes=1000) as served:
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(1), samplesPerTask=4))
+        worker = worker_of(served.worker)
+        leases = await worker.lease(init=4)
+        (failing,) = (one for one in leases if one["sample_index"] == 0)
+        await worker.fail(failing, "BadTask", retryable=False)
+        await worker.complete(*[worker.result(one) for one in leases if one is not failing])
+        await finish(worker)
+        answer = await served.admin.get("/v1/rolloutjobs/job/groups")
+        (group,) = [json.loads(line) for line in answer.content.splitlines()]
+        assert [one["sample_index"] for one in group["trajectories"]] == [1, 2, 3]
+
+
 async def test_lists_of_jobs_and_rollouts_are_bounded_too(
     settings: Settings, serving: Any, make_manifest: Any
 ) -> None:

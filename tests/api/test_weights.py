@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -236,9 +237,23 @@ async def test_refused_weights_are_taken_back(
 
 
 async def test_refused_first_weights_are_taken_back_without_a_restart(
-    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+    yard: Any,
+    engines: list[Engine],
+    other: Path,
+    references: Any,
+    eventually: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The servers are compared with what they gave themselves before, even if the reference is wrong."""
+    steps: dict[VllmWeights, list[str]] = defaultdict(list)
+    for name in ("reload", "reset_prefix_cache", "resume"):
+        call = getattr(VllmWeights, name)
+
+        async def noted(self: VllmWeights, *args: Any, name: str = name, call: Any = call) -> Any:
+            steps[self].append(name)
+            return await call(self, *args)
+
+        monkeypatch.setattr(VllmWeights, name, noted)
     pids = [engine.popen.pid for engine in engines]
     wrong = references["other"] | {"logprobs": [value - 1.0 for value in references["other"]["logprobs"]]}
     done = await update(yard.admin, "v1", other, reference=wrong)
@@ -251,6 +266,9 @@ async def test_refused_first_weights_are_taken_back_without_a_restart(
 
     await eventually(back, 20)
     assert [engine.popen.pid for engine in engines] == pids
+    reloads = [each[each.index("reload") :][:3] for each in steps.values() if "reload" in each]
+    assert reloads, steps
+    assert all(each == ["reload", "reset_prefix_cache", "resume"] for each in reloads)
     for engine in engines:
         assert (engine.label(), engine.paused()) == ("0", False)
         assert engine.logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)

@@ -352,6 +352,8 @@ async def test_bad_folders_name_the_field_and_the_file(
         (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
         write_safetensors(checkpoint / "model-1.safetensors")
         assert "has no model-2.safetensors" in await refusal(checkpoint)
+        write_safetensors(checkpoint / "model-2.safetensors", missing=5)
+        assert "model-2.safetensors has" in await refusal(checkpoint)
         (checkpoint / "config.json").unlink()
         assert "has no config.json" in await refusal(checkpoint)
         assert "policyVersion" in await refusal(checkpoint, policyVersion="unverified:v1")

@@ -118,21 +118,25 @@ def test_policies_add_up(foreign: Object, opens: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "values", "selects"),
+    ("key", "operator", "values", "selects"),
     [
-        ("In", ["a", "b"], True),
-        ("In", ["b"], False),
-        ("NotIn", ["a"], False),
-        ("NotIn", ["b"], True),
-        ("Exists", None, True),
-        ("DoesNotExist", None, False),
-        ("Later", None, True),
+        ("team", "In", ["a", "b"], True),
+        ("team", "In", ["b"], False),
+        ("absent", "In", ["b"], False),
+        ("team", "NotIn", ["a"], False),
+        ("team", "NotIn", ["b"], True),
+        ("absent", "NotIn", ["b"], True),
+        ("team", "Exists", None, True),
+        ("absent", "Exists", None, False),
+        ("team", "DoesNotExist", None, False),
+        ("absent", "DoesNotExist", None, True),
+        ("team", "Later", None, True),
     ],
 )
 def test_selectors_are_read_as_the_cluster_reads_them(
-    operator: str, values: list[str] | None, selects: bool
+    key: str, operator: str, values: list[str] | None, selects: bool
 ) -> None:
-    expression = {"key": "team", "operator": operator, "values": values}
+    expression = {"key": key, "operator": operator, "values": values}
     foreign = policy(podSelector={"matchExpressions": [expression]}, egress=[{}])
     assert bool(egress_trouble([OURS, foreign], SANDBOX, True)) is selects
 

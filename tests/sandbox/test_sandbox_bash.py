@@ -85,6 +85,11 @@ async def test_long_commands(client: ExecClient, size: int) -> None:
     assert (await client.bash("echo $later")).text() == "yes\n"
 
 
+async def test_nothing_of_a_long_command_is_left_in_the_next_one(client: ExecClient) -> None:
+    for size in (9_000, 5_000):
+        assert (await client.bash(f"# {'x' * size}\necho {size}\n")).text() == f"{size}\n"
+
+
 async def test_nul_and_oversized_commands_are_refused(client: ExecClient) -> None:
     with pytest.raises(BadRequest, match="NUL"):
         await client.bash("echo \0")

@@ -54,6 +54,14 @@ async def test_run_limits(client: ExecClient) -> None:
         await client.run([])
 
 
+async def test_the_limit_of_a_run_ends_all_that_it_started(client: ExecClient) -> None:
+    result = await client.run(
+        ["sh", "-c", "setsid sh -c 'echo $$; exec sleep 300' & sleep 300"], timeout=patience(1)
+    )
+    assert (result.exit_code, result.timed_out) == (137, True)
+    assert await ended(int(result.text()))
+
+
 async def test_run_leaves_nothing_behind(client: ExecClient) -> None:
     result = await client.run(["sh", "-c", "sleep 300 & echo $!; setsid sleep 300 & echo done"])
     pid = int(result.text().split()[0])

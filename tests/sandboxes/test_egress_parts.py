@@ -241,6 +241,21 @@ async def test_the_hosts_of_the_installation_are_refused_wherever_they_are() -> 
         await checks.addresses("unknown.example.org", 443, rules)
 
 
+async def test_a_host_of_the_installation_that_has_no_address_for_a_moment_keeps_its_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.egress.destinations._KNOWN_SECONDS", -1.0)
+    world = Outside()
+    world.names |= {"plane.example.org": [["127.0.0.3"]], "alias.example.org": [["127.0.0.3"]]}
+    checks = Destinations(
+        world.resolve, Infrastructure(world.resolve, ["https://plane.example.org"]), lambda _: ""
+    )
+    for _ in range(2):
+        with pytest.raises(DestinationRefused):
+            await checks.addresses("alias.example.org", 443, [installers_rule("*")])
+        world.names.pop("plane.example.org", None)
+
+
 async def test_one_bad_address_among_good_ones_is_enough() -> None:
     world = Outside()
     world.names["mixed.example.org"] = [["8.8.8.8", "10.0.0.5"]]

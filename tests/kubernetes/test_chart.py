@@ -268,7 +268,9 @@ def test_the_operator_understands_its_settings(cluster: Cluster, values: Any, va
         assert loaded.isolation.policies == "ignore"
         assert loaded.sandbox_creation.per_second == 0.5
     tokens = {"tokens-given": "mine", "names": "ry-tokens"}.get(variant, "yard-rollyard-tokens")
-    assert loaded.reserved_secrets[0] == tokens
+    certificate = {"tls-given": "mine", "names": "ry-tls"}.get(variant, "yard-rollyard-tls")
+    database = ["pg"] if variant in ("postgres", "replicas") else []
+    assert loaded.reserved_secrets == [tokens, certificate, *database]
     assert loaded.reserved_claims
     if variant == "allowed":
         assert loaded.allow.volumes == ["persistentVolumeClaim"]
@@ -277,6 +279,23 @@ def test_the_operator_understands_its_settings(cluster: Cluster, values: Any, va
         assert loaded.allow.annotations == []
     else:
         assert loaded.allow == Allowed(), "the chart's defaults are the operator's"
+
+
+def test_the_control_plane_is_reached_by_every_pod_but_sandboxes(cluster: Cluster, values: Any) -> None:
+    policies = [one for one in rendered(cluster, "home") if one["kind"] == "NetworkPolicy"]
+    rules = {one["metadata"]["name"]: one["spec"]["ingress"] for one in policies}
+    sandboxes = {"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["sandbox"]}
+    # Two peers, one for the namespaces and one for the pods, would each admit more than both in one.
+    anybody = {"namespaceSelector": {}, "podSelector": {"matchExpressions": [sandboxes]}}
+    port = {"port": "api", "protocol": "TCP"}
+    assert rules == {
+        "yard-rollyard-api": [{"ports": [port], "from": [anybody]}],
+        "yard-rollyard-operator": [],
+    }
+    document = VARIANTS["policies"]
+    narrowed = of(rendered(cluster, "home", *values(document)), "NetworkPolicy", "-api")["spec"]["ingress"]
+    given = document["networkPolicy"]
+    assert narrowed == [{"ports": [port], "from": [*given["from"], *given["extraFrom"]]}]
 
 
 def test_a_changed_setting_restarts_the_operator_and_nothing_else(cluster: Cluster, values: Any) -> None:

@@ -257,6 +257,13 @@ async def test_a_running_rollout_is_seen_as_far_as_it_has_come(
         await served.worker.post("/v1/leases/heartbeat", json=beat | {"live": [stale, unwatched]})
     ).status_code == 200
     assert (await served.viewer.get(url)).json()["turns"] == [seen]
+    await worker.fail(lease)
+    (lease,) = [one for one in await worker.lease(init=2) if one["rollout"] == lease["rollout"]]
+    ref = {"rollout": lease["rollout"], "token": lease["token"]}
+    live = [{**ref, "turns": [turn | {"no": 1, "text": "again"}]}]
+    await served.worker.post("/v1/leases/heartbeat", json=beat | {"leases": [ref], "live": live})
+    turns = (await served.viewer.get(url)).json()["turns"]
+    assert [one["text"] for one in turns] == ["again"], "another attempt begins with an empty conversation"
     served.worker.headers["user-agent"] = "rollyard-client/2"
     assert "watched" not in await worker.heartbeat(lease), "an older worker would refuse the field"
     running = (await served.viewer.get("/v1/rolloutjobs/job/gantt")).json()["items"]

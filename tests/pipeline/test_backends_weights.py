@@ -12,6 +12,7 @@ from aiohttp import web
 from rollyard_inference.errors import BackendUnavailable, WeightsChanged
 from rollyard_pipeline.backends import BackendClient, Sampling, client, session
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
+from rollyard_testing.pace import patience
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
 
@@ -115,6 +116,29 @@ async def test_completions_are_dropped_where_the_label_changed_meanwhile(backend
     assert len(server.requests) == 4
     assert (talk.stats.sampled_tokens, talk.stats.discarded_tokens, talk.stats.requests) == (4, 2, 3)
     assert caught.value.discarded == 2
+
+
+async def test_of_two_completions_over_an_update_both_are_dropped(backend: Any) -> None:
+    """The one that ends first learns the new label, which says nothing about the other one."""
+    now = {"label": "v0"}
+    together = asyncio.Event()
+
+    async def reply(body: dict[str, Any]) -> dict[str, Any]:
+        if len(server.requests) == 3:
+            now["label"] = "v1"
+            together.set()
+        if len(server.requests) > 1:
+            await together.wait()
+        answer: dict[str, Any] = backend.completed(body)
+        return answer
+
+    server = backend(completions=reply, states={"/weight_info": lambda: {"weight_version": now["label"]}})
+    async with server, BackendClient() as client:
+        await client.sample(server.assignment, [1], SAMPLING)
+        both = [client.sample(server.assignment, [1], SAMPLING) for _ in range(2)]
+        async with asyncio.timeout(patience(30)):
+            answers = await asyncio.gather(*both, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [WeightsChanged, WeightsChanged]
 
 
 @pytest.mark.parametrize("paused", [True, False])

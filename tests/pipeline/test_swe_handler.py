@@ -258,11 +258,11 @@ def test_logs(parser: str, log: str, expected: dict[str, str]) -> None:
     assert parse(parser, log, "echo '>>>>> Start Test Output'") == {}
 
 
-def test_the_status_of_the_tests() -> None:
-    printed, script = (
-        ">>>>> Test Exit Code: 1\n>>>>> Test Exit Code: 0\n",
-        'echo ">>>>> Test Exit Code: $code"',
-    )
+@pytest.mark.parametrize("codes", [(1, 0), (0, 1), (0, 1, 0)])
+def test_the_status_of_the_tests(codes: tuple[int, ...]) -> None:
+    """The code under test prints what it likes before and after the script does."""
+    script = 'echo ">>>>> Test Exit Code: $code"'
+    printed = "".join(f">>>>> Test Exit Code: {code}\n" for code in codes)
     assert exit_code(printed, script, 0) == 1
     assert exit_code(printed, "", 3) == 3
     assert exit_code("", script, 0) is None

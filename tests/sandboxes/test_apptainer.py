@@ -135,6 +135,9 @@ async def test_layer_is_of_the_size_that_was_asked_for(
 ) -> None:
     if not (await find_program()).takes_config:
         pytest.skip("a set-user-id installation: only its administrator sizes the layer")
+    async with await kit.acquire(apptainer, image=str(root_folder), disk_bytes=48 << 20) as sandbox:
+        _, output = await kit.sh(sandbox, "head -c 30M /dev/zero > /usr/big; stat -c %s /usr/big")
+        assert output == str(30 << 20)
     async with await kit.acquire(apptainer, image=str(root_folder), disk_bytes=24 << 20) as sandbox:
         _, output = await kit.sh(sandbox, "head -c 100M /dev/zero > /usr/big; stat -c %s /usr/big")
         assert "No space left on device" in output

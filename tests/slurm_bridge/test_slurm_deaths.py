@@ -136,6 +136,18 @@ async def test_of_two_restarts_that_were_seen_as_one_nothing_is_proven(bench: Be
     assert bench.store.deaths == [f"{WORKER}-r2"], "the count is right again"
 
 
+@pytest.mark.parametrize("state", ["CANCELLED", "TIMEOUT", "PREEMPTED"])
+async def test_of_an_end_after_a_restart_that_nobody_saw_nothing_is_proven(bench: Bench, state: str) -> None:
+    """The nodes that are known are those of the worker before."""
+    bench.slurm.requeue(101)
+    bench.slurm.run(101)
+    bench.slurm.change(101, nodes="cn2")
+    bench.slurm.lost_nodes.add("cn2")
+    bench.slurm.end(101, state)
+    await bench.turns(3)
+    assert bench.store.deaths == []
+
+
 @pytest.mark.parametrize("state", ["NODE_FAIL", "CANCELLED", "TIMEOUT", "PREEMPTED", "requeued", "forgotten"])
 async def test_a_worker_on_a_lost_node_may_still_run_and_is_not_reported(bench: Bench, state: str) -> None:
     bench.slurm.lost_nodes.add("cn1")

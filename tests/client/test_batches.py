@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from rollyard_client import (
 from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Page, listed_cursors
 from rollyard_client.training import library
-from rollyard_client.training.iterators import ResultIterator
+from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
 from rollyard_client.training.lag import WeightHistory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
@@ -174,6 +175,36 @@ def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
     assert next(results) == 3
     assert results.cursor == "c9", "the page's cursor is behind all that it passed over"
     assert next(results, None) is None
+
+
+async def test_an_iterator_asks_again_where_its_consumer_left_off() -> None:
+    """The question failed, so that an answer to it is as good as none."""
+    asked: list[Any] = []
+
+    def send(call: Any) -> Any:
+        asked.append(call)
+        if len(asked) % 3 == 1:
+            raise ServerUnavailable("gone")
+        if call == "where":
+            return SimpleNamespace(cursor="c7")
+        return Page([b"8"], "c8", True, ["c8"])
+
+    async def sent(call: Any) -> Any:
+        return send(call)
+
+    def pages() -> Any:
+        return Cursor(lambda cursor, *_: cursor, int, follow=True)  # type: ignore[arg-type,return-value]
+
+    where: Any = "where"
+    results = ResultIterator(pages(), send, where)
+    with pytest.raises(ServerUnavailable):
+        next(results)
+    assert list(results) == [8]
+    async_results = AsyncResultIterator(pages(), sent, where)
+    with pytest.raises(ServerUnavailable):
+        await anext(async_results)
+    assert [result async for result in async_results] == [8]
+    assert asked == ["where", "where", "c7"] * 2
 
 
 def test_an_older_server_names_no_places() -> None:

@@ -121,22 +121,26 @@ async def test_completions_are_dropped_where_the_label_changed_meanwhile(backend
 async def test_of_two_completions_over_an_update_both_are_dropped(backend: Any) -> None:
     """The one that ends first learns the new label, which says nothing about the other one."""
     now = {"label": "v0"}
-    together = asyncio.Event()
+    together, learnt = asyncio.Event(), asyncio.Event()
 
     async def reply(body: dict[str, Any]) -> dict[str, Any]:
-        if len(server.requests) == 3:
+        number = len(server.requests)
+        if number == 2:
+            await together.wait()
+        elif number == 3:
             now["label"] = "v1"
             together.set()
-        if len(server.requests) > 1:
-            await together.wait()
+            await learnt.wait()
         answer: dict[str, Any] = backend.completed(body)
         return answer
 
     server = backend(completions=reply, states={"/weight_info": lambda: {"weight_version": now["label"]}})
     async with server, BackendClient() as client:
         await client.sample(server.assignment, [1], SAMPLING)
-        both = [client.sample(server.assignment, [1], SAMPLING) for _ in range(2)]
+        both = [asyncio.create_task(client.sample(server.assignment, [1], SAMPLING)) for _ in range(2)]
         async with asyncio.timeout(patience(30)):
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            learnt.set()
             answers = await asyncio.gather(*both, return_exceptions=True)
     assert [type(answer) for answer in answers] == [WeightsChanged, WeightsChanged]
 

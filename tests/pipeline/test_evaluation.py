@@ -306,10 +306,9 @@ async def test_a_handler_without_a_sandbox_does_not_touch_the_tools_own(
     sandbox: tuple[ExecClient, str],
 ) -> None:
     client, workdir = sandbox
-    running = asyncio.create_task(client.bash("sleep 60", timeout=patience(90)))
-    async with asyncio.timeout(patience(20)):
-        while not (await client.info()).sessions:  # noqa: ASYNC110 - the server makes it
-            await asyncio.sleep(0.02)
+    command = await client.start("echo on; sleep 60", timeout=patience(90))
+    await command.wait_for_output(b"on")
+    running = asyncio.create_task(command.result())
 
     async def score(ctx: StageContext) -> Evaluation:
         assert not running.done()

@@ -18,7 +18,7 @@ from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler
-from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
+from rollyard_pipeline.handlers.verifier import VerifierFailed, Verifiers, VerifierTimeout
 from rollyard_testing.pace import patience
 
 # There is one event loop, so that tests share a handler: its children are slow to start (sympy).
@@ -159,6 +159,24 @@ async def test_a_task_without_an_answer_is_refused(handler: MathHandler) -> None
     assert handler.check(Task(id="t", prompt="q")) == ["answer: required by the handler 'math'"]
     with pytest.raises(TaskInvalid, match="answer: required"):
         await handler.eval(context("", "\\boxed{1}"))
+
+
+async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the answer's doing only where the expected one can still be compared with itself."""
+    deadly = {"13"}
+
+    async def equal(self: Verifiers, gold: str, answer: str, seconds: float) -> bool:
+        if answer in deadly:
+            raise VerifierFailed("the process died")
+        return gold == answer
+
+    monkeypatch.setattr(Verifiers, "equal", equal)
+    handler = MathHandler()
+    found = await handler.eval(context("12", "\\boxed{13}"))
+    assert (found.reward, found.reason) == (0.0, "AnswerUnusable")
+    deadly.add("12")
+    with pytest.raises(VerifierFailed):
+        await handler.eval(context("12", "\\boxed{13}"))
 
 
 async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> None:

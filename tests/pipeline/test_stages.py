@@ -469,7 +469,8 @@ async def test_hidden_tests_come_after_every_process_of_run_is_dead(rollout: Rol
     started = f"{watch}; until {count}; do sleep 0.05; done"
     rollout.configure({"test_script": f"! {count}", **oracle(("bash", {"command": started}))})
     trajectory = await rollout.play()
-    assert trajectory.messages[-1].content.endswith("\n1")
+    # There are two for a moment, when the watcher forks for `sleep`.
+    assert int(trajectory.messages[-1].content.splitlines()[-1]) >= 1
     assert (await rollout.score()).reward == 1.0
 
 
@@ -483,6 +484,7 @@ async def test_hidden_tests_come_after_every_process_of_run_is_dead(rollout: Rol
         ('[ "$ROLLYARD_ANSWER" = "4 2" ]', 1.0, {}),
         ("read line; [ -z \"$line\" ]", 1.0, {}),
         ("sleep 60", 0.0, {"test_timeout": 1.0}),
+        ('echo 0.75 > "$ROLLYARD_REWARD_FILE"; sleep 60', 0.0, {"test_timeout": 1.0}),
         ('[ "$(cd; pwd)" != "$OLDPWD" ] && [ -z "$(ls -A ~)$(ls -A "$TMPDIR")" ]', 1.0, {}),
     ],
 )  # fmt: skip

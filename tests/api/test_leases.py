@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 import pyarrow.parquet
 import pytest
+from rollyard_api.jobs import cancellation
 from rollyard_api.rollouts import lease_expiry
 from rollyard_api.storage.database import Transaction
 from rollyard_testing.pace import patience
@@ -68,6 +69,28 @@ async def test_heartbeat_renews(served: Any, worker: Any) -> None:
     assert await served.plane.database.write(op) == 0
 
 
+async def test_a_heartbeat_renews_every_lease_that_it_names_and_no_other(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    worker = worker_of(served.worker)
+    named = await worker.lease(init=4)
+    forgotten = named.pop(1)
+
+    def later(tx: Transaction) -> int:
+        tx.now += 20.0
+        held = [(one["rollout"], one["token"]) for one in named]
+        stale = (forgotten["rollout"], forgotten["token"] - 1)
+        assert lease_expiry.renew(tx, [*held, stale], 30.0) == ([stale], [])
+        tx.now += 20.0
+        return lease_expiry.expire(tx, 10)
+
+    assert await served.plane.database.write(later) == 1
+    assert (await worker.heartbeat(*named, forgotten))["lost"] == [
+        {"rollout": forgotten["rollout"], "token": forgotten["token"]}
+    ]
+
+
 async def test_expired_run_goes_back_to_init_without_its_sandbox(served: Any, worker: Any) -> None:
     (init,) = await worker.lease(init=1)
     await worker.complete(worker.result(init, carry={"k": 1}))
@@ -95,7 +118,14 @@ async def test_expired_eval_is_tried_once_more_in_its_sandbox_then_from_init(
     assert again["trajectory"] == evaluation["trajectory"]
     await _expire_all(served)
     assert await worker.lease(eval=1, run=1) == []
-    assert len(await worker.lease(init=1)) == 1
+    # The sandbox that follows is trusted as much as the first one was.
+    for stage in ("init", "run"):
+        (lease,) = await worker.lease(**{stage: 1})
+        assert await worker.complete(worker.result(lease)) == ["accepted"]
+    (fresh,) = await worker.lease(eval=1)
+    assert fresh["sandbox"] != evaluation["sandbox"]
+    await _expire_all(served)
+    assert [one["sandbox"] for one in await worker.lease(eval=1)] == [fresh["sandbox"]]
 
 
 async def test_a_rollout_that_kills_its_worker_every_time_ends_as_failed(served: Any, worker: Any) -> None:
@@ -120,6 +150,89 @@ async def test_failures_are_retried_then_final(served: Any, worker: Any) -> None
     assert record["message"] == "no such image"
     group = await served.admin.get("/v1/rolloutjobs/job/groups", params={"dropped": True})
     assert group.json()["reason"] == "TooFewRewards"
+
+
+async def test_attempts_are_counted_for_each_stage_and_limited_by_its_own_job(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    tasks = {"inline": [{"id": "t0", "prompt": "p"}]}
+    for name, limits in (("job", {"init": 2, "run": 3}), ("other", {"init": 3, "run": 2})):
+        stages = {stage: {"maxAttempts": most} for stage, most in limits.items()}
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, tasks=tasks, stages=stages))
+    worker = worker_of(served.worker)
+
+    async def fail_both(stage: str) -> dict[str, int]:
+        leases = await worker.lease(**{stage: 2})
+        failures = [
+            {k: one[k] for k in ("rollout", "token", "stage")} | {"reason": "Broken"} for one in leases
+        ]
+        answer = await served.worker.post("/v1/leases/fail", json={"worker": "w", "failures": failures})
+        assert [one["outcome"] for one in answer.json()["outcomes"]] == ["accepted"] * len(leases)
+        return {one["job"]: one["attempt"] for one in leases}
+
+    assert await fail_both("init") == {"job": 0, "other": 0}
+    again = await worker.lease(init=2)
+    assert [one["attempt"] for one in again] == [1, 1]
+    await worker.complete(*map(worker.result, again))
+    assert await fail_both("run") == {"job": 0, "other": 0}, "the failure of Init is none of Run"
+    assert await fail_both("run") == {"job": 1, "other": 1}
+    assert await fail_both("run") == {"job": 2}, "the other job allows two attempts"
+    counts = [
+        (await served.admin.get(f"/v1/rolloutjobs/{name}")).json()["status"]["counts"]["failed"]
+        for name in ("job", "other")
+    ]
+    assert counts == [1, 1]
+
+
+async def test_a_failed_stage_is_tried_again_in_its_sandbox(served: Any, worker: Any, worker_of: Any) -> None:
+    (init,) = await worker.lease(init=1)
+    await worker.complete(worker.result(init, carry={"k": 1}))
+    for stage in ("run", "eval"):
+        (lease,) = await worker.lease(**{stage: 1})
+        assert await worker.fail(lease) == "accepted"
+        assert await worker_of(served.worker, node="elsewhere").lease(init=1, run=1, eval=1) == []
+        (again,) = await worker.lease(**{stage: 1})
+        assert again["attempt"] == 1
+        kept = ("sandbox", "carry", "trajectory")
+        assert {name: again[name] for name in kept} == {name: lease[name] for name in kept}
+        assert again["carry"] == {"k": 1}
+        await worker.complete(worker.result(again))
+
+
+async def test_without_a_sandbox_any_node_may_continue(served: Any, worker: Any, worker_of: Any) -> None:
+    (init,) = await worker.lease(init=1)
+    await worker.complete(worker.result(init, sandbox=None))
+    for number, stage in enumerate(("run", "run", "eval", "eval")):
+        elsewhere = worker_of(served.worker, name=f"w{number}", node=f"n{number}")
+        (lease,) = await elsewhere.lease(**{stage: 1})
+        assert lease["sandbox"] is None
+        if number % 2:
+            assert await elsewhere.complete(elsewhere.result(lease)) == ["accepted"]
+        else:
+            assert await elsewhere.fail(lease) == "accepted"
+    assert (await _counts(served))["succeeded"] == 1
+
+
+async def test_a_report_is_judged_by_its_token_and_stage_and_by_what_it_reports(
+    served: Any, worker: Any
+) -> None:
+    (first,) = await worker.lease(init=1)
+    assert await worker.complete(worker.result(first | {"stage": "run"})) == ["stale"]
+    assert await worker.fail(first | {"stage": "eval"}) == "stale"
+    assert await worker.complete(worker.result(first | {"token": first["token"] + 1})) == ["stale"]
+    assert await worker.complete(worker.result(first | {"rollout": "nobody"})) == ["unknown"]
+    assert await worker.fail(first, counts=False) == "accepted"
+    assert await worker.complete(worker.result(first)) == ["stale"], "it failed, and is queued again"
+    for _ in range(9):
+        (lease,) = await worker.lease(init=1)
+        assert await worker.fail(lease, counts=False) == "accepted"
+    (last,) = await worker.lease(init=1)
+    assert last["token"] == 11
+    assert await worker.complete(worker.result(last), worker.result(last)) == ["accepted", "repeated"]
+    assert await worker.complete(worker.result(last)) == ["repeated"]
+    assert await worker.fail(last) == "stale", "it was complete"
+    assert await worker.complete(worker.result(first)) == ["stale"], "no repeat of the one with token 11"
+    assert (await _counts(served))["run"] == {"queued": 1, "active": 0}
 
 
 async def test_not_retryable_is_final_at_once(served: Any, worker: Any) -> None:
@@ -165,6 +278,62 @@ async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(
     (second,) = await worker.lease(init=1)
     assert second["rollout"] != first["rollout"]
     assert (await worker.heartbeat(first, second, sandboxes=["sb-first"]))["orphans"] == []
+
+
+async def test_only_an_init_of_the_same_node_may_own_an_unknown_sandbox(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest())
+    here, elsewhere = worker_of(served.worker), worker_of(served.worker, name="e", node="elsewhere")
+    (init,) = await here.lease(init=1)
+    await here.complete(here.result(init))
+    (run,) = await here.lease(run=1)
+    assert len(await elsewhere.lease(init=1)) == 1
+    mine = run["sandbox"]["id"]
+    assert (await here.heartbeat(run, sandboxes=["sb-left", mine]))["orphans"] == ["sb-left"]
+    assert (await elsewhere.heartbeat(sandboxes=["sb-left"]))["orphans"] == []
+    await here.complete(here.result(run))
+    (evaluation,) = await here.lease(eval=1)
+    assert (await here.heartbeat(evaluation, sandboxes=[mine]))["orphans"] == []
+    await here.complete(here.result(evaluation))
+    assert (await here.heartbeat(sandboxes=[mine]))["orphans"] == [mine], "its rollout has ended"
+
+
+async def test_a_fenced_off_holder_of_a_cancelled_rollout_has_lost_it(served: Any, worker: Any) -> None:
+    """The rollout may be another worker's, and so may the sandbox be."""
+    (old,) = await worker.lease(init=1)
+    await _expire_all(served)
+    (new,) = await worker.lease(init=1)
+    await served.admin.post("/v1/rolloutjobs/job/cancel", json={"rollout": new["rollout"]})
+    told = await worker.heartbeat(old, new)
+    assert ([ref["token"] for ref in told["lost"]], [ref["token"] for ref in told["cancelled"]]) == ([1], [2])
+    assert await worker.complete(worker.result(old), worker.result(new)) == ["stale", "cancelled"]
+    assert [await worker.fail(old), await worker.fail(new)] == ["stale", "cancelled"]
+
+
+async def test_nothing_of_a_cancelled_job_is_leased_while_its_rollouts_are_being_ended(
+    served: Any, worker: Any, make_manifest: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
+
+    def cancel(tx: Transaction) -> int:
+        return cancellation.cancel_job(tx, "default", "job", "Cancelled")
+
+    job_id = await served.plane.database.write(cancel)
+    assert {lease["job"] for lease in await worker.lease(init=8)} == {"other"}
+    await served.plane.cancel_rest(job_id)
+    assert (await _counts(served))["cancelled"] == 1
+
+
+async def test_jobs_of_one_name_in_two_namespaces_are_leased_apart(
+    served: Any, worker: Any, make_manifest: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs?namespace=team", json=make_manifest())
+    body = {"worker": "w", "node": "n", "capacity": {"init": 8}}
+    for asked, number in (({"namespace": "team", "job": "job"}, 2), ({"namespace": "default"}, 1)):
+        answer = await served.worker.post("/v1/leases", json=body | asked)
+        leases = answer.json()["leases"]
+        assert [one["namespace"] for one in leases] == [asked["namespace"]] * number
 
 
 async def test_cancelled_while_leased(served: Any, worker: Any) -> None:

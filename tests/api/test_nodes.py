@@ -66,6 +66,29 @@ async def test_a_node_that_speaks_keeps_what_waits_for_it(served: Any, worker: A
     assert await _queued(served) == {"run": 1}
 
 
+async def test_only_what_waits_for_the_silent_one_of_several_nodes_begins_anew(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(3)]}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
+    workers = [worker_of(served.worker, name=f"w{node}", node=node) for node in ("a", "b", "c")]
+    for one in workers:
+        (lease,) = await one.lease(init=1)
+        await one.complete(one.result(lease))
+        await one.heartbeat()
+
+    def later(tx: Transaction) -> int:
+        tx.now += SILENT + 10
+        for node in ("a", "c"):
+            node_loss.heard(tx, node)
+        return node_loss.give_up_silent(tx, SILENT)
+
+    assert await served.plane.database.write(later) == 1
+    first, silent, last = workers
+    assert [len(await one.lease(run=3)) for one in (first, silent, last)] == [1, 0, 1]
+    assert len(await silent.lease(init=3)) == 1
+
+
 async def test_a_restart_gives_every_node_its_time(served: Any, worker: Any) -> None:
     (lease, _) = await worker.lease(init=2)
     await worker.complete(worker.result(lease))
@@ -97,6 +120,11 @@ async def test_sandboxes_that_end_with_their_worker(served: Any, worker: Any) ->
     told = (await served.worker.post("/v1/leases/heartbeat", json=body)).json()
     assert told["orphans"] == [ended], "it may be removed"
     assert await _queued(served) == {"init": 1, "run": 1}
+    (run,) = await worker.lease(run=2)
+    await worker.complete(worker.result(run))
+    assert await _queued(served) == {"init": 1, "eval": 1}
+    told = (await served.worker.post("/v1/leases/heartbeat", json=body | {"ending": [kept]})).json()
+    assert (told["orphans"], await _queued(served)) == ([kept, ended], {"init": 2})
 
 
 async def test_a_sandbox_that_another_worker_uses_is_not_removed(served: Any, worker: Any) -> None:
@@ -111,19 +139,26 @@ async def test_a_sandbox_that_another_worker_uses_is_not_removed(served: Any, wo
     assert await worker.complete(worker.result(run)) == ["accepted"]
 
 
-async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> None:
+async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any, worker_of: Any) -> None:
+    """A node for which a rollout waits is not, and neither is one that was heard a while ago."""
     await worker.heartbeat()
+    waited_for = worker_of(served.worker, node="waited for")
+    (lease,) = await waited_for.lease(init=1)
+    await waited_for.complete(waited_for.result(lease))
+    await waited_for.heartbeat()
 
     def names(tx: Transaction) -> list[str]:
-        return [row.name for row in tx.conn.execute(sa.select(schema.nodes.c.name))]
+        return sorted(row.name for row in tx.conn.execute(sa.select(schema.nodes.c.name)))
 
     def op(tx: Transaction) -> tuple[list[str], list[str]]:
         before = names(tx)
-        tx.now += 100 * SILENT
+        tx.now += 98 * SILENT
+        node_loss.heard(tx, "lately")
+        tx.now += 2 * SILENT
         node_loss.forget(tx, SILENT)
         return before, names(tx)
 
-    assert await served.plane.database.write(op) == (["n"], [])
+    assert await served.plane.database.write(op) == (["n", "waited for"], ["lately", "waited for"])
 
 
 # Tokens for one job.
@@ -155,6 +190,25 @@ async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: 
     assert states["other"]["init"]["queued"] == 1
     assert states["job"]["run"]["queued"] == 1
     await bound.heartbeat()
+
+
+@pytest.mark.parametrize("speaks", ["a worker of the job", "a worker of every job"])
+async def test_a_node_is_heard_through_either_kind_of_worker(
+    served: Any, bound: Any, worker_of: Any, speaks: str
+) -> None:
+    (mine,) = await bound.lease(init=1, job="job")
+    await bound.complete(bound.result(mine))
+    await bound.heartbeat()
+    await worker_of(served.worker, name="o").heartbeat()
+
+    def later(tx: Transaction) -> int:
+        tx.now += SILENT + 10
+        job = tx.conn.execute(sa.select(schema.jobs.c.id).where(schema.jobs.c.name == "job")).scalar_one()
+        node_loss.heard(tx, "n", job if speaks == "a worker of the job" else None)
+        return node_loss.give_up_silent(tx, SILENT)
+
+    assert await served.plane.database.write(later) == 0
+    assert await _silent(served, 3 * SILENT) == 1
 
 
 @pytest.fixture

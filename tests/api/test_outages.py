@@ -93,6 +93,51 @@ async def test_runs_that_an_outage_interrupts_return_without_an_attempt(make_poo
     assert await pool.worker.finish_all() == 2
 
 
+async def test_an_outage_of_one_pool_is_none_of_anothers(
+    make_pool: Any, served: Any, make_manifest: Any
+) -> None:
+    """Neither for failures that one request reports, nor for what waits in the queues."""
+    pool = await make_pool()
+    manifest = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "second"},
+        "spec": {"model": "tiny"},
+    }
+    assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
+    body = {"backends": [{"url": "http://backend-1:8000", "ready": True}]}
+    assert (await served.driver.put("/v1/backendpools/second/backends", json=body)).status_code == 200
+    job = make_manifest("second", agent={"type": "tools"}, backendRef={"name": "second"})
+    assert (await served.admin.post("/v1/rolloutjobs", json=job)).status_code == 201
+    await pool.to_run()
+    leases = await pool.worker.lease(run=4)
+    assert sorted(one["job"] for one in leases) == ["job", "job", "second", "second"]
+    await pool.ready(False)
+    failures = [
+        {name: lease[name] for name in ("rollout", "token", "stage")} | {"reason": "BackendUnavailable"}
+        for lease in leases
+    ]
+    answer = await served.worker.post("/v1/leases/fail", json={"worker": "w", "failures": failures})
+    assert [one["outcome"] for one in answer.json()["outcomes"]] == ["accepted"] * 4
+    for name, attempt in (("job", 0), ("second", 1)):
+        items = (await served.admin.get(f"/v1/rolloutjobs/{name}/rollouts")).json()["items"]
+        assert [one["attempt"] for one in items] == [attempt] * 2
+    assert await pool.pass_(1.0) == 0
+    assert await pool.pass_(HOUR + 5.0) == 2
+    assert {one["reason"] for one in await pool.records()} == {"NoBackend"}
+    counts = (await served.admin.get("/v1/rolloutjobs/second")).json()["status"]["counts"]
+    assert counts["run"] == {"queued": 2, "active": 0}
+
+
+async def test_a_failure_that_has_nothing_to_do_with_the_outage_counts(make_pool: Any) -> None:
+    pool = await make_pool()
+    leases = await pool.worker.lease(run=2)
+    await pool.ready(False)
+    for lease, reason in zip(leases, ("AgentBroken", "BackendMismatch"), strict=True):
+        assert await pool.worker.fail(lease, reason) == "accepted"
+    assert [record["attempt"] for record in await pool.records()] == [1, 1]
+
+
 async def test_a_failure_of_a_backend_that_is_ready_counts(make_pool: Any) -> None:
     pool = await make_pool()
     lease, _ = await pool.worker.lease(run=2)

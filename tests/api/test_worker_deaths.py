@@ -82,10 +82,15 @@ async def test_a_failure_is_no_completed_stage(served: Any, worker_of: Any) -> N
 async def test_only_the_named_job_is_looked_at(served: Any, worker_of: Any, make_manifest: Any) -> None:
     answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest("second"))
     assert answer.status_code == 201, answer.text
-    await worker_of(served.worker, name="w").lease(job="job", init=4)
+    worker = worker_of(served.worker, name="w")
+    lease, *_ = await worker.lease(job="job", init=4)
+    await worker.complete(worker.result(lease))
     for job, namespace in (("second", "default"), ("job", "elsewhere"), ("nothing", "default")):
         assert await _died(served, "w", job, namespace) == {"returned": 0, "completed": False}
-    assert (await _counts(served))["init"]["active"] == 4
+    assert (await _counts(served))["init"]["active"] == 3
+    (other,) = await worker.lease(job="second", init=1)
+    assert await _died(served, "w") == {"returned": 3, "completed": True}
+    assert await worker.complete(worker.result(other)) == ["accepted"]
 
 
 @pytest.mark.usefixtures("job")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,10 @@ async def test_cancel_a_group(served: Any, make_manifest: Any) -> None:
     await _post(served, make_manifest(samplesPerTask=2))
     cancel = "/v1/rolloutjobs/job/cancel"
     answer = await served.admin.post(cancel, json={"group": "t1"})
-    assert answer.json()["status"]["counts"]["cancelled"] == 2
+    counts = answer.json()["status"]["counts"]
+    assert (counts["cancelled"], counts["init"]["queued"]) == (2, 2)
+    items = (await served.admin.get("/v1/rolloutjobs/job/rollouts")).json()["items"]
+    assert {(one["group_id"], one["status"]) for one in items} == {("t0", "queued"), ("t1", "cancelled")}
     assert (await served.admin.post(cancel, json={"group": "t9"})).json()["reason"] == "GroupNotFound"
     assert (await served.admin.post(cancel, json={"rollout": "r"})).json()["reason"] == "RolloutNotFound"
     assert (await served.admin.post(cancel, json={"grup": "t1"})).status_code == 422
@@ -205,6 +209,7 @@ async def test_delete_frees_the_name_and_removes_the_rows(
     await served.plane.sweep()
     assert (await worker.heartbeat(lease))["lost"] == [{"rollout": lease["rollout"], "token": 1}]
     assert (await _job(served))["status"]["counts"]["total"] == 6
+    assert await worker.finish_all() == 6, "nothing of the new job was removed"
 
 
 async def test_active_deadline(served: Any, make_manifest: Any) -> None:
@@ -233,6 +238,35 @@ async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> 
 
     await served.plane.database.write(later)
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
+
+
+async def test_deadlines_and_times_to_live_are_those_of_each_job(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    for name, seconds in (("a", 600), ("b", 60), ("c", 600), ("never", None)):
+        limits = {} if seconds is None else {"ttlSecondsAfterFinished": seconds}
+        await _post(served, make_manifest(name, **limits))
+    await worker_of(served.worker).finish_all()
+    for name, seconds in (("late", 60), ("later", 600), ("unbounded", None)):
+        limits = {} if seconds is None else {"activeDeadlineSeconds": seconds}
+        await _post(served, make_manifest(name, **limits))
+    await served.plane.sweep()
+
+    def pass_(tx: Transaction, seconds: float) -> list[int]:
+        tx.now += seconds
+        cancellation.enforce(tx)
+        return cancellation.unfinished_cancellations(tx.conn)
+
+    async def left() -> list[str]:
+        items = (await served.admin.get("/v1/rolloutjobs")).json()["items"]
+        return [item["metadata"]["name"] for item in items]
+
+    (ended,) = await served.plane.database.write(partial(pass_, seconds=120))
+    await served.plane.cancel_rest(ended)
+    assert (await _job(served, "late"))["status"]["counts"]["cancelled"] == 2
+    assert await left() == ["a", "c", "never", "late", "later", "unbounded"]
+    assert len(await served.plane.database.write(partial(pass_, seconds=1200))) == 1
+    assert await left() == ["never", "late", "later", "unbounded"]
 
 
 async def test_suspend_and_priority(served: Any, make_manifest: Any, worker_of: Any) -> None:

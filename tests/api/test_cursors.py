@@ -17,9 +17,13 @@ PATH = "/v1/rolloutjobs/job"
 
 @pytest.fixture
 async def ended(served: Any, make_manifest: Any, worker_of: Any) -> Any:
-    """Yield a control plane with a job `job` of six groups of two rollouts, all of which have ended."""
-    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(6)]}
-    await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks, samplesPerTask=2))
+    """Yield a control plane with a job `job` of six groups of two rollouts, all of which have ended.
+
+    So have those of a job `other`, which has two such groups.
+    """
+    for name, count in (("other", 2), ("job", 6)):
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, tasks=tasks, samplesPerTask=2))
     informative = ("t1", "t4")
     await worker_of(served.worker).finish_all(
         lambda lease: float(lease["group_id"] in informative and lease["sample_index"])
@@ -27,9 +31,9 @@ async def ended(served: Any, make_manifest: Any, worker_of: Any) -> Any:
     return served
 
 
-async def after_each(http: Any, what: str, **query: Any) -> list[str]:
+async def after_each(http: Any, what: str, path: str = PATH, **query: Any) -> list[str]:
     """Return the cursor after each result of the first page."""
-    answer = await http.get(f"{PATH}/{what}", params={"limit": 256, **query})
+    answer = await http.get(f"{path}/{what}", params={"limit": 256, **query})
     begin, _, steps = answer.headers["rollyard-cursors"].partition(";")
     found, at = [], 0
     for step in steps.split(",") if steps else []:
@@ -38,8 +42,14 @@ async def after_each(http: Any, what: str, **query: Any) -> list[str]:
     return found
 
 
-async def put(http: Any, name: str, cursor: str, **body: Any) -> Any:
-    return await http.put(f"{PATH}/cursors/{name}", json={"cursor": cursor, **body})
+async def put(http: Any, name: str, cursor: str, path: str = PATH, **body: Any) -> Any:
+    return await http.put(f"{path}/cursors/{name}", json={"cursor": cursor, **body})
+
+
+async def kept(http: Any, path: str = PATH) -> dict[str, str]:
+    """Return the cursors that are kept of a job, by name."""
+    items = (await http.get(f"{path}/cursors")).json()["items"]
+    return {item["name"]: item["cursor"] for item in items}
 
 
 @pytest.mark.parametrize("what", ["trajectories", "groups"])
@@ -47,6 +57,9 @@ async def test_a_page_says_where_each_result_ends(ended: Any, what: str) -> None
     every = [json.loads(line) for line in (await ended.admin.get(f"{PATH}/{what}")).content.splitlines()]
     places = await after_each(ended.admin, what)
     assert len(places) == len(every) == (12 if what == "trajectories" else 6)
+    members = every if what == "trajectories" else [one for group in every for one in group["trajectories"]]
+    assert len({one["id"] for one in members}) == len(members) == 12
+    assert all(one["id"].startswith("job-") for one in members), "none is of another job"
     for number, cursor in enumerate(places):
         rest = await ended.admin.get(f"{PATH}/{what}", params={"cursor": cursor})
         assert [json.loads(line) for line in rest.content.splitlines()] == every[number + 1 :]
@@ -87,6 +100,28 @@ async def test_a_cursor_moves_forward_only(ended: Any) -> None:
     assert (await ended.admin.delete(f"{PATH}/cursors/logger")).status_code == 404
 
 
+async def test_names_and_jobs_do_not_share_a_cursor(ended: Any) -> None:
+    http, other = ended.admin, "/v1/rolloutjobs/other"
+    places, others = await after_each(http, "groups"), await after_each(http, "groups", other)
+    for name, path, place in (
+        ("logger", other, others[0]),
+        ("trainer", other, others[0]),
+        ("logger", PATH, places[1]),
+        ("trainer", PATH, places[2]),
+        ("trainer", PATH, places[4]),
+    ):
+        assert (await put(http, name, place, path)).status_code == 200
+    assert await kept(http) == {"logger": places[1], "trainer": places[4]}
+    assert await kept(http, other) == {"logger": others[0], "trainer": others[0]}
+    assert (await http.delete(f"{PATH}/cursors/logger")).status_code == 200
+    assert await kept(http) == {"trainer": places[4]}
+    assert await kept(http, other) == {"logger": others[0], "trainer": others[0]}
+    foreign = await put(http, "trainer", others[1])
+    assert (foreign.status_code, foreign.json()["reason"]) == (410, "CursorGone")
+    last = (await after_each(http, "trajectories"))[-1]
+    assert (await put(http, "reader", last)).json()["cursor"] == last, "the end of the results is no beyond"
+
+
 async def test_of_two_readers_with_one_name_the_second_is_told(ended: Any) -> None:
     places = await after_each(ended.admin, "groups")
     assert (await put(ended.admin, "trainer", places[0], expected="")).status_code == 200
@@ -97,8 +132,15 @@ async def test_of_two_readers_with_one_name_the_second_is_told(ended: Any) -> No
     (won,) = [answer.json()["cursor"] for answer in answers if answer.status_code == 200]
     again = await put(ended.admin, "trainer", won, expected=places[0])
     assert again.status_code == 200, "the repeat of a call whose answer was lost"
-    first = await put(ended.admin, "trainer", places[5], expected="")
-    assert (first.status_code, first.json()["reason"]) == (409, "CursorMoved")
+    same_number = (await after_each(ended.admin, "trajectories"))[places.index(won)]
+    for expected in ("", same_number):
+        first = await put(ended.admin, "trainer", places[5], expected=expected)
+        assert (first.status_code, first.json()["reason"]) == (409, "CursorMoved"), expected
+    unknown = await put(ended.admin, "newcomer", places[1], expected=places[0])
+    assert (unknown.status_code, unknown.json()["reason"]) == (409, "CursorMoved"), "there is none"
+    back = await put(ended.admin, "trainer", places[0], expected=places[5], rewind=True)
+    assert (back.status_code, back.json()["reason"]) == (409, "CursorMoved"), "rewinding does not replace it"
+    assert await kept(ended.admin) == {"trainer": won}
 
 
 async def test_what_is_no_cursor_of_this_job_is_refused(ended: Any, make_manifest: Any) -> None:
@@ -128,6 +170,8 @@ async def test_cursors_are_bounded_and_go_with_their_job(ended: Any) -> None:
     full = await put(ended.admin, "one-more", place)
     assert (full.status_code, full.json()["reason"]) == (409, "TooManyCursors")
     assert (await put(ended.admin, "c7", place)).status_code == 200
+    others = await after_each(ended.admin, "groups", "/v1/rolloutjobs/other")
+    assert (await put(ended.admin, "c7", others[0], "/v1/rolloutjobs/other")).status_code == 200
     await ended.plane.archive.flush()
     await ended.admin.delete(PATH)
     await ended.plane.sweep()
@@ -135,7 +179,7 @@ async def test_cursors_are_bounded_and_go_with_their_job(ended: Any) -> None:
     def count(conn: Any) -> int:
         return int(conn.execute(sa.select(sa.func.count()).select_from(cursors)).scalar_one())
 
-    assert await ended.plane.database.read(count) == 0
+    assert await ended.plane.database.read(count) == 1, "the other job's is kept"
 
 
 async def test_a_stream_whose_results_nobody_reads_takes_no_more(
@@ -176,6 +220,37 @@ async def test_a_stream_whose_results_nobody_reads_takes_no_more(
         refused = await http.post(f"{path}/targets", json={"id": "b"})
         assert (refused.status_code, refused.json()["reason"]) == (409, "ResultsUnread")
         assert (await http.post(f"{path}/targets", json={"id": "a"})).status_code == 200
+
+
+async def test_trajectories_that_were_read_count_for_their_stream_only(
+    settings: Any, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    def pushed(count: int) -> dict[str, Any]:
+        return {"tasks": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
+
+    async with serving(settings, max_unread=6) as served:
+        http, worker, twin = served.admin, worker_of(served.worker), "/v1/rolloutjobs/twin"
+        for path in (PATH, twin):
+            name = path.rpartition("/")[2]
+            await http.post(
+                "/v1/rolloutjobs", json=make_manifest(name, tasks={"stream": True}, samplesPerTask=2)
+            )
+            await http.post(f"{path}/tasks", json=pushed(3))
+        await worker.finish_all()
+        places = await after_each(http, "trajectories")
+        await http.get(f"{PATH}/trajectories", params={"cursor": places[0]})
+        assert (await http.post(f"{PATH}/tasks", json=pushed(4))).status_code == 200
+        assert (await http.post(f"{twin}/tasks", json=pushed(4))).status_code == 409
+        await worker.finish_all()
+        full = await http.post(f"{PATH}/tasks", json=pushed(5))
+        assert "about 7 ended rollouts" in full.json()["detail"]
+        await put(http, "trainer", places[3])
+        assert (await http.post(f"{PATH}/tasks", json=pushed(5))).status_code == 200
+        assert (await http.post(f"{twin}/tasks", json=pushed(4))).status_code == 409
+        await worker.finish_all()
+        assert (await put(http, "trainer", places[0], rewind=True)).status_code == 200
+        full = await http.post(f"{PATH}/tasks", json=pushed(6))
+        assert "about 6 ended rollouts" in full.json()["detail"], "a reader that goes back has read them"
 
 
 async def test_a_full_database_does_not_prevent_reading(

@@ -103,6 +103,40 @@ async def test_pages_from_the_database_and_the_store(
         assert await same(served) == before
 
 
+async def test_a_page_whose_records_are_stored_in_part(
+    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: Any
+) -> None:
+    """Members of one group lie in two parts and in the database, and come in the order of their samples."""
+    monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
+    async with serving(settings) as served:
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest("other", samplesPerTask=1))
+        await worker_of(served.worker).finish_all()
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=4))
+        worker = worker_of(served.worker)
+        for stage in ("init", "run"):
+            await worker.complete(*[worker.result(lease) for lease in await worker.lease(**{stage: 8})])
+        leases = await worker.lease(eval=8)
+        ids = {}
+        for sample in (2, 0, 3, 1):
+            own = [lease for lease in leases if lease["sample_index"] == sample]
+            results = [worker.result(one, reward=float(sample)) for one in own]
+            assert await worker.complete(*results) == ["accepted"] * 2
+            ids[sample] = [one["rollout"] for one in own]
+            if sample in (0, 3):
+                await served.plane.flush()
+        assert await served.plane.archive.unstored() == 2
+        await same(served)
+        lines = [json.loads(line) for line in (await served.admin.get(PATH)).content.splitlines()]
+        ended = [rollout for sample in (2, 0, 3, 1) for rollout in ids[sample]]
+        assert [(one["id"], one["reward"]) for one in lines] == [
+            (rollout, float(rollout[-1])) for rollout in ended
+        ]
+        answer = await served.admin.get("/v1/rolloutjobs/job/groups")
+        for group in map(json.loads, answer.content.splitlines()):
+            assert [one["reward"] for one in group["trajectories"]] == [0.0, 1.0, 2.0, 3.0]
+            assert {one["task_id"] for one in group["trajectories"]} == {group["task_id"]}
+
+
 async def test_parts_of_an_older_release_and_damaged_ones(
     settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
 ) -> None:

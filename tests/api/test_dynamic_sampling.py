@@ -131,6 +131,52 @@ async def test_groups_are_filtered_and_refilled_until_the_target(
     assert {item["reason"] for item in ended} == {"TargetMet"}
 
 
+async def test_a_jobs_target_and_counters_are_its_own(served: Any, dapo: Any, worker_of: Any) -> None:
+    """The groups of two jobs have the same numbers, and those of one decide nothing about the other."""
+    other, worker = "/v1/rolloutjobs/other", worker_of(served.worker)
+    first = dapo(6, targetGroups=1)
+    first["metadata"]["name"] = "other"
+    await served.admin.post("/v1/rolloutjobs", json=first)
+    await served.admin.post("/v1/rolloutjobs", json=dapo(6, targetGroups=1))
+    before = (await served.admin.get(other)).json()["status"]
+    evaluations = []
+    for stage in ("init", "run", "eval"):
+        evaluations = await worker.lease(job="job", **{stage: 4})
+        if stage != "eval":
+            await worker.complete(*[worker.result(lease) for lease in evaluations])
+    assert {lease["job"] for lease in evaluations} == {"job"}
+    await finish_group(worker, evaluations, "t0", 0.5, 0.5)
+    await finish_group(worker, evaluations, "t1", 0.0, 1.0)
+    assert "completionTime" in await status_of(served.admin)
+    document = (await served.admin.get(other)).json()
+    assert document["status"] == before, "nothing was started, counted or cancelled there"
+    assert "rollyard.dev/cancel-reason" not in document["metadata"].get("annotations", {})
+    leases = await worker.lease(job="other", init=16)
+    assert len(leases) == 4, "and its rollouts may begin"
+    assert (await worker.heartbeat(*leases))["cancelled"] == []
+
+
+async def test_a_member_that_a_trainer_cancelled_leaves_the_group_to_the_others(
+    served: Any, dapo: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=dapo(3, samples=3, targetGroups=2, maxInFlightGroups=3))
+    worker = worker_of(served.worker)
+    evaluations = await begin(worker, 9)
+    of = {task: [x for x in evaluations if x["group_id"] == task] for task in ("t0", "t1", "t2")}
+    for lease in (of["t0"][0], of["t1"][0], of["t2"][0]):
+        await served.admin.post(f"{PATH}/cancel", json={"rollout": lease["rollout"]})
+    await worker.complete(*[worker.result(x, reward=float(i)) for i, x in enumerate(of["t0"][1:])])
+    assert await worker.fail(of["t1"][1], "SandboxLost", retryable=False) == "accepted"
+    await worker.complete(worker.result(of["t1"][2], reward=1.0))
+    await served.admin.post(f"{PATH}/cancel", json={"group": "t2"})
+    found = {g["group_id"]: g for g in await groups_of(served.admin, dropped=True)}
+    told = {task: (g["delivered"], g["reason"], len(g["trajectories"])) for task, g in found.items()}
+    assert told == {"t0": (True, "", 2), "t1": (False, "TooFewRewards", 0), "t2": (False, "Cancelled", 0)}
+    sampling = (await status_of(served.admin))["dynamicSampling"]
+    counts = [sampling[f"{kind}Groups"] for kind in ("informative", "uninformative", "dropped", "surplus")]
+    assert (counts, sampling["surplusRollouts"]) == ([1, 0, 2, 0], 0)
+
+
 async def test_a_surplus_group_is_not_delivered_however_many_members_have_a_reward(
     served: Any, dapo: Any, worker_of: Any
 ) -> None:
@@ -249,7 +295,9 @@ async def test_the_steps_of_a_stream(served: Any, dapo: Any, worker_of: Any) -> 
     assert await worker.lease(init=16, run=16, eval=16) == [], "a rollout at Init begins in the next step"
 
     opened = await served.admin.post(f"{PATH}/targets", json={"id": "step-2", "groups": 2})
-    assert opened.json()["goal"] == 3
+    assert (opened.json()["goal"], opened.json()["met"]) == (3, False)
+    first = (await served.admin.post(f"{PATH}/targets", json={"id": "step-1"})).json()
+    assert (first["goal"], first["met"]) == (1, True), "an earlier step keeps its own goal"
     assert (await status_of(served.admin))["dynamicSampling"]["inFlightGroups"] == 2
     await worker.finish_all(mixed("t1", "t2", "t3"))
     told = await status_of(served.admin)

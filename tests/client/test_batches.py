@@ -26,10 +26,13 @@ from rollyard_client import (
     WaitTimeout,
 )
 from rollyard_client.paging import Cursor
-from rollyard_client.requests.results import Page, listed_cursors
+from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
+from rollyard_client.training.batch import MODELS, gather
 from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
 from rollyard_client.training.lag import WeightHistory
+from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.pace import patience
@@ -62,10 +65,11 @@ class Plane:
 
 
 def _result(lease: dict[str, Any], versions: Callable[[str], str]) -> dict[str, Any]:
+    """Return a result. A task's versions, separated by spaces, are those of its samples."""
     item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
-    version = versions(lease["task"]["id"])
     if lease["stage"] == "run":
         sample = lease["sample_index"]
+        version = (versions(lease["task"]["id"]).split() * 2)[sample]
         item["trajectory"] = {
             "id": lease["rollout"],
             "job": lease["job"],
@@ -290,7 +294,7 @@ def test_lags() -> None:
 
 
 def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
-    version = {"t0": "v1", "t1": "v2", "t2": "v3", "t3": "v1", "t4": "v3", "t5": "v2"}
+    version = {"t0": "v1 v3", "t1": "v3 v2", "t2": "v3", "t3": "v3 v1", "t4": "v3", "t5": "v2 v3"}
     with plane.client() as client:
         client.create_pool(pool_of("lagging"))
         headers = {"Authorization": f"Bearer {plane.tokens['driver']}"}
@@ -324,6 +328,87 @@ def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
         fresh = client.batch("lagging", groups=6, max_lag=0)
         assert ([group.group_id for group in fresh.groups], fresh.finished) == (["t2", "t4"], True)
         assert fresh.stale_groups == 4
+
+
+def test_a_batch_forgets_no_update_that_came_while_it_waited() -> None:
+    """Groups that were gathered before it are too old then, and others take their places."""
+
+    def page(*names: str, cursor: str, finished: bool = False) -> Page:
+        segments = [
+            {
+                "prompt_ids": [1],
+                "response_ids": [2],
+                "loss_mask": [1],
+                "logprobs": [0.0],
+                "policy_versions": [version],
+            }
+            for version in ("v1", "v2")
+        ]
+        lines = []
+        for name in names:
+            one = segments[0 if name.startswith("old") else 1]
+            member = {"id": name, "job": "j", "task_id": name, "group_id": name, "sample_index": 0}
+            members = [member | {"segments": [one]}] * 2
+            head = {"group_id": name, "task_id": name, "delivered": True, "informative": True, "reason": ""}
+            lines.append(json.dumps(head | {"trajectories": members}).encode())
+        return Page(lines, cursor, finished)
+
+    def begun(count: int) -> Any:
+        return gather(
+            MODELS, "j", "default", count,
+            max_lag=0, cursor="c0", consumer=None, informative=False, timeout=patience(60),
+        )  # fmt: skip
+
+    job = stream("j", backendRef={"name": "p"})
+    first, second = updates(("v1", "Succeeded")), updates(("v2", "Succeeded"), ("v1", "Succeeded"))
+    steps = begun(3)
+    assert next(steps).path.endswith("/j")
+    steps.send(RolloutJob.model_validate(job))
+    asked = steps.send(first)
+    assert (asked.query["cursor"], asked.query["limit"]) == ("c0", 3)
+    asked = steps.send(page("old-0", cursor="c1"))
+    assert (asked.query["cursor"], asked.query["limit"]) == ("c1", 2)
+    assert "weights" in steps.send(page("old-1", "old-2", cursor="c3")).path
+    asked = steps.send(second)
+    assert (asked.query["cursor"], asked.query["limit"]) == ("c3", 3)
+    steps.send(page("new-3", "new-4", "new-5", cursor="c6"))
+    with pytest.raises(StopIteration) as end:
+        steps.send(second)
+    batch = end.value.value
+    assert [group.group_id for group in batch.groups] == ["new-3", "new-4", "new-5"]
+    assert (batch.start, batch.cursor, batch.finished) == ("c0", "c6", False)
+    assert (batch.stale_groups, batch.stale_rollouts) == (3, 6)
+    assert (batch.lags, batch.policy_version) == ([0, 0, 0], "v2")
+
+
+def test_segments_of_one_trajectory_are_rows_with_one_sample_and_reward() -> None:
+    pytest.importorskip("numpy")
+
+    def trajectory(name: str, reward: float | None, *lengths: int) -> Trajectory:
+        segments = [
+            {
+                "prompt_ids": [7] * length,
+                "response_ids": [8],
+                "loss_mask": [1],
+                "logprobs": [-0.5],
+                "policy_versions": ["v1"],
+            }
+            for length in lengths
+        ]
+        known = {"id": name, "job": "j", "task_id": "t", "group_id": "t", "sample_index": 0}
+        return Trajectory.model_validate(known | {"reward": reward, "segments": segments})
+
+    groups = [
+        Group("a", "a", True, True, "", [trajectory("a0", 0.25, 1, 3), trajectory("a1", 0.5, 2)]),
+        Group("b", "b", True, True, "", [trajectory("b0", 0.75), trajectory("b1", 1.0, 1, 1)]),
+    ]
+    made = Batch(groups, "", "", True).arrays(pad_id=9)
+    assert made.samples.tolist() == [0, 0, 1, 3, 3]
+    assert made.groups.tolist() == [0, 0, 0, 1, 1]
+    assert made.rewards.tolist() == [0.25, 0.25, 0.5, 1.0, 1.0]
+    assert made.prompt_lengths.tolist() == [1, 3, 2, 1, 1]
+    assert made.input_ids.tolist()[:3] == [[7, 8, 9, 9], [7, 7, 7, 8], [7, 7, 8, 9]]
+    assert made.attention_mask.sum(axis=1).tolist() == [2, 4, 3, 2, 2]
 
 
 @pytest.mark.parametrize("call", ["batch", "array_batch"])

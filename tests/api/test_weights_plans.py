@@ -20,9 +20,15 @@ from rollyard_api.settings import Settings
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
-from rollyard_api.weights import backend_progress, checkpoints, update_records
+from rollyard_api.weights import (
+    backend_progress,
+    backend_targets,
+    backend_weights,
+    checkpoints,
+    update_records,
+)
 from rollyard_api.weights.backend_progress import EarlierLogprobs
-from rollyard_api.weights.backend_targets import PAUSED, action
+from rollyard_api.weights.backend_targets import PAUSED, BackendTarget, action
 from rollyard_api.weights.plan import plan
 from rollyard_api.weights.verification import Forward, Reference, Unverifiable, compare, fixed_prompt
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
@@ -388,6 +394,14 @@ class Pools:
             partial(update_records.note, update_id=number, url=url, **values)
         )
 
+    async def target(self, url: str) -> BackendTarget:
+        """Return what the coordinator reads of a backend of `p`."""
+        found: list[BackendTarget] = await self.served.plane.database.read(backend_targets.read)
+        return next(one for one in found if one.key == (1, url))
+
+    async def write(self, op: Callable[..., Any], **values: Any) -> None:
+        await self.served.plane.database.write(partial(op, **values))
+
     async def settle(self, pool: int = 1) -> None:
         await self.served.plane.database.write(partial(update_records.settle, pool_id=pool))
 
@@ -583,3 +597,99 @@ async def test_what_a_server_gave_earlier_is_that_of_the_same_weights(two: Pools
     assert [await earlier(url, 0) for url in (a, b, c)] == ["new", "b's", None]
     assert [await earlier(url, 1) for url in (a, b, c)] == [None, None, "c's"]
     assert await earlier(a, 2) == "later"
+
+
+async def test_a_server_that_loaded_what_was_refused_meanwhile_is_not_current(two: Pools) -> None:
+    number = await two.begin("v1", FULL)
+    targets = {url: await two.target(url) for url in two.urls[:2]}
+    await two.write(backend_weights.done, target=targets[two.urls[0]], verified=True, comparison=None)
+    first = (await two.status())["backends"][0]
+    assert (first["weights"], first["policyVersion"], first["restartRequested"]) == ("Current", "v1", False)
+    await two.refuse(number)
+    await two.write(backend_weights.done, target=targets[two.urls[1]], verified=True, comparison=None)
+    found = (await two.status())["backends"]
+    assert [b["weights"] for b in found] == ["Failed"] * 2 + ["Current"] * 3
+    assert found[1]["policyVersion"] == ""
+    assert {(await two.target(url)).row.policy_index for url in two.urls[:2]} == {update_records.BEHIND}
+
+
+async def test_pushed_weights_let_a_paused_pool_continue_and_others_do_not(two: Pools) -> None:
+    for version, source, paused in (("v1", FULL, True), ("v2", PUSHED, False)):
+        for name in "pq":
+            await two.write(update_records.pause, namespace="default", name=name, mode="wait")
+        await two.begin(version, source)
+        for url in two.urls:
+            await two.set("p", url, restart_requested=True)
+            await two.write(
+                backend_weights.done, target=await two.target(url), verified=True, comparison=None
+            )
+        assert (await two.status())["paused"] == paused
+        assert (await two.status("q"))["paused"], "another pool of the same servers"
+        assert not any(b["restartRequested"] for b in (await two.status())["backends"])
+    # A server that is brought to them later changes nothing about a later pause.
+    await two.write(update_records.pause, namespace="default", name="p", mode="wait")
+    await two.write(
+        backend_weights.done, target=await two.target(two.urls[0]), verified=None, comparison=None
+    )
+    assert (await two.status())["paused"]
+
+
+async def test_an_update_fails_only_if_no_server_can_load_it(two: Pools) -> None:
+    number = await two.begin("v1", FULL)
+    targets = [await two.target(url) for url in two.urls]
+    for failed, target in enumerate(targets, 1):
+        await two.write(backend_weights.give_up_loading, target=target, message="it is full")
+        found = await two.update(number)
+        last = failed == len(targets)
+        assert found["state"] == ("Failed" if last else "Running")
+        assert [part["step"] for part in found["backends"]].count("Failed") == failed
+        if not last:
+            asked = [b["restartRequested"] for b in (await two.status())["backends"]]
+            assert asked == [True] * failed + [False] * (len(targets) - failed)
+    assert target.row.url in found["message"]
+    status = await two.status()
+    assert status["policyVersion"] == ""
+    assert not any(b["restartRequested"] for b in status["backends"]), "they may have what is wanted again"
+    assert not any(b["restartRequested"] for b in (await two.status("q"))["backends"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "index"),
+    [
+        ({}, "Updating", 0),
+        ({"weights": "Stale"}, "Updating", update_records.BEHIND),
+        # It has the index of the update, and is loaded with it again.
+        ({"policy_index": 1}, "Updating", update_records.BEHIND),
+        # Refused weights may be in it, and it stays so until it is verified.
+        ({"weights": "Failed", "policy_index": update_records.BEHIND}, "Failed", update_records.BEHIND),
+        ({"weights": "Failed", "restart_requested": True}, "Failed", update_records.BEHIND),
+        ({"weights": "Failed"}, "Updating", update_records.BEHIND),
+    ],
+)
+async def test_what_is_known_of_a_server_while_it_loads(
+    changes: dict[str, Any], weights: str, index: int, two: Pools
+) -> None:
+    number = await two.begin("v1", FULL)
+    url = two.urls[1]
+    await two.set("p", url, **({"weights": "Current"} | changes))
+    before = EarlierLogprobs(policy_index=0, label="default", prompt_ids=(1, 2), logprobs=(-1.0,))
+    target = await two.target(url)
+    await two.write(backend_weights.begin, name="me", target=target, fence=False, before=before)
+    await two.write(backend_weights.note, name="me", target=target, values={"step": "Loading"})
+    row = (await two.target(url)).row
+    assert (row.weights, row.policy_index) == (weights, index)
+    assert [b["weights"] for b in (await two.status("q"))["backends"]] == ["Current"] * 5
+    assert [part["step"] for part in (await two.update(number))["backends"]] == [
+        *("Pending", "Loading", "Pending", "Pending", "Pending")
+    ]
+    if changes and changes != {"policy_index": 1}:
+        return
+    # It is told once more that it begins, with nothing measured: what was measured is kept.
+    await two.write(backend_weights.begin, name="me", target=target, fence=False)
+    read = partial(backend_progress.earlier, pool_id=1, url=url, policy_index=0)
+    assert await two.served.plane.database.read(read) == before
+    await two.begin("v2", NEXT)
+    with pytest.raises(backend_weights.Superseded):
+        await two.write(backend_weights.note, name="me", target=target, values={"step": "Verifying"})
+    with pytest.raises(backend_weights.Superseded):
+        await two.write(backend_weights.mark, target=target, values={"weights": "Current"})

@@ -676,8 +676,10 @@ async def test_what_is_known_of_a_server_while_it_loads(
     target = await two.target(url)
     await two.write(backend_weights.begin, name="me", target=target, fence=False, before=before)
     await two.write(backend_weights.note, name="me", target=target, values={"step": "Loading"})
-    row = (await two.target(url)).row
-    assert (row.weights, row.policy_index) == (weights, index)
+    now = await two.target(url)
+    assert (now.row.weights, now.row.policy_index) == (weights, index)
+    await two.write(backend_weights.mark, target=now, values={"weights_message": "so far"})
+    assert [b["message"] for b in (await two.status())["backends"]] == ["", "so far", "", "", ""]
     assert [b["weights"] for b in (await two.status("q"))["backends"]] == ["Current"] * 5
     assert [part["step"] for part in (await two.update(number))["backends"]] == [
         *("Pending", "Loading", "Pending", "Pending", "Pending")

@@ -16,12 +16,14 @@ from rollyard_inference.errors import (
     BackendMismatch,
     BackendRefused,
     BackendUnavailable,
+    ContextOverflow,
     ModelNotServed,
     NoSuchCall,
     ServerFailed,
 )
 from rollyard_inference.health import check_alive, check_model, first_request, weight_label
-from rollyard_inference.transports.interface import Transport
+from rollyard_inference.replies import require_ok, sampled
+from rollyard_inference.transports.interface import Reply, Transport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_inference.weights.connect import weight_control
 from rollyard_inference.weights.control import WeightCallLimits, WeightControl
@@ -248,3 +250,69 @@ async def test_what_a_server_says_wrong(
     )
     with pytest.raises(BackendError, match="busy"):
         await control.reset_prefix_cache()
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "error", "overloaded", "wait"),
+    [
+        (429, {}, ServerFailed, True, None),
+        (429, {"retry-after": "7"}, ServerFailed, True, 7.0),
+        (503, {"retry-after": "0"}, ServerFailed, True, 0.0),
+        (503, {}, ServerFailed, False, None),
+        (503, {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, ServerFailed, False, None),
+        (503, {"retry-after": "-1"}, ServerFailed, False, None),
+        (503, {"retry-after": "inf"}, ServerFailed, False, None),
+        (500, {"retry-after": "7"}, ServerFailed, False, 7.0),
+        (599, {}, ServerFailed, False, None),
+        (408, {}, ServerFailed, False, None),
+        (409, {}, ServerFailed, False, None),
+        (425, {}, ServerFailed, False, None),
+        (201, {}, BackendMismatch, None, None),
+        (299, {}, BackendMismatch, None, None),
+        (300, {"location": "/there"}, BackendMismatch, None, None),
+        (399, {"location": "/there"}, BackendMismatch, None, None),
+        (400, {}, BackendRefused, None, None),
+        (404, {}, BackendRefused, None, None),
+        (499, {}, BackendRefused, None, None),
+    ],
+)
+def test_what_a_status_means(
+    status: int,
+    headers: dict[str, str],
+    error: type[BackendError],
+    overloaded: bool | None,
+    wait: float | None,
+) -> None:
+    reply = Reply(status, headers, b'{"error": {"message": "because"}}')
+    with pytest.raises(error, match=f"GET /x answered {status}") as caught:
+        require_ok("GET /x", reply)
+    assert type(caught.value) is error
+    assert ("to /there: " in str(caught.value)) == (300 <= status < 400)
+    if isinstance(caught.value, ServerFailed):
+        assert (caught.value.overloaded, caught.value.retry_after) == (overloaded, wait)
+
+
+@pytest.mark.parametrize(
+    ("status", "says", "error", "limit"),
+    [
+        (400, "This model's maximum context length is 4096 tokens.", ContextOverflow, 4096),
+        (422, "the prompt is too long", ContextOverflow, None),
+        (413, "too many input tokens", ContextOverflow, None),
+        (400, "max_tokens must be at least 1, got -12.", ContextOverflow, None),
+        (400, "max_tokens must be at least 1, got 1.5.", BackendRefused, None),
+        (404, "this path has no context length", BackendRefused, None),
+        (400, "The model `x` does not exist.", ModelNotServed, None),
+        (404, "model x not found", ModelNotServed, None),
+        (422, "The model `x` does not exist.", BackendRefused, None),
+        (429, "the prompt is too long", ServerFailed, None),
+    ],
+)
+def test_why_a_sampling_request_is_refused(
+    status: int, says: str, error: type[BackendError], limit: int | None
+) -> None:
+    for body in ({"error": {"message": says}}, {"detail": says}, {"error": says}):
+        with pytest.raises(BackendError) as caught:
+            sampled("POST /x", Reply(status, {}, json.dumps(body).encode()))
+        assert type(caught.value) is error, body
+        if isinstance(caught.value, ContextOverflow):
+            assert caught.value.limit == limit

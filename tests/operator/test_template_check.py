@@ -24,8 +24,8 @@ def settings(**allow: Any) -> OperatorSettings:
             "tokenFile": "/t",
             "workerTokenFile": "/w",
             "releaseNamespace": "home",
-            "reservedSecrets": ["home-tokens"],
-            "reservedClaims": ["home-api"],
+            "reservedSecrets": ["home-tokens", "home-tls"],
+            "reservedClaims": ["home-api", "home-state"],
             "images": {"worker": "w:1", "engine": "e:1", "sandbox": "s:1", "sandboxDefault": "d:1"},
             "allow": allow,
         }
@@ -65,6 +65,7 @@ def projected(**source: Any) -> dict[str, Any]:
 
 
 NOWHERE = {"topologyKey": "kubernetes.io/hostname", "namespaceSelector": {}}
+NAMED = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {}, "namespaces": ["bank"]}
 REFUSED: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (volume(hostPath={"path": "/etc"}), "volumes[0].hostPath", "hostPath", {"hostPath": ["/etc"]}),
     (volume(secret={"secretName": "keys"}), "volumes[0].secret", "secrets", {"secrets": ["keys"]}),
@@ -133,6 +134,36 @@ REFUSED: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "crossNamespaceAffinity",
         {"crossNamespaceAffinity": True},
     ),
+    (
+        {"affinity": {"podAffinity": {"preferred": [{"podAffinityTerm": {}}, {"podAffinityTerm": NAMED}]}}},
+        "affinity.podAffinity.preferred[1].podAffinityTerm.namespaces",
+        "crossNamespaceAffinity",
+        {"crossNamespaceAffinity": True},
+    ),
+    (
+        {"volumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "hostPath": {"path": "/data/x"}}]},
+        "volumes[1].hostPath",
+        "hostPath",
+        {"hostPath": ["/opt", "/data"]},
+    ),
+    (
+        volume(projected={"sources": [{"configMap": {"name": "c"}}, {"secret": {"name": "keys"}}]}),
+        "volumes[0].projected.sources[1].secret",
+        "secrets",
+        {"secrets": ["other", "keys"]},
+    ),
+    (
+        {"env": [{"name": "A", "value": "b"}, *env_from(secretKeyRef={"name": "keys"})["env"]][::-1]},
+        "env[0].valueFrom.secretKeyRef",
+        "secrets",
+        {"secrets": ["keys"]},
+    ),
+    (
+        {"tolerations": [{"key": "nvidia.com/gpu"}, {"key": "dedicated"}]},
+        "tolerations[1]",
+        "tolerations",
+        {"tolerations": ["nvidia.com/gpu", "dedicated"]},
+    ),
 ]  # fmt: skip
 WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"image": "evil:1"}, "image", "images", {"images": ["evil:1"]}),
@@ -141,6 +172,28 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"env": [{"name": "https_proxy", "value": "x"}]}, "env[0].name", "env", {"env": ["https_proxy"]}),
     (
         {**volume(configMap={"name": "c"}), "volumeMounts": [{"name": "v", "mountPath": "/usr/lib"}]},
+        "volumeMounts[0].mountPath",
+        "mounts",
+        {"mounts": ["/usr/lib"]},
+    ),
+    (
+        {
+            "volumes": [{"name": "s", "emptyDir": {}}, *volume(configMap={"name": "c"})["volumes"]],
+            "volumeMounts": [
+                {"name": "s", "mountPath": "/usr/bin"},
+                {"name": "v", "mountPath": "/mnt/a"},
+                {"name": "v", "mountPath": "/usr/lib"},
+            ],
+        },
+        "volumeMounts[2].mountPath",
+        "mounts",
+        {"mounts": ["/opt", "/usr"]},
+    ),
+    (
+        {
+            **volume(configMap={"name": "c"}, emptyDir={}),
+            "volumeMounts": [{"name": "v", "mountPath": "/usr/lib"}],
+        },
         "volumeMounts[0].mountPath",
         "mounts",
         {"mounts": ["/usr/lib"]},
@@ -179,27 +232,96 @@ def test_what_would_run_beside_a_workers_token_is_refused(
         assert job_violations(job_of(template), settings(**allow)) == ()
 
 
+CODE_VARIABLES = (
+    "PYTHONHOME", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "GCONV_PATH", "SSL_CERT_FILE", "OPENSSL_CONF",
+    "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "ROLLYARD_HOME", "OTEL_EXPORTER_OTLP_ENDPOINT", "GIT_SSH_COMMAND",
+    "HTTP_PROXY", "no_proxy", "MY_PRELOAD", "PATH", "HOME", "XDG_CONFIG_HOME", "IFS", "ENV", "BASH_ENV",
+    "LOCPATH", "NLSPATH", "HOSTALIASES", "RES_OPTIONS",
+)  # fmt: skip
+
+
+def test_no_variable_of_a_worker_decides_which_code_runs_or_whom_it_trusts() -> None:
+    for name in CODE_VARIABLES:
+        template = {"env": [{"name": "TZ", "value": "UTC"}, {"name": name, "value": "x"}]}
+        (said,) = job_violations(job_of(template), settings(env=["OTHER"]))
+        assert said.startswith(f"{RUN}.env[1].name: "), name
+        assert job_violations(job_of(template), settings(env=["OTHER", name])) == ()
+    harmless = ("HF_HOME", "MY_PATH", "PATHS", "ENVIRONMENT", "OMP_NUM_THREADS", "PROXY", "A_LD_B")
+    assert job_violations(job_of({"env": [{"name": name} for name in harmless]}), settings()) == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ({"env": [{"name": "A", "value": "b", "valueFromFile": "/x"}]}, "env[0].valueFromFile"),
+        ({"env": [{"name": "A", "valueFrom": "x"}]}, "env[0].valueFrom"),
+        (env_from(fileKeyRef={"path": "p", "key": "k"}), "env[0].valueFrom.fileKeyRef"),
+        (volume(projected={"sources": {"secret": {"name": "keys"}}}), "volumes[0].projected.sources"),
+        (volume(projected={"sources": ["secret"]}), "volumes[0].projected.sources[0]"),
+        ({"volumeMounts": [{"name": "rollyard-token", "mountPath": "/mnt/t"}]}, "volumeMounts[0].name"),
+        (
+            {"volumeMounts": [{"name": "v", "mountPath": "/mnt/a", "mountPropagation": "Bidirectional"}]},
+            "volumeMounts[0].mountPropagation",
+        ),
+        (
+            {"volumeMounts": [{"name": "v", "mountPath": "/mnt/a", "subPathExpr": "$(A)"}]},
+            "volumeMounts[0].subPathExpr",
+        ),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_what_is_not_known_is_refused_whatever_is_permitted(template: dict[str, Any], field: str) -> None:
+    everything = settings(secrets=True, volumes=["csi"], mounts=["/"], env=["A"])
+    (said,) = job_violations(job_of(template), everything)
+    assert said.startswith(f"{RUN}.{field}: ")
+    (said,) = pool_violations(pool_of(template), everything)
+    assert said.startswith(f"spec.template.{field}: ")
+
+
+def test_the_template_of_every_stage_is_looked_at() -> None:
+    refused = {"template": volume(hostPath={"path": "/"})}
+    for stages in (["init"], ["run"], ["eval"], ["init", "run", "eval"]):
+        job = job_of(sandbox={"runtimeClassName": "loose"}).model_dump(by_alias=True)
+        job["spec"]["stages"] = dict.fromkeys(stages, refused)
+        said = job_violations(RolloutJob.model_validate(job), settings())
+        assert [one.partition(":")[0] for one in said] == [
+            "spec.sandbox.template.runtimeClassName",
+            *(f"spec.stages.{stage}.template.volumes[0].hostPath" for stage in stages),
+        ]
+
+
 def test_the_ordinary_needs_no_permission() -> None:
+    taints = (
+        "nvidia.com/gpu",
+        "amd.com/gpu",
+        "node.kubernetes.io/not-ready",
+        "node.kubernetes.io/unreachable",
+    )
     template = {
         "image": "w:1",
         "nodeSelector": {"disk": "ssd"},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "tolerations": [{"key": key, "operator": "Exists"} for key in taints],
         "affinity": {"podAntiAffinity": {"x": [{"labelSelector": {"matchLabels": {"namespaces": "a"}}}]}},
         "resources": {"limits": {"memory": "1Gi"}},
         "env": [
             {"name": "HF_HOME", "value": "/tmp/hf"},
             {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}, "secretKeyRef": None}},
             {"name": "C", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}, "value": None},
+            {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
         ],
         "volumes": [
             {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}, "hostPath": None},
             {"name": "config", "configMap": {"name": "c"}},
             {"name": "models", "image": {"reference": "registry.example/models:1"}},
             {"name": "all", "projected": {"sources": [{"configMap": {"name": "c"}, "secret": None}]}},
+            {"name": "pod", "projected": {"sources": [{"downwardAPI": {}}]}},
+            {"name": "own", "downwardAPI": {"items": []}},
         ],
         "volumeMounts": [
             {"name": "scratch", "mountPath": "/var/cache"},
-            {"name": "models", "mountPath": "/models/a", "readOnly": True},
+            {"name": "models", "mountPath": "/models/a", "readOnly": True, "recursiveReadOnly": "Enabled"},
+            {"name": "models", "mountPath": "/data", "subPath": "b"},
+            *({"name": "own", "mountPath": f"{root}/own"} for root in ("/media", "/mnt", "/srv")),
         ],
     }
     assert job_violations(job_of(template), settings()) == ()
@@ -230,17 +352,32 @@ def test_our_own_labels_are_never_an_authors(key: str) -> None:
 
 def test_what_belongs_to_the_installation_is_never_permitted() -> None:
     everything = settings(secrets=True, volumes=["persistentVolumeClaim"])
-    claim = volume(persistentVolumeClaim={"claimName": "home-api"})
+    claims = [volume(persistentVolumeClaim={"claimName": name}) for name in ("home-api", "home-state")]
     for template, word in (
         (volume(secret={"secretName": "home-tokens"}), "own"),
+        (volume(secret={"secretName": "home-tls"}), "own"),
         (volume(secret={"secretName": "rollyard-job-0123"}), "own"),
         (projected(secret={"name": "rollyard-worker"}), "own"),
-        (claim, "control plane's own"),
+        (env_from(secretKeyRef={"name": "home-tokens"}), "own"),
+        ({"imagePullSecrets": [{"name": "home-tls"}]}, "own"),
+        *((claim, "control plane's own") for claim in claims),
     ):
         (said,) = job_violations(job_of(template, namespace="home"), everything)
         assert word in said
-    assert pool_violations(pool_of(claim), everything) == (), "another namespace's claim of that name"
-    for name in ("rollyard-job-0123", "rollyard-ready-0123"):
+        (said,) = pool_violations(pool_of(template, namespace="home"), everything)
+        assert word in said
+    (said,) = job_violations(
+        job_of(sandbox={"imagePullSecrets": [{"name": "home-tls"}]}, namespace="home"), everything
+    )
+    assert "own" in said
+    (said,) = job_violations(
+        job_of({"imagePullSecrets": [{"name": "mine"}, {"name": "keys"}]}), settings(secrets=["mine"])
+    )
+    assert said.startswith(f"{RUN}.imagePullSecrets[1]: ")
+    for template in (*claims, volume(secret={"secretName": "home-tokens"})):
+        assert job_violations(job_of(template), everything) == (), "another namespace's of that name"
+        assert pool_violations(pool_of(template), everything) == ()
+    for name in ("rollyard-job-0123", "rollyard-ready-0123", "rollyard-worker"):
         (said,) = job_violations(job_of(volume(secret={"secretName": name})), everything)
         assert "own" in said
 
@@ -321,8 +458,18 @@ def test_prefixes_end_where_a_part_ends() -> None:
     assert is_image("r.example/ml/a@sha256:0", ["r.example/ml/a"])
     assert not is_image("r.example/ml-evil/a", ["r.example/ml"])
     assert not is_image("r.example.evil/a", ["r.example"])
+    assert is_image("r.example/b:1", ["r.example/a", "r.example/b"])
+    assert is_image("r.example/a:1", ["r.example/a:1"])
+    assert not is_image("r.example/a:10", ["r.example/a:1"])
+    assert not is_image("r.example/a", ["r.example/a:1"])
+    assert (is_image("any", True), is_image("any", False), is_image("any", [])) == (True, False, False)
     assert is_key("x.io/a", ["x.io/*"])
     assert not is_key("x.io.evil/a", ["x.io/*"])
+    assert is_key("b", ["a", "b"])
+    assert not is_key("ab", ["a"])
+    assert not is_key("", ["*"])
+    assert is_below("/srv/a", ["/data", "/srv"])
+    assert not is_below("/", ["/data"])
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,23 @@ async def test_in_a_pod_it_is_the_api_server_the_control_plane_dns_and_metadata(
     assert found == ("10.96.0.1:6443", "10.96.0.9:8765", "10.96.0.10:53", "[fd00::a]:53", METADATA)
 
 
+async def test_ports_that_are_not_said_are_the_usual_ones_and_nothing_is_checked_twice(
+    tmp_path: Path,
+) -> None:
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text("nameserver 10.96.0.10\nnameserver 10.96.0.10\nnameserver dns.example\nnameserver\n")
+    env = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    outside = {"external": ["10.96.0.10:53", "203.0.113.1:80"]}
+    found = await isolation_checks(settings("https://10.96.0.9/x", **outside), FakeKube(), env, resolver)
+    assert found == ("10.96.0.1:443", "10.96.0.9:443", "10.96.0.10:53", METADATA, "203.0.113.1:80")
+    found = await isolation_checks(settings("http://10.96.0.9"), FakeKube(), env, tmp_path / "absent")
+    assert found == ("10.96.0.1:443", "10.96.0.9:80", METADATA)
+    kube = with_service("10.96.0.1")
+    kube.refuse = lambda verb, obj: KubeError(403, "Forbidden", "services is forbidden")
+    found = await isolation_checks(settings(), kube, {}, resolver)
+    assert found == ("10.96.0.9:8765", METADATA), "the DNS server of another machine proves nothing"
+
+
 async def test_outside_a_pod_the_cluster_says_where_its_api_server_is() -> None:
     found = await isolation_checks(settings("https://127.0.0.1"), with_service("10.96.0.1", "fd00::1"), {})
     assert found == ("10.96.0.1:443", "[fd00::1]:443", METADATA), "of loopback a pod has its own"
@@ -93,6 +110,7 @@ def policy(name: str = "p", **spec: object) -> Object:
     return {"metadata": {"name": name}, "spec": {"podSelector": {}} | spec}
 
 
+HAS = {"key": "team", "operator": "Exists"}
 OURS = policy("ours", podSelector={"matchLabels": {"team": "a"}}, policyTypes=["Egress"], egress=[])
 
 
@@ -109,6 +127,24 @@ OURS = policy("ours", podSelector={"matchLabels": {"team": "a"}}, policyTypes=["
         (policy(podSelector={"matchLabels": {"team": "b"}}, egress=[{}]), False),
         (policy(podSelector={"matchLabels": {"other": "a"}}, egress=[{}]), False),
         (policy(podSelector=None, egress=[{}]), True),
+        (policy(podSelector={"matchLabels": {"team": "a", "other": "a"}}, egress=[{}]), False),
+        (policy(podSelector={"matchLabels": {"other": "a", "team": "a"}}, egress=[{}]), False),
+        (policy(podSelector={"matchLabels": SANDBOX}, egress=[{}]), True),
+        (
+            policy(
+                podSelector={"matchLabels": {"team": "a"}, "matchExpressions": [HAS | {"key": "other"}]},
+                egress=[{}],
+            ),
+            False,
+        ),
+        (policy(podSelector={"matchExpressions": [HAS, HAS | {"key": "other"}]}, egress=[{}]), False),
+        (
+            policy(
+                podSelector={"matchLabels": {"team": "b"}, "matchExpressions": [HAS]},
+                egress=[{}],
+            ),
+            False,
+        ),
     ],
 )
 def test_policies_add_up(foreign: Object, opens: bool) -> None:
@@ -141,9 +177,19 @@ def test_selectors_are_read_as_the_cluster_reads_them(
     assert bool(egress_trouble([OURS, foreign], SANDBOX, True)) is selects
 
 
+def test_each_policy_that_opens_is_looked_at_and_the_first_are_named() -> None:
+    foreign = [policy(name, policyTypes=["Egress"], egress=[{}]) for name in "dcba"]
+    said = egress_trouble([OURS, *foreign], SANDBOX, True)
+    assert "NetworkPolicy a, b, c, … permits" in said
+    assert "NetworkPolicy a, b, c permits" in egress_trouble([*foreign[1:], OURS], SANDBOX, False)
+
+
 def test_without_a_policy_that_denies_a_sandbox_is_open() -> None:
     elsewhere = policy(podSelector={"matchLabels": {"team": "b"}}, policyTypes=["Egress"])
     assert "was deleted or changed" in egress_trouble([elsewhere], SANDBOX, True)
+    ingress = policy(podSelector={}, policyTypes=["Ingress"])
+    assert "was deleted or changed" in egress_trouble([ingress], SANDBOX, True)
+    assert "was deleted or changed" in egress_trouble([], SANDBOX, True)
     assert egress_trouble([elsewhere], SANDBOX, False) == "", "policies of another kind may deny it"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, RolloutJob
-from rollyard_crds.claims import SandboxShape
-from rollyard_crds.fields.pod_template import LocalReference
+from rollyard_crds.claims import EXEC_PORT, SandboxShape
+from rollyard_crds.fields.pod_template import LocalReference, Placement
 from rollyard_drivers.reconcile.job import job_workloads
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_drivers.reconcile.pool import pool_workloads
@@ -28,6 +28,7 @@ from rollyard_operator.pods.sandboxes import (
 from rollyard_operator.pods.workloads import (
     backend_pod,
     installation_digest,
+    network_policy,
     pool_service,
     service_name,
     worker_pod,
@@ -309,6 +310,61 @@ def test_a_sandbox_reaches_nothing_and_holds_only_the_hash() -> None:
     }
 
 
+def test_a_sandbox_s_policy_admits_the_stage_workers_and_the_operator_of_its_installation_only() -> None:
+    policy = network_policy("team", SETTINGS)
+    assert policy["metadata"]["namespace"] == "team"
+    home = {"kubernetes.io/metadata.name": "rollyard"}
+    operator = {"app.kubernetes.io/name": "rollyard", "app.kubernetes.io/component": "operator"}
+
+    def ours(component: str) -> dict[str, str]:
+        return {"app.kubernetes.io/component": component, "rollyard.dev/instance": "test"}
+
+    assert policy["spec"] == {
+        "podSelector": {"matchLabels": ours("sandbox")},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [
+            {
+                "from": [
+                    {"podSelector": {"matchLabels": ours("stage-worker")}},
+                    {"namespaceSelector": {"matchLabels": home}, "podSelector": {"matchLabels": operator}},
+                ],
+                "ports": [{"protocol": "TCP", "port": EXEC_PORT}],
+            }
+        ],
+        "egress": [],
+    }
+    for pod, component in ((sandbox(), "sandbox"), (worker(job_of()), "stage-worker")):
+        assert ours(component).items() <= pod["metadata"]["labels"].items()
+    blue = network_policy("team", SETTINGS.model_copy(update={"instance": "blue"}))
+    assert blue["metadata"]["name"] != policy["metadata"]["name"], "installations may share a namespace"
+
+
+def test_every_check_is_an_argument_of_the_sandbox_and_its_processes_have_its_user() -> None:
+    chosen = SETTINGS.model_copy(
+        update={"sandbox": SETTINGS.sandbox.model_copy(update={"run_as_user": 4242})}
+    )
+
+    def made(*checks: str) -> Object:
+        return sandbox_pod(
+            "s", SHAPE.model_copy(update={"image": ""}), OWNER, chosen,
+            nonce="n", token_sha256="h", reference=job_reference(OWNER), checks=checks,
+        )  # fmt: skip
+
+    args = made("10.0.0.1:443", "[fd00::1]:53")["spec"]["containers"][0]["args"]
+    given = [args[at + 1] for at, one in enumerate(args) if one == "--isolation-check"]
+    assert given == ["10.0.0.1:443", "[fd00::1]:53"]
+    warm = made()
+    assert not [one for one in warm["spec"]["containers"][0]["args"] if one.startswith("--isolation")]
+    assert warm["spec"]["containers"][0]["image"] == "d:1"
+    assert warm["metadata"]["labels"][labels.WARM] == "true"
+    assert not {labels.CLAIM, labels.JOB, labels.JOB_UID} & warm["metadata"]["labels"].keys()
+    claimed = sandbox()["metadata"]["labels"]
+    assert labels.WARM not in claimed
+    assert [claimed[key] for key in (labels.CLAIM, labels.JOB, labels.JOB_UID)] == ["c1", "job", UID]
+    security = warm["spec"]["securityContext"]
+    assert {security[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {4242}
+
+
 def test_folders_of_a_task_are_volumes_of_their_own() -> None:
     with_folders = SHAPE.model_copy(update={"folders": ["/app", "/logs"]})
     pod = sandbox_pod(
@@ -369,6 +425,13 @@ def test_the_flavor_is_all_that_makes_a_difference() -> None:
         flavor(SHAPE.model_copy(update={"cpu": 2.0})),
         flavor(SHAPE.model_copy(update={"image": "other"})),
         flavor(owner=SandboxOwner("team", "job", UID, queue="q")),
+        flavor(SHAPE.model_copy(update={"memory_bytes": 2 << 30})),
+        flavor(SHAPE.model_copy(update={"disk_bytes": 2 << 30})),
+        flavor(SHAPE.model_copy(update={"processes": 65})),
+        flavor(owner=SandboxOwner("team", "job", UID, placement=Placement(runtime_class_name="gvisor"))),
+        flavor(images=SETTINGS.images.model_copy(update={"sandbox_default": "d:2"})),
+        flavor(image_pull_secrets=[LocalReference(name="registry")]),
+        flavor(sandbox=SETTINGS.sandbox.model_copy(update={"run_as_user": 2000})),
         flavor(image_volume="never"),
         flavor(image_pull_policy="Never"),
         flavor(images=SETTINGS.images.model_copy(update={"sandbox": "s:2"})),
@@ -380,8 +443,9 @@ def test_the_flavor_is_all_that_makes_a_difference() -> None:
 
 def test_secrets_differ_by_pod_and_nonce_and_repeat() -> None:
     given = [("k", "ns", "a", "1"), ("k", "ns", "a", "2"), ("k", "ns", "b", "1"), ("l", "ns", "a", "1")]
+    given.append(("k", "other", "a", "1"))
     made = [secret_of(*one) for one in given]
-    assert len(set(made)) == 4
+    assert len(set(made)) == len(given)
     assert made == [secret_of(*one) for one in given]
     assert {len(one) for one in made} == {32}
 

@@ -17,6 +17,7 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
     Infrastructure,
     Unresolved,
 )
+from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.http_head import BadHead, parse_head
 from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, ConnectionPace, EgressLimits, Meter, Spent
 from rollyard_testing.sandboxes.outside import HOST, Outside, client_hello, with_extension
@@ -28,13 +29,27 @@ PUBLIC = (
     "2606:4700:4700::1111",
     "2a04:4e42::223",
     "2001:4860:4860::8888",
+    # The neighbours of what is special.
+    "9.255.255.255",
+    "11.0.0.0",
+    "100.63.255.255",
+    "100.128.0.0",
+    "172.15.255.255",
+    "172.32.0.0",
+    "192.167.255.255",
+    "192.169.0.0",
+    "198.20.0.0",
+    "223.255.255.255",
+    "2001:200::1",
 )
 SPECIAL = (
     "0.0.0.0", "10.1.2.3", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.8.8.8", "168.63.129.16",
     "169.254.169.254", "169.254.170.2", "172.16.0.1", "172.31.255.255", "192.0.0.170", "192.168.1.1",
     "198.18.0.1", "224.0.0.251", "255.255.255.255", "::", "::1", "::127.0.0.1", "::ffff:10.0.0.1",
     "::ffff:8.8.8.8", "64:ff9b::a00:1", "64:ff9b:1::1", "2001::1", "2001:db8::1", "2002:a00:1::1", "fc00::1",
-    "fd00:ec2::254", "fe80::1", "fe80::1%lo", "fec0::1", "ff02::1", "4000::1",
+    "fd00:ec2::254", "fe80::1", "fe80::1%lo", "fec0::1", "ff02::1", "4000::1", "192.0.2.1", "192.31.196.1",
+    "192.52.193.1", "192.88.99.1", "192.175.48.1", "198.19.255.255", "198.51.100.1", "203.0.113.1",
+    "240.0.0.1", "100.127.255.255", "::ffff:0:8.8.8.8", "2001:20::1", "2620:4f:8000::1", "3fff::1",
 )  # fmt: skip
 
 
@@ -153,6 +168,8 @@ def hellos() -> dict[str, bytes]:
         "two_names": with_extension(hello, 0, b"\0\x08\0\0\x05a.org"),
         "encrypted": with_extension(hello, 0xFE0D, b"\0" * 16),
         "other_message": hello[:5] + b"\x02" + hello[6:],
+        "names_in_one_list": with_extension(client_hello(None), 0, b"\0\x10\0\0\x05a.org\0\0\x05b.org"),
+        "another_kind_of_name": with_extension(client_hello(None), 0, b"\0\x08\x01\0\x05a.org"),
         "cut_inside": hello[:6] + b"\0\0\x20" + hello[9:],
         "empty_record": b"\x16\x03\x01\0\0",
         "endless": b"\x16\x03\x01\x40\0\x01\xff\xff\xff",
@@ -179,6 +196,18 @@ def test_a_plain_request_is_written_again() -> None:
     )
 
 
+def test_a_plain_request_has_the_usual_port_path_and_body_unless_it_says_otherwise() -> None:
+    head = parse_head(b"GET http://pkgs.example.org HTTP/1.1\r\nConnection: Content-Length\r\n\r\n")
+    assert (head.port, head.length) == (80, 0)
+    assert head.forwarded == b"GET / HTTP/1.1\r\nHost: pkgs.example.org\r\nConnection: close\r\n\r\n"
+    fields = b"Connection: content-length\r\nContent-Length: 5\r\nTE: x\r\nKeep-Alive: y\r\nTrailer: z"
+    head = parse_head(b"PUT http://pkgs.example.org?a HTTP/1.0\r\n" + fields + b"\r\n\r\n")
+    assert head.length == 5
+    assert head.forwarded == (
+        b"PUT /?a HTTP/1.1\r\nHost: pkgs.example.org\r\nContent-Length: 5\r\nConnection: close\r\n\r\n"
+    )
+
+
 def test_connect_names_a_host_and_a_port() -> None:
     head = parse_head(b"CONNECT PKGS.example.org:443 HTTP/1.1\r\nHost: other\r\n\r\n")
     assert (head.host, head.port, head.connects) == (HOST, 443, True)
@@ -192,6 +221,8 @@ BAD = [
     (b"GET http://u:p@pkgs.example.org/ HTTP/1.1", 400),
     (b"GET http://pkgs.example.org\\@other.org/ HTTP/1.1", 400),
     (b"GET http://pkgs.example.org:0/ HTTP/1.1", 400),
+    (b"GET http://pkgs.example.org/#a HTTP/1.1", 400),
+    (b"CONNECT pkgs.example.org:65536 HTTP/1.1", 400),
     (b"GET http://pkgs.example.org:99999/ HTTP/1.1", 400),
     (b"GET http:///path HTTP/1.1", 400),
     (b"GET http://[::1/ HTTP/1.1", 400),
@@ -206,6 +237,7 @@ BAD = [
     (b"GET http://pkgs.example.org/ HTTP/1.1\r\nA: \0", 400),
     (b"POST http://pkgs.example.org/ HTTP/1.1\r\nTransfer-Encoding: chunked", 411),
     (b"POST http://pkgs.example.org/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", 400),
+    (b"POST http://pkgs.example.org/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1", 400),
     (b"POST http://pkgs.example.org/ HTTP/1.1\r\nContent-Length: +1", 400),
     (b"GET http://pkgs.example.org/ HTTP/1.1" + b"\r\nA: b" * 200, 431),
 ]
@@ -254,6 +286,53 @@ async def test_a_host_of_the_installation_that_has_no_address_for_a_moment_keeps
         with pytest.raises(DestinationRefused):
             await checks.addresses("alias.example.org", 443, [installers_rule("*")])
         world.names.pop("plane.example.org", None)
+
+
+async def test_every_host_and_every_address_of_the_installation_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.egress.destinations._KNOWN_SECONDS", -1.0)
+    world = Outside()
+    world.names |= {
+        "one.example.org": [["8.8.8.1"]],
+        "two.example.org": [["8.8.8.2", "8.8.8.3"], ["8.8.8.4"]],
+        "alias.example.org": [["1.1.1.1", "8.8.8.3"], ["8.8.8.4"]],
+    }
+    urls = ["https://one.example.org", "https://gone.example.org", "http://two.example.org.:8000/v1"]
+    checks = Destinations(world.resolve, Infrastructure(world.resolve, urls), lambda _: "")
+    for host in ("alias.example.org", "alias.example.org", "gone.example.org", "two.example.org"):
+        world.names.setdefault("gone.example.org", [["1.1.1.2"]])
+        with pytest.raises(DestinationRefused):
+            await checks.addresses(host, 443, [installers_rule("*")])
+
+
+async def test_a_host_needs_one_of_the_rules_and_an_address() -> None:
+    world = Outside()
+    world.names |= {"b.example.org": [["8.8.8.8"]], "empty.example.org": [[]]}
+    checks = Destinations(world.resolve, Infrastructure(world.resolve))
+    rules = [HostRule.parse(text) for text in ("a.example.org", "b.example.org", "empty.example.org")]
+    assert await checks.addresses("b.example.org", 443, rules) == [ipaddress.ip_address("8.8.8.8")]
+    with pytest.raises(Unresolved):
+        await checks.addresses("empty.example.org", 443, rules)
+    for host, given in (("c.example.org", rules), (None, [installers_rule("*")]), ("b.example.org", [])):
+        with pytest.raises(DestinationRefused):
+            await checks.addresses(host, 443, given)
+
+
+def test_an_author_s_own_proxy_variables_stay_and_a_worker_s_connections_are_given_back() -> None:
+    found = proxy_variables(81, {"HTTPS_PROXY": "http://mine", "no_proxy": "x"})
+    proxy = "http://127.0.0.1:81"
+    assert found == {
+        "http_proxy": proxy,
+        "https_proxy": proxy,
+        "HTTP_PROXY": proxy,
+        "NO_PROXY": "localhost,127.0.0.1,::1",
+    }
+    egress = Outside().egress(limits=EgressLimits(worker_connections=2))
+    assert [egress.begin() for _ in range(4)] == [True, True, False, False]
+    egress.end()
+    assert [egress.begin() for _ in range(2)] == [True, False]
+    egress.close()
 
 
 async def test_one_bad_address_among_good_ones_is_enough() -> None:

@@ -258,7 +258,11 @@ async def test_a_running_rollout_is_seen_as_far_as_it_has_come(
     ).status_code == 200
     assert (await served.viewer.get(url)).json()["turns"] == [seen]
     await worker.fail(lease)
+    waits = (await served.viewer.get(url)).json()
+    assert (waits["status"], waits["worker"]) == ("queued", ""), "it is in no worker's hands"
     (lease,) = [one for one in await worker.lease(init=2) if one["rollout"] == lease["rollout"]]
+    anew = (await served.viewer.get(url)).json()
+    assert (anew["status"], anew["worker"], anew["turns"]) == ("leased", "w1", []), "nothing of the last one"
     ref = {"rollout": lease["rollout"], "token": lease["token"]}
     live = [{**ref, "turns": [turn | {"no": 1, "text": "again"}]}]
     await served.worker.post("/v1/leases/heartbeat", json=beat | {"leases": [ref], "live": live})

@@ -276,3 +276,75 @@ async def test_what_is_kept_of_a_job_goes_with_it(served: Any, worker_of: Any, m
     assert await served.plane.database.read(left) == [0, 0, 0]
     answer = await served.viewer.get("/v1/rolloutjobs/job/statistics")
     assert (answer.status_code, answer.json()["reason"]) == (404, "JobNotFound")
+
+
+async def looks(served: Any, name: str) -> dict[str, Any]:
+    """Return what all views of a job show, without the times that pass."""
+    found: dict[str, Any] = {}
+    for sort in ("id", "reward", "-ended", "since"):
+        for more in ({}, {"task": "t1"}):
+            found[f"rollouts {sort} {len(more)}"] = [
+                (row["id"], row["task_id"], row["sample"], row["status"], row["reward"])
+                for row in await rows(served, name, sort=sort, **more)
+            ]
+    for sort in ("no", "-reward"):
+        answer = await served.viewer.get(f"/v1/rolloutjobs/{name}/grid", params={"sort": sort})
+        found[f"grid {sort}"] = answer.json()
+    for sort in ("-duration", "started"):
+        answer = await served.viewer.get(f"/v1/rolloutjobs/{name}/gantt", params={"sort": sort})
+        found[f"gantt {sort}"] = [(one["id"], one["task_id"]) for one in answer.json()["items"]]
+    found["statistics"] = (await served.viewer.get(f"/v1/rolloutjobs/{name}/statistics")).json()
+    for row in found["rollouts -ended 0"][:3]:
+        brief = await served.viewer.get(f"/v1/rolloutjobs/{name}/rollouts/{row[0]}/brief")
+        found[f"brief {row[0]}"] = brief.json()
+    return found
+
+
+async def test_what_other_jobs_do_changes_no_view_of_a_job(
+    served: Any, worker_of: Any, make_manifest: Any
+) -> None:
+    """The other jobs have the same tasks, and groups, samples and failures with the same numbers."""
+
+    async def some_jobs(ended: str, unfinished: str) -> None:
+        worker = await a_job(served, worker_of, make_manifest, ended)
+        tasks = {"tasks": TASKS, "samplesPerTask": 2}
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(unfinished, **tasks))
+        leases = await worker.lease(init=3, job=unfinished)
+        await worker.complete(*map(worker.result, leases[:2]))
+
+    await some_jobs("ended", "unfinished")
+    before = {name: await looks(served, name) for name in ("ended", "unfinished")}
+    assert len(before["ended"]["gantt started"]) == 12
+    assert len(before["unfinished"]["gantt started"]) == 3
+    await some_jobs("another", "open")
+    for name, shown in before.items():
+        after = await looks(served, name)
+        for view, what in shown.items():
+            assert after[view] == what, (name, view)
+
+
+async def test_a_brief_names_the_samples_beside_it_and_the_failures_around_it(
+    served: Any, worker_of: Any, make_manifest: Any
+) -> None:
+    """Samples are neighbours by their numbers within the group, failures by the order of their ends."""
+    spec = {"tasks": {"inline": TASKS["inline"][:2]}, "samplesPerTask": 4}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
+    worker = worker_of(served.worker)
+    leases = {(one["task"]["id"], one["sample_index"]): one for one in await worker.lease(init=8)}
+    ids = {place: lease["rollout"] for place, lease in leases.items()}
+    for place in (("t0", 2), ("t1", 1), ("t0", 0), ("t0", 3)):
+        await worker.fail(leases.pop(place), retryable=False)
+    await worker.complete(*map(worker.result, leases.values()))
+    while more := await worker.lease(run=8, eval=8):
+        await worker.complete(*map(worker.result, more))
+    await served.plane.views.folding.round()
+    for place, expected in {
+        ("t0", 0): (None, ("t0", 1), ("t1", 1), ("t0", 3)),
+        ("t0", 2): (("t0", 1), ("t0", 3), None, ("t1", 1)),
+        ("t0", 3): (("t0", 2), None, ("t0", 0), None),
+        ("t1", 3): (("t1", 2), None, ("t0", 3), None),
+    }.items():
+        found = await served.viewer.get(f"/v1/rolloutjobs/job/rollouts/{ids[place]}/brief")
+        names = ("sample_before", "sample_after", "failed_before", "failed_after")
+        around = tuple(None if one is None else ids[one] for one in expected)
+        assert tuple(found.json()["neighbours"][name] for name in names) == around, place

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from rollyard_crds import BackendPoolStatus
 from rollyard_drivers.health.backend import BackendHealth
-from rollyard_drivers.reconcile.plan import Launch, Stop
+from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
+from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
+from rollyard_slurm.logs import prune
+from rollyard_slurm.options import reconcile_profile
+from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
 from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.submitting import UNSURE_SECONDS
+from rollyard_slurm.submissions.polling import ENDS_AT_ONCE
+from rollyard_slurm.submissions.stopping import CANCEL_AGAIN_SECONDS
+from rollyard_slurm.submissions.submitting import SUBMITTED_AT_ONCE, UNSURE_SECONDS
 from rollyard_testing.slurm_bridge.bench import Bench, job
 
 
@@ -389,7 +399,6 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
-    from rollyard_drivers.reconcile.plan import Owner, Workload
     from rollyard_slurm.submissions.records import Records
     from rollyard_slurm.submissions.submission import fresh
 
@@ -408,7 +417,6 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
 
 
 def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
-    from rollyard_drivers.reconcile.plan import Owner, Workload
     from rollyard_slurm.submissions.records import Records
     from rollyard_slurm.submissions.submission import fresh
 
@@ -422,3 +430,240 @@ def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> No
     document["workload"]["sandbox"] = '{"cpu":1}'
     (folder / "aa.json").write_text(json.dumps(document))
     assert [one.workload for one in records.load()] == [workload]
+
+
+async def test_the_token_of_a_job_stays_while_one_of_its_workers_does(
+    tmp_path: Path, http: httpx.AsyncClient
+) -> None:
+    bench = Bench(tmp_path / "h", http, job(replicas=2), job("other"))
+    bench.store.listed[1].metadata.uid = "87654321-bbbb"
+    await bench.turns()
+    bench.slurm.run_all()
+    await bench.turns()
+    tokens = {path.name for path in bench.site.tokens.iterdir()}
+    assert tokens == {"default.qs.12345678", "default.other.87654321"}
+    two, other = bench.store.listed
+    two.spec.stages.init.replicas = two.spec.stages.run.replicas = two.spec.stages.eval.replicas = 1
+    await bench.turns(60)
+    assert len(bench.slurm.queued) == 2
+    assert {path.name for path in bench.site.tokens.iterdir()} == tokens
+    bench.store.listed = [other]
+    await bench.turns(60)
+    assert [path.name for path in bench.site.tokens.iterdir()] == ["default.other.87654321"]
+
+
+async def test_a_stop_is_remembered_by_the_next_bridge(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    (owner,) = bench.fleet.owners()
+    (seen,) = bench.fleet.observed(owner)
+    bench.fleet.stop(Stop(seen.name, 60.0))
+    (stopping,) = bench.fleet.jobs
+    bench.begin()
+    (again,) = bench.fleet.jobs
+    assert again.stopping
+    assert again.stop_by == stopping.stop_by
+
+
+async def test_a_backend_that_takes_no_rollouts_is_remembered_with_its_time(
+    tmp_path: Path, http: httpx.AsyncClient
+) -> None:
+    """Of the others, and of those of other pools, nothing is noted. It may take rollouts again later."""
+    bench = Bench(tmp_path / "h", http)
+    first, second = (Owner("BackendPool", "default", name, name) for name in ("p", "q"))
+    names = {owner: [f"{owner.name}-{index}" for index in range(2)] for owner in (first, second)}
+    await bench.turns()
+    for owner, both in names.items():
+        launch = tuple(Launch(Workload(name, "backend", owner, model="m")) for name in both)
+        await bench.fleet.carry_out(owner, Plan(BackendPoolStatus(), launch=launch))
+
+    def drains() -> dict[str, datetime]:
+        found = [one for owner in names for one in bench.fleet.observed(owner)]
+        return {one.name: one.draining_since for one in found if one.draining_since is not None}
+
+    async def drain(owner: Owner, *which: str) -> None:
+        await bench.fleet.carry_out(owner, Plan(BackendPoolStatus(), drain=frozenset(which)))
+
+    await drain(first, "p-1", "q-1")
+    assert drains().keys() == {"p-1"}
+    before = drains()
+    await drain(second, "q-0")
+    await drain(first, "p-0", "p-1")
+    assert drains()["p-1"] == before["p-1"], "since the first time"
+    bench.begin()
+    assert drains().keys() == {"p-0", "p-1", "q-0"}
+    assert drains()["p-1"] == before["p-1"]
+    await drain(first, "p-0")
+    bench.begin()
+    assert drains().keys() == {"p-0", "q-0"}
+    await bench.fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "blocked"),
+    [
+        (SubmitRefused("invalid account", False), True),
+        (SubmitRefused("QOSMaxSubmitJobPerUserLimit", True), False),
+        (SlurmUnavailable("slurmctld is not there"), False),
+        (SlurmError("there is no program 'sbatch' on PATH"), True),
+    ],
+    ids=repr,
+)
+async def test_a_job_that_was_not_taken_leaves_no_record(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: SlurmError, blocked: bool
+) -> None:
+    """The next bridge would else wait for it to appear in the queue."""
+
+    async def refuse(script: object) -> int:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.slurm, "submit", refuse)
+        await bench.turns(1)
+        (owner,) = bench.fleet.owners()
+        (seen,) = bench.fleet.observed(owner)
+        assert (seen.blocked, str(error) in seen.message) == (blocked, True)
+    assert list((bench.site.home / "submissions").iterdir()) == []
+    bench.begin()
+    await bench.turns(2)
+    assert list(bench.slurm.queued) == [101]
+
+
+async def test_many_jobs_are_submitted_and_found_ended_some_at_a_time(
+    tmp_path: Path, http: httpx.AsyncClient
+) -> None:
+    bench = Bench(tmp_path / "h", http, job(replicas=SUBMITTED_AT_ONCE + 3))
+    await bench.turns(1)
+    assert bench.slurm.submissions == SUBMITTED_AT_ONCE
+    await bench.turns(2)
+    assert bench.slurm.submissions == SUBMITTED_AT_ONCE + 3
+    bench.slurm.run_all()
+    await bench.turns(1)
+    for number in list(bench.slurm.queued):
+        bench.slurm.end(number, "COMPLETED" if number % 2 else "FAILED", status=number % 2)
+    await bench.fleet.poll(bench.now)
+    (owner,) = bench.fleet.owners()
+    assert [one.state for one in bench.fleet.observed(owner)].count("exited") == ENDS_AT_ONCE
+    await bench.turns(3)
+    assert len(bench.store.deaths) == len(set(bench.store.deaths)) == SUBMITTED_AT_ONCE + 3
+
+
+async def test_a_job_of_this_home_that_nothing_wants_is_cancelled_once(bench: Bench) -> None:
+    """One that completes is ending anyway."""
+    await bench.turns()
+    comment = bench.slurm.queued[101].comment
+    for number, launch in ((201, "aaaaaaaaaaaa"), (202, "bbbbbbbbbbbb"), (203, "cccccccccccc")):
+        other = re.sub("launch=[0-9a-f]+", f"launch={launch}", comment)
+        bench.slurm.queued[number] = replace(bench.slurm.queued[101], id=number, comment=other)
+    bench.slurm.change(202, state="COMPLETING")
+    left = bench.slurm.queued[203]
+    await bench.turns()
+    bench.slurm.queued[203] = left  # It takes Slurm a while.
+    await bench.turns()
+    assert bench.slurm.cancelled == [201, 203]
+
+
+async def test_when_the_bridge_ends_the_workers_end_first_and_the_earlier_limit_holds(
+    tmp_path: Path, http: httpx.AsyncClient
+) -> None:
+    bench = Bench(tmp_path / "h", http, job(replicas=4))
+    await bench.turns()
+    pool = Owner("BackendPool", "default", "p", "u")
+    backend = Launch(Workload("p-backend-0", "backend", pool, model="m"))
+    await bench.fleet.carry_out(pool, Plan(BackendPoolStatus(), launch=(backend,)))
+    bench.slurm.run_all()
+    bench.slurm.end(104, "FAILED", status=1)
+    await bench.fleet.poll(bench.now)
+    by_job = {one.job: one for one in bench.fleet.jobs}
+    assert by_job.keys() == {101, 102, 103, 105}
+    bench.fleet.stop(Stop(by_job[101].workload.name, 5.0))
+    bench.fleet.stop(Stop(by_job[102].workload.name, 500.0))
+    earlier = by_job[101].stop_by
+    now = datetime.now(UTC)
+    bench.fleet.stop_kind("stage-worker", 60.0, now)
+    limit = now + timedelta(seconds=60)
+    assert {number: one.stop_by for number, one in by_job.items()} == {
+        101: earlier,
+        102: limit,
+        103: limit,
+        105: None,
+    }
+    assert len(list((bench.site.home / "submissions").iterdir())) == 4, "one that has ended is forgotten"
+    assert [one.job for one in bench.fleet.left("backend")] == [105]
+    bench.begin()
+    assert {one.job: one.stop_by for one in bench.fleet.jobs} == {
+        number: one.stop_by for number, one in by_job.items()
+    }
+    await bench.fleet.close()
+
+
+async def test_a_job_that_does_not_end_is_cancelled_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+
+    async def ignored(jobs: Sequence[int]) -> None:
+        asked.append(list(jobs))
+
+    await bench.turns()
+    monkeypatch.setattr(bench.slurm, "cancel", ignored)
+    bench.store.listed.clear()
+    await bench.turns(5)
+    assert asked == [[101]]
+    await bench.turns(1, seconds=CANCEL_AGAIN_SECONDS + 1)
+    assert asked == [[101], [101]]
+    await bench.turns(5)
+    assert len(asked) == 2
+
+
+async def test_only_workers_are_asked_to_hand_over_what_they_hold(
+    tmp_path: Path, http: httpx.AsyncClient
+) -> None:
+    bench = Bench(tmp_path / "h", http, job())
+    await bench.turns()
+    pool = Owner("BackendPool", "default", "p", "u")
+    backend = Launch(Workload("p-backend-0", "backend", pool, model="m"))
+    await bench.fleet.carry_out(pool, Plan(BackendPoolStatus(), launch=(backend,)))
+    bench.slurm.run_all()
+    await bench.fleet.poll(bench.now)
+    for kind in ("stage-worker", "backend"):
+        bench.fleet.stop_kind(kind, 10.0, bench.now)
+    for passed in (1, 2, 5, 6, 8):
+        await bench.fleet.act(bench.now + timedelta(seconds=passed))
+    assert sorted(bench.slurm.signals) == [(101, "USR1"), (101, "USR2"), (102, "USR1")]
+    assert bench.slurm.cancelled == []
+    await bench.fleet.act(bench.now + timedelta(seconds=10))
+    assert sorted(bench.slurm.cancelled) == [101, 102]
+    await bench.fleet.close()
+
+
+def test_the_newest_logs_and_those_of_jobs_that_run_are_kept(tmp_path: Path) -> None:
+    """The names of jobs end with their numbers, which are not in the order of the alphabet."""
+    for name in ("a-worker-0-9", "b-worker-0-10", "a-worker-0-100", "c-backend-0-8", "a-worker-1-7"):
+        (tmp_path / f"{name}.log").touch()
+    others = ("bridge.log", "control-plane.log", "a-worker-0-6.txt")
+    for name in others:
+        (tmp_path / name).touch()
+    assert prune(tmp_path, {tmp_path / "c-backend-0-8.log"}, kept=2) == 2
+    left = {"b-worker-0-10.log", "a-worker-0-100.log", "c-backend-0-8.log", *others}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_all_that_a_script_is_made_from_replaces_jobs_that_run(tmp_path: Path) -> None:
+    site = Site(tmp_path, "i", "http://h:1", SiteProfile(), python="py")
+    changes: list[dict[str, Any]] = [
+        {},
+        {"url": "http://h:2"},
+        {"sandbox": "bubblewrap"},
+        {"sandbox_options": ("--default-image", "x")},
+        {"python": "/other/python"},
+        {"ca_file": tmp_path / "ca.crt"},
+        {"profile": SiteProfile.model_validate({"partition": "gpu"})},
+        {"profile": SiteProfile.model_validate({"workers": {"drainSeconds": 7}})},
+    ]
+    made = [reconcile_profile(replace(site, **change)).made_of for change in changes]
+    assert len(set(made)) == len(made)
+    assert reconcile_profile(replace(site, instance="other", telemetry=(("A", "b"),))).made_of == made[0]
+    drained = reconcile_profile(replace(site, **changes[-1]), 3)
+    assert (drained.drain_seconds, drained.max_active_jobs) == (17.0, 3)

@@ -82,6 +82,9 @@ async def test_a_backend_that_slurm_starts_anew_elsewhere(world: tuple[Bench, Se
     bench.slurm.change(101, state="PENDING", reason="BeginTime")
     await settled(bench, set())
     bench.slurm.run(101)
+    await bench.turns(2)
+    (owner,) = bench.fleet.owners()
+    assert [one.url for one in bench.fleet.observed(owner)] == [""], "what the last node announced is gone"
     announce(bench, 101, "http://cn2:2")
     servers.up = {"http://cn2:2"}
     await settled(bench, {"http://cn2:2"})

@@ -23,7 +23,7 @@ from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.polling import ENDS_AT_ONCE
 from rollyard_slurm.submissions.stopping import CANCEL_AGAIN_SECONDS
-from rollyard_slurm.submissions.submitting import SUBMITTED_AT_ONCE, UNSURE_SECONDS
+from rollyard_slurm.submissions.submitting import SUBMITTED_AT_ONCE, SUCCESSOR_AGAIN_SECONDS, UNSURE_SECONDS
 from rollyard_testing.slurm_bridge.bench import Bench, job
 
 
@@ -640,14 +640,17 @@ async def test_only_workers_are_asked_to_hand_over_what_they_hold(
 
 def test_the_newest_logs_and_those_of_jobs_that_run_are_kept(tmp_path: Path) -> None:
     """The names of jobs end with their numbers, which are not in the order of the alphabet."""
-    for name in ("a-worker-0-9", "b-worker-0-10", "a-worker-0-100", "c-backend-0-8", "a-worker-1-7"):
-        (tmp_path / f"{name}.log").touch()
-    others = ("bridge.log", "control-plane.log", "a-worker-0-6.txt")
+    numbers = (9, 10, 100, 7, 11, 99, 12, 101, 6, 13)
+    for number in numbers:
+        (tmp_path / f"{'abc'[number % 3]}-worker-0-{number}.log").touch()
+    living = tmp_path / "c-backend-0-8.log"
+    living.touch()
+    others = {"bridge.log", "control-plane.log", "a-worker-0-5.txt"}
     for name in others:
         (tmp_path / name).touch()
-    assert prune(tmp_path, {tmp_path / "c-backend-0-8.log"}, kept=2) == 2
-    left = {"b-worker-0-10.log", "a-worker-0-100.log", "c-backend-0-8.log", *others}
-    assert {path.name for path in tmp_path.iterdir()} == left
+    assert prune(tmp_path, {living}, kept=3) == 7
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"b-worker-0-100.log", "a-worker-0-99.log", "c-worker-0-101.log", living.name, *others}
 
 
 def test_all_that_a_script_is_made_from_replaces_jobs_that_run(tmp_path: Path) -> None:
@@ -667,3 +670,32 @@ def test_all_that_a_script_is_made_from_replaces_jobs_that_run(tmp_path: Path) -
     assert reconcile_profile(replace(site, instance="other", telemetry=(("A", "b"),))).made_of == made[0]
     drained = reconcile_profile(replace(site, **changes[-1]), 3)
     assert (drained.drain_seconds, drained.max_active_jobs) == (17.0, 3)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["job", "bridge"])
+async def test_a_refused_job_that_nobody_wants_any_more_is_never_submitted(bench: Bench, ends: bool) -> None:
+    bench.slurm.refuse, bench.slurm.limit = "QOSMaxSubmitJobPerUserLimit", True
+    await bench.turns(2)
+    assert len(bench.fleet.jobs) == 1
+    if ends:
+        bench.fleet.stop_kind("stage-worker", 5.0, bench.now)
+    else:
+        bench.store.listed.clear()
+        await bench.turns(1)
+    assert bench.fleet.jobs == []
+    bench.slurm.refuse, before = "", bench.slurm.submissions
+    await bench.fleet.act(bench.now + timedelta(seconds=60))
+    assert bench.slurm.submissions == before
+
+
+async def test_after_a_successor_that_failed_the_next_one_waits(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.run(101, left=500.0)
+    await bench.turns(2)
+    bench.slurm.end(102, "FAILED", status=1)
+    await bench.turns(10)
+    assert list(bench.slurm.queued) == [101]
+    await bench.turns(1, seconds=SUCCESSOR_AGAIN_SECONDS)
+    assert list(bench.slurm.queued) == [101, 103]

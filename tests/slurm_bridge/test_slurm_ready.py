@@ -354,11 +354,14 @@ async def test_a_home_that_cannot_be_written_gives_no_worker_away(
         raise OSError(28, "No space left on device")
 
     bench.store.listed.append(named("qs", "1"))
+    times = [(one.submitted_at, one.started_at) for one in bench.fleet.jobs]
     monkeypatch.setattr("rollyard_slurm.submissions.records.Records.save", full)
     with pytest.raises(OSError, match="No space left"):
         await bench.turns(1)
     monkeypatch.undo()
     assert standing(bench) == [101, 102]
+    assert [(one.submitted_at, one.started_at) for one in bench.fleet.jobs] == times
+    assert not any(one.ready for one in bench.fleet.jobs)
     await bench.turns(2)
     assert workers(bench) == {"qs-1-worker-0": 101}
     assert len(bench.store.offers) == 1

@@ -113,3 +113,26 @@ async def test_an_instance_that_is_never_filed_is_an_error(
     command.end()
     with pytest.raises(SandboxStartFailed, match=f"no instance {NAME} is filed"):
         await starter._filed(NAME, command.ref)
+
+
+def test_what_is_filed_of_one_instance_is_forgotten_alone(tmp_path: Path) -> None:
+    """The names of instances may begin alike, and a run folder may be used under two names of the host."""
+    ids = ("0a", "0a1", "ff")
+    for host in ("one", "two"):
+        for sandbox_id in ids:
+            name = instances.instance_name(sandbox_id)
+            folder = tmp_path / "instances" / "app" / host / "user" / name
+            folder.mkdir(parents=True)
+            (folder / f"{name}.json").write_text("{}")
+            logs = tmp_path / "instances" / "logs" / host / "user"
+            logs.mkdir(parents=True, exist_ok=True)
+            for kind in ("out", "err"):
+                (logs / f"{name}.{kind}").touch()
+        (tmp_path / "instances" / "app" / host / "user" / "another").mkdir()
+    assert instances.filed(tmp_path) == ["0a", "0a1", "ff"]
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    instances.forget(tmp_path, instances.instance_name("0a"))
+    assert instances.filed(tmp_path) == ["0a1", "ff"]
+    gone = before - {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path.stem for path in gone} == {instances.instance_name("0a")}
+    assert len(gone) == 6

@@ -50,9 +50,19 @@ def folder(run_dir: Path) -> SandboxFolder:
 def test_records_are_private_and_survive_a_round_trip(folder: SandboxFolder) -> None:
     first = record(folder, env={"A": "b"})
     folder.create(first)
-    claimed = replace(first, state="claimed", owner="r-1")
+    claimed = replace(
+        first,
+        state="claimed",
+        owner="r-1",
+        root=Process(11, 1),
+        monitor=Process(12, 2),
+        helpers=(Process(13, 3), Process(14, 4)),
+        cgroups=("/sys/fs/cgroup/a", "/sys/fs/cgroup/b"),
+        workdir="/elsewhere",
+    )
     folder.save(claimed)
     assert folder.load(first.id) == claimed
+    assert SandboxFolder(folder.run_dir).load(first.id) == claimed, "in another process, too"
     assert folder.ids() == [first.id]
     assert folder.folder(first.id).stat().st_mode & 0o777 == 0o700
     assert (folder.folder(first.id) / "sandbox.json").stat().st_mode & 0o777 == 0o600

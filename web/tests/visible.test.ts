@@ -12,6 +12,21 @@ test("marks of direction, zero width and tags have code points", () => {
   assert.equal(visible("\u{e0041}\u2028\u061c\u3164"), "⟦U+E0041⟧⟦U+2028⟧⟦U+061C⟧⟦U+3164⟧");
 });
 
+test("the first and the last character of each hidden range has its code point", () => {
+  const ranges = [
+    [0x7f, 0x9f], [0xad, 0xad], [0x34f, 0x34f], [0x61c, 0x61c], [0x115f, 0x1160], [0x17b4, 0x17b5], [0x180b, 0x180f], [0x200b, 0x200f],
+    [0x2028, 0x202e], [0x2060, 0x206f], [0x3164, 0x3164], [0xfe00, 0xfe0e], [0xfeff, 0xfeff], [0xffa0, 0xffa0], [0xfff0, 0xfffb],
+    [0x1bca0, 0x1bca3], [0x1d173, 0x1d17a], [0xe0000, 0xe0fff], [0xd800, 0xdfff],
+  ];
+  for (const [first = 0, last = 0] of ranges) {
+    for (const code of [first, last]) {
+      const name = code === 0x7f ? "DEL" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+      assert.equal(visible(`a${String.fromCodePoint(code)}b`), `a⟦${name}⟧b`);
+    }
+  }
+  assert.equal(visible("a\ufe0f"), "a\ufe0f", "the usual selector of emoji");
+});
+
 test("a lone surrogate is seen, and a pair stays a character", () => {
   assert.equal(visible("\ud83d\ude00 \ud83d"), "😀 ⟦U+D83D⟧");
 });

@@ -279,20 +279,20 @@ async def test_what_is_kept_of_a_job_goes_with_it(served: Any, worker_of: Any, m
 
 
 async def looks(served: Any, name: str) -> dict[str, Any]:
-    """Return what all views of a job show, without the times that pass."""
+    """Return what all views of a job show, without times that pass, and in no order: many times are equal."""
     found: dict[str, Any] = {}
     for sort in ("id", "reward", "-ended", "since"):
         for more in ({}, {"task": "t1"}):
-            found[f"rollouts {sort} {len(more)}"] = [
+            found[f"rollouts {sort} {len(more)}"] = sorted(
                 (row["id"], row["task_id"], row["sample"], row["status"], row["reward"])
                 for row in await rows(served, name, sort=sort, **more)
-            ]
+            )
     for sort in ("no", "-reward"):
         answer = await served.viewer.get(f"/v1/rolloutjobs/{name}/grid", params={"sort": sort})
         found[f"grid {sort}"] = answer.json()
     for sort in ("-duration", "started"):
         answer = await served.viewer.get(f"/v1/rolloutjobs/{name}/gantt", params={"sort": sort})
-        found[f"gantt {sort}"] = [(one["id"], one["task_id"]) for one in answer.json()["items"]]
+        found[f"gantt {sort}"] = sorted((one["id"], one["task_id"]) for one in answer.json()["items"])
     found["statistics"] = (await served.viewer.get(f"/v1/rolloutjobs/{name}/statistics")).json()
     for row in found["rollouts -ended 0"][:3]:
         brief = await served.viewer.get(f"/v1/rolloutjobs/{name}/rollouts/{row[0]}/brief")

@@ -197,6 +197,11 @@ async def test_tokens_of_the_older_form_work_while_they_are_allowed(yard: Yard, 
     assert len(await yard.lease(http, "mine", init=1)) == 1
     ask = {"worker": "w", "node": "n", "capacity": {"init": 1}, "job": "other"}
     assert (await http.post("/v1/leases", json=ask)).status_code == 403
+    elsewhere = yard.client(older_token(yard.plane.tokens.worker, "team", "mine"))
+    (lease,) = await yard.lease(http, "mine", init=1)
+    late = await elsewhere.post("/v1/leases/complete", json={"worker": "w", "results": [result(lease)]})
+    assert late.status_code == 403, "a job of that name in another namespace is another job"
+    assert (await elsewhere.get("/v1/leases/job", params={"name": "mine"})).status_code == 403
     folder = tmp_path / "strict"
     async with control_plane(folder, older_job_tokens=False) as strict:
         await strict.submit("mine")
@@ -228,6 +233,21 @@ async def test_a_job_token_files_reads_and_releases_claims_of_its_job_only(yard:
     assert (await mine.get(path)).json()["state"] == "Pending", "nobody else released it"
     assert (await mine.delete(path)).status_code == 204
     assert (await mine.get(path)).json()["state"] == "Released"
+
+
+async def test_a_rollout_of_another_job_is_found_among_many(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are looked up in several queries, and each of them counts."""
+    monkeypatch.setattr(job_scope, "LOOKED_UP", 2)
+    mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
+    own = await yard.lease(mine, "mine", init=3)
+    (foreign,) = await yard.lease(other, "other", init=1)
+    for unknown, status in (([], 200), (["0", "00"], 200), (["0", "00", foreign["rollout"]], 403)):
+        leases = [{"rollout": one["rollout"], "token": one["token"]} for one in own]
+        leases += [{"rollout": one, "token": 1} for one in unknown]
+        beat = {"worker": "w", "node": "n", "leases": leases}
+        assert (await mine.post("/v1/leases/heartbeat", json=beat)).status_code == status
 
 
 async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:

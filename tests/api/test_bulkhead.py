@@ -126,6 +126,10 @@ async def test_a_quota_counts_by_key_and_in_all() -> None:
             pass
         assert quota.open("b") == 0
     assert quota.open("a") == 0
+    for _ in range(4):
+        with pytest.raises(ValueError, match="broken"), quota.held("a"):
+            raise ValueError("broken")
+    assert quota.open("a") == 0, "what fails gives its place back"
     with quota.held("c"):
         assert quota.open("c") == 1
 
@@ -157,6 +161,22 @@ async def test_who_waits_in_vain_for_a_turn_keeps_no_place() -> None:
                     async with short.held("b"):
                         pass
         async with short.held("b"):
+            pass
+
+
+async def test_turns_are_bounded_by_key_and_in_all_and_are_given_back_by_what_fails() -> None:
+    turns = Turns("looks", each=2, total=3, seconds=0.01)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="broken"):
+            async with turns.held("a"):
+                raise ValueError("broken")
+    async with turns.held("a"), turns.held("a"):
+        with pytest.raises(TooManyWaits, match="namespace 'a'"):
+            await turns.held("a").__aenter__()
+        async with turns.held("b"):
+            with pytest.raises(TooManyWaits):
+                await turns.held("c").__aenter__()
+        async with turns.held("c"):
             pass
 
 

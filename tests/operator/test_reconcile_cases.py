@@ -88,6 +88,46 @@ def test_pool_not_ready_is_said() -> None:
     plan = reconcile_job(job, observed, NOW, LOCAL)
     assert condition(plan, "Running").reason == "BackendPoolNotReady"
     assert "loading" in plan.status.message
+    ready = reconcile_job(job, replace(observed, pool=PoolState(1)), NOW, LOCAL)
+    assert (condition(ready, "Running").status, ready.status.message) == ("True", "")
+
+
+def test_a_job_runs_once_each_stage_has_its_least_number_of_workers() -> None:
+    stages = {"run": {"replicas": 2, "maxReplicas": 3, "concurrency": 1}}
+    job = job_of({"total": 9, "run": {"queued": 9}}, stages=stages)
+    workers = running(job)
+    assert len(workers) == 5
+    for missing, runs in ((0, False), (2, False), (3, True), (4, False)):
+        there = ObservedJob(workers[:missing] + workers[missing + 1 :], PoolState(1))
+        told = condition(reconcile_job(job, there, NOW, LOCAL), "Running")
+        assert (told.status == "True") == runs, workers[missing].name
+        assert told.reason == ("WorkersReady" if runs else "WorkersStarting")
+    none = job_of(stages={stage: {"replicas": 0} for stage in ("init", "run", "eval")})
+    plan = reconcile_job(none, ObservedJob(pool=PoolState(1)), NOW, LOCAL)
+    assert (condition(plan, "Running").status, condition(plan, "Running").reason) == ("False", "NoWorkers")
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_any_worker_may_exceed_the_limit_of_restarts_with_the_present_spec(place: int) -> None:
+    job = job_of(backoffLimit=2, stages={"run": {"replicas": 2}})
+    workers = list(running(job))
+    dead = replace(workers[place], state="exited", exit_code=1, exited_at=NOW, restarts=2)
+
+    def finished(seen: ObservedWorkload) -> str:
+        workers[place] = seen
+        plan = reconcile_job(job, ObservedJob(tuple(workers), PoolState(1)), NOW, LOCAL)
+        return condition(plan, "Finished").reason
+
+    assert finished(dead) == "BackoffLimitExceeded"
+    for other in (
+        replace(dead, restarts=1),
+        replace(dead, exit_code=0),
+        replace(dead, exit_code=None),
+        replace(dead, blocked=True),
+        replace(dead, spec_hash="another"),
+        replace(dead, state="running", exit_code=None, exited_at=None),
+    ):
+        assert finished(other) == "NotFinished", other
 
 
 def test_vanished_pool_leaves_workers_alone() -> None:
@@ -150,6 +190,8 @@ def test_finished_workers_go_and_ttl_deletes() -> None:
     assert len(plan.stop) == 1
     assert plan.requeue_after == 60
     job.status = plan.status
+    assert not reconcile_job(job, observed, NOW + timedelta(seconds=60), LOCAL).delete, "a worker is there"
+    assert not reconcile_job(job, replace(observed, workloads=()), NOW + timedelta(seconds=59), LOCAL).delete
     later = reconcile_job(job, replace(observed, workloads=()), NOW + timedelta(seconds=60), LOCAL)
     assert later.delete
     assert later.status.completion_time == NOW

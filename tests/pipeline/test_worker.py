@@ -15,7 +15,7 @@ from rollyard_crds.lease import (
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline.errors import ControlPlaneRefused
-from rollyard_pipeline.sandboxes.errors import NodeDiskFull
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,
@@ -74,10 +74,11 @@ async def test_a_pool_never_holds_more_than_its_places(handler: type[Steered]) -
     assert not any("run" in request.capacity for request in plane.asked)
 
 
-async def test_a_cancelled_rollout_stops_and_its_sandbox_goes(handler: type[Steered]) -> None:
+@pytest.mark.parametrize("stage", ["run", "eval"])
+async def test_a_cancelled_rollout_stops_and_its_sandbox_goes(handler: type[Steered], stage: str) -> None:
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider):
-        plane.offer(lease(1, "run", "box"))
+        plane.offer(lease(1, stage, "box"))
         await until(lambda: handler.entered == ["r1"])
         plane.cancelled = [LeaseRef(rollout="r1", token=1)]
         await until(lambda: provider.released == ["box"])
@@ -104,6 +105,43 @@ async def test_the_answer_to_a_report_says_whether_anybody_needs_the_sandbox(
         await task
     assert [outcome.rollout for outcome in plane.outcomes] == ["r1"]
     assert provider.released == released
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "reward", "released"),
+    [
+        ("run", None, 1.0, []),
+        ("eval", None, 1.0, ["box"]),
+        ("run", RuntimeError("bug"), 1.0, ["box"]),
+        ("eval", RuntimeError("bug"), 1.0, []),
+        ("eval", SandboxLost("gone"), 1.0, ["box"]),
+        ("eval", None, "no number", ["box"]),
+    ],
+    ids=["run", "eval", "failed run", "failed eval", "eval without sandbox", "final failure"],
+)
+async def test_a_sandbox_stays_while_another_lease_needs_it(
+    handler: type[Steered], stage: str, error: Exception | None, reward: Any, released: list[str]
+) -> None:
+    plane, provider = Plane(spec()), Provider()
+    handler.error, handler.reward = error, reward
+    handler.gate.set()
+    async with working(plane, handler, provider):
+        plane.offer(lease(1, stage, "box"))
+        await plane.wait_for(1)
+    assert provider.released == released
+
+
+async def test_a_failure_that_is_refused_frees_its_place(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    plane.refuse = lambda outcome: isinstance(outcome, StageFailure)
+    handler.error = RuntimeError("bug")
+    handler.gate.set()
+    async with working(plane, handler, concurrency={"run": 2}, drain_seconds=0.1):
+        plane.offer(lease(1, "run"), lease(2, "run"))
+        await until(lambda: plane.reports >= 2)
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1 and not plane.beats[-1].leases)
+        assert plane.outcomes == []
 
 
 @pytest.mark.parametrize(("stage", "released"), [("run", ["box"]), ("eval", [])])
@@ -194,20 +232,17 @@ async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
 async def test_drain_hands_over_what_does_not_finish(handler: type[Steered]) -> None:
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider, drain_seconds=0.1) as (worker, task):
-        plane.offer(lease(1, "run", "a"), lease(2, "eval", "b"))
-        await until(lambda: len(handler.entered) == 2)
+        plane.offer(lease(1, "run", "a"), lease(2, "eval", "b"), lease(3, "run"), lease(4))
+        await until(lambda: len(handler.entered) == 4)
         worker.drain()
         await task
     failures = {outcome.rollout: outcome for outcome in plane.outcomes}
     for failure in failures.values():
         assert isinstance(failure, StageFailure)
         assert (failure.reason, failure.counts, failure.retryable) == ("WorkerDrained", False, True)
-    run, evaluated = failures["r1"], failures["r2"]
-    assert isinstance(run, StageFailure)
-    assert isinstance(evaluated, StageFailure)
     # Run has used its sandbox; Eval begins by killing everything, so another worker may continue.
-    assert run.return_to == "init"
-    assert evaluated.return_to is None
+    back = {name: one.return_to for name, one in failures.items() if isinstance(one, StageFailure)}
+    assert back == {"r1": "init", "r2": None, "r3": None, "r4": None}
     assert provider.released == ["a"]
 
 

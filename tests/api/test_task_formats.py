@@ -104,6 +104,15 @@ async def test_a_damaged_parquet_file() -> None:
         await read(in_parquet([row(0)])[:-6])
 
 
+async def test_the_rows_before_the_damage_of_a_parquet_file_are_read() -> None:
+    data = in_parquet([row(i) for i in range(250)])
+    second = parquet.ParquetFile(io.BytesIO(data)).metadata.row_group(1).column(0).dictionary_page_offset
+    damaged = data[:second] + bytes(100) + data[second + 100 :]
+    assert len(await read(damaged, limit=64)) == 64
+    with pytest.raises(Invalid, match="the Parquet file is damaged"):
+        await read(damaged)
+
+
 async def test_a_format_that_is_not_installed() -> None:
     with pytest.raises(Invalid, match="no task format 'arc' is installed"):
         await read(jsonl([row(0)]), format="arc")

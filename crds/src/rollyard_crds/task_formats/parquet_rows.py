@@ -71,13 +71,14 @@ def _plain(value: Any) -> str:
 def main() -> int:
     """Write the rows of the file on standard input to standard output, and return the exit code."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    code = 0
     try:
         for line in json_lines(sys.stdin.buffer):
             sys.stdout.write(line + "\n")
-        sys.stdout.flush()
     except ParquetProblem as problem:
-        return problem.code
-    return 0
+        code = problem.code
+    sys.stdout.flush()
+    return code
 
 
 if __name__ == "__main__":

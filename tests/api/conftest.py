@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,11 +256,18 @@ class Worker:
         return [item["outcome"] for item in answer.json()["outcomes"]]
 
     async def fail(self, lease: dict[str, Any], reason: str = "Broken", **fields: Any) -> str:
-        item = {k: lease[k] for k in ("rollout", "token", "stage")} | {"reason": reason} | fields
-        answer = await self.http.post("/v1/leases/fail", json={"worker": self.name, "failures": [item]})
-        assert answer.status_code == 200, answer.text
-        outcome: str = answer.json()["outcomes"][0]["outcome"]
+        (outcome,) = await self.fail_all([lease], reason, **fields)
         return outcome
+
+    async def fail_all(
+        self, leases: Sequence[dict[str, Any]], reason: str = "Broken", **fields: Any
+    ) -> list[str]:
+        """Report the failures of several leases in one request, and return their outcomes."""
+        said = {"reason": reason} | fields
+        failures = [{k: lease[k] for k in ("rollout", "token", "stage")} | said for lease in leases]
+        answer = await self.http.post("/v1/leases/fail", json={"worker": self.name, "failures": failures})
+        assert answer.status_code == 200, answer.text
+        return [item["outcome"] for item in answer.json()["outcomes"]]
 
     async def heartbeat(self, *leases: dict[str, Any], sandboxes: list[str] | None = None) -> dict[str, Any]:
         body = {

@@ -52,6 +52,11 @@ async def kept(http: Any, path: str = PATH) -> dict[str, str]:
     return {item["name"]: item["cursor"] for item in items}
 
 
+def pushed(count: int) -> dict[str, Any]:
+    """Return what pushes this number of tasks to a stream."""
+    return {"tasks": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
+
+
 @pytest.mark.parametrize("what", ["trajectories", "groups"])
 async def test_a_page_says_where_each_result_ends(ended: Any, what: str) -> None:
     every = [json.loads(line) for line in (await ended.admin.get(f"{PATH}/{what}")).content.splitlines()]
@@ -185,9 +190,6 @@ async def test_cursors_are_bounded_and_go_with_their_job(ended: Any) -> None:
 async def test_a_stream_whose_results_nobody_reads_takes_no_more(
     settings: Any, serving: Any, make_manifest: Any, worker_of: Any
 ) -> None:
-    def pushed(count: int) -> dict[str, Any]:
-        return {"tasks": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
-
     async with serving(settings, max_unread=6) as served:
         http, worker = served.admin, worker_of(served.worker)
         spec = {"tasks": {"stream": True}, "samplesPerTask": 2}
@@ -225,9 +227,6 @@ async def test_a_stream_whose_results_nobody_reads_takes_no_more(
 async def test_trajectories_that_were_read_count_for_their_stream_only(
     settings: Any, serving: Any, make_manifest: Any, worker_of: Any
 ) -> None:
-    def pushed(count: int) -> dict[str, Any]:
-        return {"tasks": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
-
     async with serving(settings, max_unread=6) as served:
         http, worker, twin = served.admin, worker_of(served.worker), "/v1/rolloutjobs/twin"
         for path in (PATH, twin):

@@ -53,16 +53,20 @@ class Pool:
         return sorted(listed, key=lambda one: str(one["id"]))
 
 
+async def create_pool(served: Any, name: str) -> None:
+    manifest = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": name},
+        "spec": {"model": "tiny"},
+    }
+    assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
+
+
 @pytest.fixture
 async def make_pool(served: Any, make_manifest: Any, worker_of: Any) -> Any:
     async def make(init: int = 16, **spec: Any) -> Pool:
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "BackendPool",
-            "metadata": {"name": "pool"},
-            "spec": {"model": "tiny"},
-        }
-        assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
+        await create_pool(served, "pool")
         pool = Pool(served, worker_of(served.worker))
         await pool.ready(True)
         job = make_manifest(
@@ -98,13 +102,7 @@ async def test_an_outage_of_one_pool_is_none_of_anothers(
 ) -> None:
     """Neither for failures that one request reports, nor for what waits in the queues."""
     pool = await make_pool()
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "second"},
-        "spec": {"model": "tiny"},
-    }
-    assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
+    await create_pool(served, "second")
     body = {"backends": [{"url": "http://backend-1:8000", "ready": True}]}
     assert (await served.driver.put("/v1/backendpools/second/backends", json=body)).status_code == 200
     job = make_manifest("second", agent={"type": "tools"}, backendRef={"name": "second"})
@@ -113,12 +111,7 @@ async def test_an_outage_of_one_pool_is_none_of_anothers(
     leases = await pool.worker.lease(run=4)
     assert sorted(one["job"] for one in leases) == ["job", "job", "second", "second"]
     await pool.ready(False)
-    failures = [
-        {name: lease[name] for name in ("rollout", "token", "stage")} | {"reason": "BackendUnavailable"}
-        for lease in leases
-    ]
-    answer = await served.worker.post("/v1/leases/fail", json={"worker": "w", "failures": failures})
-    assert [one["outcome"] for one in answer.json()["outcomes"]] == ["accepted"] * 4
+    assert await pool.worker.fail_all(leases, "BackendUnavailable") == ["accepted"] * 4
     for name, attempt in (("job", 0), ("second", 1)):
         items = (await served.admin.get(f"/v1/rolloutjobs/{name}/rollouts")).json()["items"]
         assert [one["attempt"] for one in items] == [attempt] * 2

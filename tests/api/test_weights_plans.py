@@ -390,9 +390,7 @@ class Pools:
 
     async def step(self, number: int, url: str, **values: Any) -> None:
         """Set a backend's part of an update."""
-        await self.served.plane.database.write(
-            partial(update_records.note, update_id=number, url=url, **values)
-        )
+        await self.write(update_records.note, update_id=number, url=url, **values)
 
     async def target(self, url: str) -> BackendTarget:
         """Return what the coordinator reads of a backend of `p`."""
@@ -403,7 +401,7 @@ class Pools:
         await self.served.plane.database.write(partial(op, **values))
 
     async def settle(self, pool: int = 1) -> None:
-        await self.served.plane.database.write(partial(update_records.settle, pool_id=pool))
+        await self.write(update_records.settle, pool_id=pool)
 
     async def succeed(self, number: int) -> None:
         """Let every backend have the weights."""
@@ -416,10 +414,8 @@ class Pools:
         assert (await self.update(number))["state"] == "Succeeded"
 
     async def refuse(self, number: int, refused_by: str = "") -> None:
-        await self.served.plane.database.write(
-            partial(
-                update_records.refuse, pool_id=1, update_id=number, message="wrong", refused_by=refused_by
-            )
+        await self.write(
+            update_records.refuse, pool_id=1, update_id=number, message="wrong", refused_by=refused_by
         )
 
 
@@ -686,7 +682,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     ]
     if changes and changes != {"policy_index": 1}:
         return
-    # It is told once more that it begins, with nothing measured: what was measured is kept.
+    # It begins once more, with nothing measured: what was measured before is kept.
     await two.write(backend_weights.begin, name="me", target=target, fence=False)
     read = partial(backend_progress.earlier, pool_id=1, url=url, policy_index=0)
     assert await two.served.plane.database.read(read) == before

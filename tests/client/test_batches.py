@@ -330,20 +330,22 @@ def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
         assert fresh.stale_groups == 4
 
 
+def one_token(prompt: list[int], token: int, logprob: float, version: str) -> dict[str, Any]:
+    """Return a segment with one sampled token."""
+    return {
+        "prompt_ids": prompt,
+        "response_ids": [token],
+        "loss_mask": [1],
+        "logprobs": [logprob],
+        "policy_versions": [version],
+    }
+
+
 def test_a_batch_forgets_no_update_that_came_while_it_waited() -> None:
     """Groups that were gathered before it are too old then, and others take their places."""
 
     def page(*names: str, cursor: str, finished: bool = False) -> Page:
-        segments = [
-            {
-                "prompt_ids": [1],
-                "response_ids": [2],
-                "loss_mask": [1],
-                "logprobs": [0.0],
-                "policy_versions": [version],
-            }
-            for version in ("v1", "v2")
-        ]
+        segments = [one_token([1], 2, 0.0, version) for version in ("v1", "v2")]
         lines = []
         for name in names:
             one = segments[0 if name.startswith("old") else 1]
@@ -385,16 +387,7 @@ def test_segments_of_one_trajectory_are_rows_with_one_sample_and_reward() -> Non
     pytest.importorskip("numpy")
 
     def trajectory(name: str, reward: float | None, *lengths: int) -> Trajectory:
-        segments = [
-            {
-                "prompt_ids": [7] * length,
-                "response_ids": [8],
-                "loss_mask": [1],
-                "logprobs": [-0.5],
-                "policy_versions": ["v1"],
-            }
-            for length in lengths
-        ]
+        segments = [one_token([7] * length, 8, -0.5, "v1") for length in lengths]
         known = {"id": name, "job": "j", "task_id": "t", "group_id": "t", "sample_index": 0}
         return Trajectory.model_validate(known | {"reward": reward, "segments": segments})
 

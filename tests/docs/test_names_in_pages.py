@@ -5,17 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
+from rollyard_testing.checkout import ROOT, files
 
-ROOT = Path(__file__).resolve().parents[2]
-# Another user than the owner of the checkout collects these tests, too.
-FILES = subprocess.run(
-    ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"],
-    cwd=ROOT, capture_output=True, text=True, check=True,
-).stdout.splitlines()  # fmt: skip
+FILES = files()
 # What the changelog names existed when the line was written.
 PAGES = [
     name for name in FILES if name.endswith(".md") and name != "CHANGELOG.md" and (ROOT / name).is_file()

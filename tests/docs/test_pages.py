@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +11,9 @@ import pytest
 import rollyard_crds
 import yaml
 from rollyard.main import cli
+from rollyard_testing.checkout import ROOT, files
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / line
-    for line in subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()
-]  # fmt: skip
+PAGES = [ROOT / name for name in files("*.md")]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\[[^\]]*\]\(([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import io
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from rollyard_testing.checkout import ROOT, files
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/src/*/__init__.py"))
 BESIDE = ("bench", "examples", "scripts", "tests")
 """The folders beside the packages whose texts are held to the same rules."""
@@ -184,11 +183,7 @@ def test_comments_of_shell_scripts_are_read(source: str, count: int) -> None:
 
 def files_of(folder: str) -> Iterator[tuple[Path, bool]]:
     """Yield the Python files and scripts below a folder, and whether each is a shell script."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    for path in (ROOT / name for name in listed):
+    for path in (ROOT / name for name in files(folder)):
         if not path.is_file():
             continue
         if path.suffix == ".py":
@@ -206,13 +201,13 @@ def test_scripts_of_both_kinds_are_found() -> None:
 
 @pytest.mark.parametrize("folder", [*PACKAGES, *BESIDE])
 def test_docstrings_and_comments_are_sentences(folder: str) -> None:
-    files = [
+    sources = [
         (path, shell) for path, shell in files_of(folder) if str(path.relative_to(ROOT)) not in OWN_WORDS
     ]
-    assert files
+    assert sources
     found = [
         f"{path.relative_to(ROOT)}:{finding}"
-        for path, shell in files
+        for path, shell in sources
         for finding in findings(path.read_text(encoding="utf-8"), shell, shown=folder in PACKAGES)
     ]
     assert not found, "\n".join(found)

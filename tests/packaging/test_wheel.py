@@ -12,11 +12,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from rollyard_testing.checkout import ROOT, files
 from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.packaging, pytest.mark.nightly]
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
     "targets"
 ]["wheel"]["packages"]
@@ -25,10 +25,7 @@ PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool
 def tracked(folder: str) -> set[str]:
     """Return the files of a folder that git would commit, relative to the folder's parent."""
     parent = ROOT / Path(folder).parent
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", Path(folder).name],
-        cwd=parent, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+    listed = files(Path(folder).name, folder=parent)
     return {name for name in listed if (parent / name).is_file()}
 
 

@@ -26,6 +26,8 @@ from rollyard_slurm.submissions.stopping import CANCEL_AGAIN_SECONDS
 from rollyard_slurm.submissions.submitting import SUBMITTED_AT_ONCE, SUCCESSOR_AGAIN_SECONDS, UNSURE_SECONDS
 from rollyard_testing.slurm_bridge.bench import Bench, job
 
+BACKEND = Workload("p-backend-0", "backend", Owner("BackendPool", "default", "p", "u"), model="m")
+
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
@@ -317,12 +319,18 @@ async def test_a_requeue_is_slurms_own_matter(bench: Bench) -> None:
     assert bench.said_of("Degraded", "status") == "False"
 
 
-async def test_a_successor_queues_ahead_and_takes_over(bench: Bench) -> None:
+async def replaced(bench: Bench) -> None:
+    """Let job 101 run until it is near its time limit, so that job 102, its successor, is queued."""
     await bench.turns()
     bench.slurm.run(101)
     await bench.turns()
     bench.slurm.run(101, left=500.0)
-    await bench.turns(5)
+    await bench.turns(2)
+
+
+async def test_a_successor_queues_ahead_and_takes_over(bench: Bench) -> None:
+    await replaced(bench)
+    await bench.turns(3)
     assert list(bench.slurm.queued) == [101, 102], "one successor, not one for each turn"
     assert bench.said_of("Running", "status") == "True", "the first one works on"
     assert bench.slurm.signals == []
@@ -340,11 +348,7 @@ async def test_a_successor_queues_ahead_and_takes_over(bench: Bench) -> None:
 
 
 async def test_a_predecessor_that_ends_first_hands_its_place_on(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
-    bench.slurm.run(101, left=500.0)
-    await bench.turns(2)
+    await replaced(bench)
     bench.slurm.end(101, "TIMEOUT", signal=15)
     await bench.turns(5)
     assert list(bench.slurm.queued) == [102]
@@ -352,11 +356,7 @@ async def test_a_predecessor_that_ends_first_hands_its_place_on(bench: Bench) ->
 
 
 async def test_a_finished_job_leaves_nothing(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
-    bench.slurm.run(101, left=500.0)
-    await bench.turns(2)
+    await replaced(bench)
     bench.store.listed.clear()
     await bench.turns(1)
     assert bench.slurm.cancelled == [102], "a pending successor at once"
@@ -403,15 +403,14 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
     from rollyard_slurm.submissions.submission import fresh
 
     records = Records(tmp_path / "r")
-    workload = Workload("p-backend-0", "backend", Owner("BackendPool", "default", "p", "u"), model="m")
-    one = fresh("aa", workload, 2, datetime.now(UTC))
+    one = fresh("aa", BACKEND, 2, datetime.now(UTC))
     one.job, one.url = 5, "http://n:1"
     one.health = BackendHealth(url="http://n:1", ready=True, warmed_up=True, message="")
     (tmp_path / "r").mkdir()
     records.save(one)
     (tmp_path / "r" / "bb.json").write_text("{}")
     (again,) = records.load()
-    assert again.workload == workload
+    assert again.workload == BACKEND
     assert (again.job, again.restarts, again.url, again.health.ready) == (5, 2, "http://n:1", True)
     assert (tmp_path / "r" / "bb.unreadable").exists()
 
@@ -469,7 +468,7 @@ async def test_a_stop_is_remembered_by_the_next_bridge(bench: Bench) -> None:
 async def test_a_backend_that_takes_no_rollouts_is_remembered_with_its_time(
     tmp_path: Path, http: httpx.AsyncClient
 ) -> None:
-    """Of the others, and of those of other pools, nothing is noted. It may take rollouts again later."""
+    """Nothing is noted about the others, nor about those of other pools. It may take rollouts again later."""
     bench = Bench(tmp_path / "h", http)
     first, second = (Owner("BackendPool", "default", name, name) for name in ("p", "q"))
     names = {owner: [f"{owner.name}-{index}" for index in range(2)] for owner in (first, second)}
@@ -569,9 +568,7 @@ async def test_when_the_bridge_ends_the_workers_end_first_and_the_earlier_limit_
 ) -> None:
     bench = Bench(tmp_path / "h", http, job(replicas=4))
     await bench.turns()
-    pool = Owner("BackendPool", "default", "p", "u")
-    backend = Launch(Workload("p-backend-0", "backend", pool, model="m"))
-    await bench.fleet.carry_out(pool, Plan(BackendPoolStatus(), launch=(backend,)))
+    await bench.fleet.carry_out(BACKEND.owner, Plan(BackendPoolStatus(), launch=(Launch(BACKEND),)))
     bench.slurm.run_all()
     bench.slurm.end(104, "FAILED", status=1)
     await bench.fleet.poll(bench.now)
@@ -622,9 +619,7 @@ async def test_only_workers_are_asked_to_hand_over_what_they_hold(
 ) -> None:
     bench = Bench(tmp_path / "h", http, job())
     await bench.turns()
-    pool = Owner("BackendPool", "default", "p", "u")
-    backend = Launch(Workload("p-backend-0", "backend", pool, model="m"))
-    await bench.fleet.carry_out(pool, Plan(BackendPoolStatus(), launch=(backend,)))
+    await bench.fleet.carry_out(BACKEND.owner, Plan(BackendPoolStatus(), launch=(Launch(BACKEND),)))
     bench.slurm.run_all()
     await bench.fleet.poll(bench.now)
     for kind in ("stage-worker", "backend"):
@@ -689,11 +684,7 @@ async def test_a_refused_job_that_nobody_wants_any_more_is_never_submitted(bench
 
 
 async def test_after_a_successor_that_failed_the_next_one_waits(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
-    bench.slurm.run(101, left=500.0)
-    await bench.turns(2)
+    await replaced(bench)
     bench.slurm.end(102, "FAILED", status=1)
     await bench.turns(10)
     assert list(bench.slurm.queued) == [101]

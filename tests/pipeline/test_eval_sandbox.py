@@ -10,22 +10,79 @@ from typing import Any, ClassVar
 import pytest
 from rollyard_crds.lease import Lease, SandboxHandle, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_crds.task import Task
+from rollyard_crds.task import Task, TaskSandbox
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.errors import CarryUnusable, EvalSandboxFailed, SandboxMissing
 from rollyard_pipeline.handlers import Evaluation, StageContext
+from rollyard_pipeline.handlers.base import FolderChanges
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages import eval_carry, sandbox_places
+from rollyard_pipeline.stages.eval_sandboxes import carries, eval_sandbox, reaches
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.errors import FileError
 from rollyard_testing.pace import patience
+
+
+class Plain(ShellHandler):
+    """A handler of files that Run left."""
+
+
+class Fresh(Plain):
+    eval_sandbox: ClassVar[Any] = "fresh"
+
+
+class Outside(Fresh):
+    needs_sandbox = False
+
+
+class Answers(Plain):
+    judges_answers = True
+
+
+class Apart(Plain):
+    def eval_apart(self, task: Task) -> TaskSandbox | None:
+        return TaskSandbox()
+
+
+class Changing(Plain):
+    def changes(self, task: Task, workdir: str) -> FolderChanges | None:
+        return FolderChanges(workdir, 1, lambda _path: False)
+
+
+CARRY = {"files": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("handler", "stage", "where", "carried", "reached"),
+    [
+        (Plain, {}, "shared", False, False),
+        (Plain, {"sandbox": "fresh"}, "fresh", False, False),
+        (Plain, {"carry": CARRY}, "fresh", True, True),
+        (Fresh, {}, "fresh", False, False),
+        (Fresh, {"sandbox": "shared"}, "shared", False, False),
+        (Outside, {"sandbox": "fresh"}, "shared", False, False),
+        (Answers, {"sandbox": "fresh"}, "fresh", False, True),
+        (Apart, {}, "fresh", True, True),
+        (Apart, {"sandbox": "shared"}, "fresh", True, True),
+        (Changing, {"sandbox": "fresh"}, "fresh", True, True),
+    ],
+)
+def test_where_eval_works_and_what_reaches_it(
+    handler: type[ShellHandler], stage: dict[str, Any], where: str, carried: bool, reached: bool
+) -> None:
+    given = {"tasks": {"stream": True}, "handler": "x", "agent": {"type": "oracle"}}
+    spec = RolloutJobSpec.model_validate({**given, "stages": {"eval": stage}})
+    task = Task(id="t", prompt="q")
+    assert eval_sandbox(spec, handler(), task) == where
+    assert (carries(spec, handler(), task), reaches(spec, handler(), task)) == (carried, reached)
+
 
 SMALL = {"warm": 0, "resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}}
 
@@ -310,6 +367,33 @@ async def test_a_fresh_sandbox_that_is_lost_costs_no_new_run(rollout: Rollout, h
     assert (await rollout.score()).reward == 1.0
 
 
+async def test_a_place_that_a_cancelled_wait_or_a_failed_stage_held_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox_places, "_LOOK_SECONDS", 600.0)
+    places = SandboxPlaces(Node(), usual=9, limit=3, evals=1)  # type: ignore[arg-type]
+
+    async def entered(number: int) -> None:
+        async with places.for_eval(held(number)), places.for_init(held(number, "init")):
+            raise RuntimeError("broken")
+
+    async with places.for_eval(held(1)):
+        waiting = [asyncio.create_task(entered(number)) for number in (2, 3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+    async with asyncio.timeout(patience(10)):
+        with pytest.raises(RuntimeError, match="broken"):
+            await waiting[1]
+        # Two of three places are for Init, and both can be had at once.
+        async with places.for_init(held(4, "init")), places.for_init(held(5, "init")):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05), places.for_init(held(6, "init")):
+                    pass
+        async with places.for_init(held(7, "init")), places.for_init(held(8, "init")):
+            pass
+
+
 @pytest.mark.parametrize("carry", [None, {"files": ["x"]}])
 async def test_the_policy_is_not_blamed_for_a_sandbox_that_it_never_touched(
     rollout: Rollout, handler: type[Held], carry: dict[str, Any] | None
@@ -448,6 +532,13 @@ async def test_places_are_kept_only_where_they_are_needed() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05), free.for_eval(held(3)):
                 pass
+    for limit, evals, left in ((2, 4, 1), (7, 4, 6), (16, 3, 13), (16, 9, 12), (40, 0, 39)):
+        kept = SandboxPlaces(Node(), usual=99, limit=limit, evals=evals)  # type: ignore[arg-type]
+        assert (kept.room(0), kept.room(2)) == (limit, limit - 2)
+        async with kept.for_init(held(1, "init")):
+            assert kept.room(0) == left
+        assert kept.room(0) == left, "once it is known that Evals need places, they are kept"
+    assert SandboxPlaces(None, usual=7).room(3) == 7
     lonely = SandboxPlaces(node, usual=1, limit=1)  # type: ignore[arg-type]
     with pytest.raises(SandboxMissing, match="--max-sandboxes is 1"):
         async with lonely.for_init(held(1, "init")):

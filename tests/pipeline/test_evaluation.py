@@ -74,6 +74,56 @@ def test_what_the_author_says_stays() -> None:
     assert environment()["PYTHONSAFEPATH"] == "1"
 
 
+FOLDERS = (
+    "BASH_ENV", "CARGO_HOME", "CDPATH", "CLASSPATH", "ENV", "GEM_HOME", "GEM_PATH", "GIT_CONFIG",
+    "GIT_CONFIG_SYSTEM", "GIT_DIR", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "GOPATH", "INPUTRC", "IPYTHONDIR",
+    "JUPYTER_CONFIG_DIR", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "LUA_CPATH", "LUA_PATH", "NODE_PATH",
+    "NPM_CONFIG_PREFIX", "NPM_CONFIG_USERCONFIG", "PERL5LIB", "PERLLIB", "PYENV_ROOT", "PYTHONHOME",
+    "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONSTARTUP", "PYTHONUSERBASE", "RUBYLIB", "RUSTUP_HOME", "TEMP",
+    "TMP", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_DIRS",
+    "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME", "npm_config_prefix", "npm_config_userconfig",
+)  # fmt: skip
+OPTIONS = (
+    "EDITOR", "GIT_ASKPASS", "GIT_EDITOR", "GIT_EXTERNAL_DIFF", "GIT_SSH", "GIT_SSH_COMMAND",
+    "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "LESSOPEN", "MAKEFLAGS", "NODE_OPTIONS", "PERL5OPT",
+    "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "RUBYOPT", "SHELL", "SSH_ASKPASS", "VISUAL",
+)  # fmt: skip
+
+
+def test_every_variable_that_can_name_code_of_run_is_looked_at() -> None:
+    """So it is for each folder that Run can write to: its work folder, home, TMPDIR, and those of all."""
+    for written in ("/w", "/home/me", "/scratch", "/tmp", "/var/tmp", "/dev/shm", "/run/user"):
+        given = {"HOME": "/home/me/", "TMPDIR": "/scratch"}
+        given |= dict.fromkeys(FOLDERS, f"{written}:/opt/lib {written}/x")
+        given |= dict.fromkeys(OPTIONS, f"--with {written}/x")
+        found = evaluation_environment(given, PLACE, workdir="/w", author={})
+        assert {name: found.get(name) for name in FOLDERS} == dict.fromkeys(FOLDERS, "/opt/lib")
+        assert not set(OPTIONS) & found.keys()
+    kept = environment(**dict.fromkeys((*FOLDERS, *OPTIONS), "/opt/x"))
+    assert {name: kept.get(name) for name in (*FOLDERS, *OPTIONS)} == dict.fromkeys(
+        (*FOLDERS, *OPTIONS), "/opt/x"
+    )
+
+
+def test_shells_and_git_bring_nothing_of_their_own() -> None:
+    names = ("BASHOPTS", "OLDPWD", "PWD", "SHELLOPTS", "SHLVL", "_", "GIT_CONFIG_KEY_9", "GIT_CONFIG_VALUE_9")
+    found = environment(**dict.fromkeys((*names, "BASH_FUNC_x%%"), "x"))
+    assert not {*names, "BASH_FUNC_x%%"} & found.keys()
+    count = int(found["GIT_CONFIG_COUNT"])
+    settings = [(found[f"GIT_CONFIG_KEY_{n}"], found[f"GIT_CONFIG_VALUE_{n}"]) for n in range(count)]
+    assert settings == [("core.fsmonitor", "false"), ("core.hooksPath", "/dev/null"), ("safe.directory", "*")]
+    assert (found["GIT_CONFIG_NOSYSTEM"], found["GIT_PAGER"], found["PAGER"]) == ("1", "cat", "cat")
+
+
+def test_an_evaluation_has_a_proxy_only_of_its_author() -> None:
+    names = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+    given = dict.fromkeys(names, "http://127.0.0.1:1")
+    assert not set(names) & environment(**given).keys()
+    for name in names:
+        found = environment({name: "http://author"}, **{key: "x" for key in names if key != name})
+        assert {key: found[key] for key in set(names) & found.keys()} == {name: "http://author"}
+
+
 def test_settings_of_users_are_not_read() -> None:
     author = {"PIP_CONFIG_FILE": "/work/pip.conf", "GIT_CONFIG_GLOBAL": "/work/gitconfig"}
     found = environment(author, XDG_CONFIG_HOME="/work/.config", NPM_CONFIG_USERCONFIG="/work/.npmrc")
@@ -110,6 +160,21 @@ def test_whose_failing_an_error_is(error: Exception, reason: str) -> None:
     assert sabotage.reward_reason(error) == reason
 
 
+def test_what_a_sandbox_contains_is_the_policys() -> None:
+    policys = {
+        "SandboxSabotaged", "ProcessesSurvive", "FileError", "FileNotFound", "FileTooLarge",
+        "InputOutputError", "IsADirectory", "NameTooLong", "NotADirectory", "NotAFile", "NotEmpty",
+        "PermissionDenied", "ReadOnly", "SymlinkLoop", "TooManyEntries", "WouldBlock", "DiskFull",
+        "ResourceExhausted", "LaunchFailed", "CommandTooLarge",
+    }  # fmt: skip
+    found = {
+        reason
+        for reason in sabotage.judged()
+        if sabotage.reward_reason(exec_errors.SandboxError("x", reason=reason))
+    }
+    assert found == policys
+
+
 class Scored(Handler):
     """A handler that scores as the test asks."""
 
@@ -141,7 +206,10 @@ def context(client: ExecClient | None = None, workdir: str = "/work") -> StageCo
     ("evaluation", "words"),
     [
         (Evaluation(1.5), r"handler 'mine': reward 1\.5 is not in reward_range, 0 to 1"),
-        (Evaluation(-1.0), "not in reward_range"),
+        (Evaluation(-0.001), "not in reward_range"),
+        (Evaluation(1.001), "not in reward_range"),
+        (Evaluation(0.0, {"good": 0.0, "style": True}), "style is True, expected a finite number"),
+        (Evaluation(0.0, {"style": 1_000_001}), "expected at most 1,000,000 in size"),
         (Evaluation(math.nan), "reward is nan, expected a finite number"),
         (Evaluation(1.0, {"style": math.inf}), "style is inf, expected a finite number"),
         (Evaluation(1.0, {"style": -2e6}), r"style is -2000000\.0, expected at most 1,000,000 in size"),
@@ -162,6 +230,16 @@ async def test_a_handler_that_names_no_range_may_punish() -> None:
         return Evaluation(-1.0, {"penalty": -250.0})
 
     assert (await evaluate(Scored(score), context(), 5.0)).reward == -1.0
+
+
+@pytest.mark.parametrize(
+    "evaluation", [Evaluation(0), Evaluation(1.0, {"a": -1e6, "b": 1_000_000}, "TestTimeout")]
+)
+async def test_the_ends_of_a_range_belong_to_it(evaluation: Evaluation) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        return evaluation
+
+    assert await evaluate(Ranged(score), context(), 5.0) is evaluation
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ async def test_limits_of_time(lab: StageLab) -> None:
     ("toml", "files", "error", "words"),
     [
         (TOML + "memory_mb = 4096\n", {}, TaskInvalid, "sandbox.resources.memory gives .*at least 4096Mi"),
-        (TOML + "cpus = 64\n", {}, TaskInvalid, "sandbox.resources.cpu gives"),
+        (TOML + "cpus = 64\n", {}, TaskInvalid, "environment.cpus .* sandbox.resources.cpu gives .*least 64"),
+        (TOML + "storage_mb = 9999\n", {}, TaskInvalid, "sandbox.resources.disk gives .*at least 9999Mi"),
         (TOML + "[environment.healthcheck]\ncommand = 'false'\nretries = 1\n", {}, SetupFailed, "health"),
     ],
 )  # fmt: skip
@@ -188,6 +190,10 @@ async def test_a_policy_that_ends_early_gets_nothing_for_later_steps(lab: StageL
     assert (found.reward, len(lab.said)) == (pytest.approx(1 / 3), 1)
 
 
+LARGEST = json.dumps({"reward": 1, **{f"{number:0128}": 1 for number in range(63)}}).encode()
+"""The largest number of the longest keys."""
+
+
 @pytest.mark.parametrize(
     ("as_json", "as_text", "rewards"),
     [
@@ -195,6 +201,9 @@ async def test_a_policy_that_ends_early_gets_nothing_for_later_steps(lab: StageL
         (b'{"score": 1}', None, {"score": 1.0, "reward": 1.0}),
         (None, b" 0.25\n", {"reward": 0.25}),
         (None, b"-3", {"reward": -3.0}),
+        (None, b"-1e6", {"reward": -1e6}),
+        (b'{"a": 2, "reward": 1000000}', None, {"a": 2.0, "reward": 1e6}),
+        (LARGEST, None, dict.fromkeys(json.loads(LARGEST), 1.0)),
     ],
 )
 def test_reward_files(as_json: bytes | None, as_text: bytes | None, rewards: dict[str, float]) -> None:
@@ -212,7 +221,11 @@ def test_reward_files(as_json: bytes | None, as_text: bytes | None, rewards: dic
         (b'{"reward": "1"}', b"1", "RewardInvalid"), (b"[1]", b"1", "RewardInvalid"),
         (b'{"a": 1, "b": 0}', b"1", "RewardInvalid"), (b"[" * 100_000, b"1", "RewardInvalid"),
         (b'{"reward": 1, "a": Infinity}', b"1", "RewardInvalid"),
-        (b'{"reward": 1' + b"0" * 5000 + b"}", None, "RewardInvalid"),
+        (b'{"reward": 1' + b"0" * 5000 + b"}", None, "RewardInvalid"), (None, b"-1000001", "RewardInvalid"),
+        (b'{"reward": 1, "a": -1000001}', None, "RewardInvalid"), (None, b"inf", "RewardInvalid"),
+        (b'{"reward": 1, "' + b"a" * 129 + b'": 1}', None, "RewardInvalid"),
+        (b'{"reward": 1, "b\\u0007": 1, "c": 1}', None, "RewardInvalid"),
+        (LARGEST[:-1] + b', "b": 1}', None, "RewardInvalid"),
     ],
 )  # fmt: skip
 def test_reward_files_that_cannot_be_used(as_json: bytes | None, as_text: bytes | None, reason: str) -> None:
@@ -225,9 +238,14 @@ def test_rewards_are_combined_by_key() -> None:
     steps: list[dict[str, float]] = [{"reward": 1.0, "a": 4.0}, {"reward": 0.5}, {}]
     assert combined(steps, "mean") == {"reward": 0.5, "a": 4.0 / 3}
     assert combined(steps, "final") == {"reward": 0.0}
+    assert combined(steps[:2][::-1], "final") == {"reward": 1.0, "a": 4.0}
+    assert combined([{}, {"a": 1.0, "reward": 0.5}], "mean") == {"reward": 0.25, "a": 0.5}
     assert below({"reward": 0.5}, {"reward": 0.6})
     assert below({"reward": 1.0}, {"words": 0.0})
     assert not below({"reward": 0.5}, {"reward": 0.5})
+    assert below({"reward": 0.5, "a": 0.5}, {"reward": 0.5, "a": 0.6})
+    assert below({"reward": 0.5, "a": 0.5}, {"reward": 0.6, "a": 0.5})
+    assert not below({"reward": 0.0}, {})
 
 
 def test_the_handler_names_what_a_task_lacks() -> None:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Trajectory
-from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler
@@ -116,6 +116,23 @@ async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
         ("(1, 234)", "(1, 234)"),
         ("", ""),
         ("   \n ", ""),
+        ("#### 3\n\\boxed{1}", "1"),
+        ("the answer is 2\n#### 3", "3"),
+        ("#### 3\n#### 4\nthe answer is 5", "4"),
+        ("The answer is 2. No, the answer: 3", "3"),
+        ("The answer is 2\nThe answer is 4\nbye", "4"),
+        ("ANSWER = 6", "6"),
+        ("\\boxed{1} \\fbox{2}", "2"),
+        ("\\boxed{8}<think>\\boxed{9}</think>\\boxed{7}</think>so\n5", "5"),
+        ("The final answer is \\(12\\). I hope it is correct.", "12"),
+        ("\\[ x + 1 \\]", "x + 1"),
+        ("`7`", "7"),
+        ("\\$5.", "5"),
+        ("$", ""),
+        ("12,34", "12,34"),
+        ("0.1,234", "0.1,234"),
+        ("\\boxed{" + "1" * 4095 + "}", "1" * 4095),
+        ("x" * 5000, "x" * 4096),
     ],
 )
 def test_where_the_answer_is(text: str, answer: str) -> None:
@@ -152,6 +169,64 @@ async def test_people_are_shown_what_was_compared(handler: MathHandler) -> None:
         assert (await handler.eval(each)).reward == 0.0
     assert compared.shown == "compared answer: 13\nexpected: 12"
     assert silent.shown == "There is no answer.\nexpected: 12"
+
+
+class Breaking:
+    """Verifiers whose processes end in these ways, one after the other, and then judge all to be equal."""
+
+    def __init__(self, *ends: type[VerifierFailed]) -> None:
+        self.ends = list(ends)
+        self.asked: list[tuple[str, str, float]] = []
+
+    async def equal(self, gold: str, answer: str, seconds: float) -> bool:
+        self.asked.append((gold, answer, seconds))
+        if self.ends:
+            raise self.ends.pop(0)("it ended")
+        return True
+
+
+@pytest.mark.parametrize(
+    ("ends", "reward", "components", "reason", "asked"),
+    [
+        ((), 1.0, {"answered": 1.0}, "", "a"),
+        ((VerifierFailed,), 1.0, {"answered": 1.0}, "", "aa"),
+        ((VerifierTimeout,), 0.0, {"answered": 1.0, "verify_timeout": 1.0}, "VerifyTimeout", "a"),
+        (
+            (VerifierFailed, VerifierTimeout), 0.0, {"answered": 1.0, "verify_timeout": 1.0},
+            "VerifyTimeout", "aa",
+        ),
+        ((VerifierFailed,) * 2, 0.0, {"answered": 1.0}, "AnswerUnusable", "aag"),
+        ((VerifierFailed,) * 3, 0.0, {"answered": 1.0}, "AnswerUnusable", "aagg"),
+    ],
+)  # fmt: skip
+async def test_an_answer_that_ends_its_comparison_scores_0(
+    ends: tuple[type[VerifierFailed], ...],
+    reward: float,
+    components: dict[str, float],
+    reason: str,
+    asked: str,
+) -> None:
+    handler, breaking = MathHandler(), Breaking(*ends)
+    await handler.close()
+    handler._verifiers = breaking  # type: ignore[assignment]
+    found = await handler.eval(context("12", "\\boxed{13}"))
+    assert (found.reward, found.components, found.reason) == (reward, components, reason)
+    texts = {"a": ("12", "13", 10.0), "g": ("12", "12", 10.0)}
+    assert breaking.asked == [texts[each] for each in asked]
+
+
+async def test_a_verifier_that_compares_nothing_is_not_the_policys_failing() -> None:
+    handler = MathHandler()
+    await handler.close()
+    handler._verifiers = Breaking(*(VerifierFailed,) * 4)  # type: ignore[assignment]
+    with pytest.raises(VerifierFailed):
+        await handler.eval(context("12", "\\boxed{13}"))
+    handler._verifiers = quick = Breaking()  # type: ignore[assignment]
+    hurried = context("12", "\\boxed{13}")
+    hurried.timeout = 4.0
+    assert (await handler.eval(hurried)).reward == 1.0
+    assert quick.asked == [("12", "13", 4.0)]  # type: ignore[attr-defined]
+    assert (await handler.eval(context("12", ""))).components == {"answered": 0.0}
 
 
 @shared

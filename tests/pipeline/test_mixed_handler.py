@@ -12,7 +12,14 @@ from rollyard_crds.task import Task
 from rollyard_crds.task_formats.harbor import HarborFormat
 from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
+from rollyard_pipeline.handlers import Handler
+from rollyard_pipeline.handlers.code.handler import CodeHandler
+from rollyard_pipeline.handlers.harbor.handler import HarborHandler
+from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.mixed import MixedHandler
+from rollyard_pipeline.handlers.shell import ShellHandler
+from rollyard_pipeline.handlers.stem import StemHandler
+from rollyard_pipeline.handlers.swe.handler import SweHandler
 from rollyard_testing.pipeline import swelab
 from rollyard_testing.pipeline.stagelab import StageLab, stage_lab
 from rollyard_testing.pipeline.swelab import FIXING, swe_task
@@ -85,6 +92,24 @@ async def test_a_folder_of_harbor_has_its_steps_and_its_verifier(
             task = Task.model_validate(HarborFormat().task(Row(row, 1)))
             assert (await lab.play(task, handler="mixed")).reward == 1.0, lab.observed
             assert (await lab.play(task, [[]], handler="mixed")).reward == 0.0
+
+
+def test_what_a_task_brings_first_decides_its_kind() -> None:
+    """In this order: what a kind brings beside it, such as an answer, is no task of another kind."""
+    row = {"path": "single", "task_binary": pack(read_folder(HARBOR / "single"))}
+    harbor = Task.model_validate(HarborFormat().task(Row(row, 1))).harbor
+    parts: list[tuple[type[Handler], dict[str, Any]]] = [
+        (HarborHandler, {"harbor": harbor}), (SweHandler, {"swe": swe_task([]).swe}),
+        (CodeHandler, {"tests": answered("", **KINDS["code"][0]).tests}),
+        (ShellHandler, {"test_script": "true"}),
+        (StemHandler, {"choices": ["one", "two"]}), (MathHandler, {"answer": "B"}),
+    ]  # fmt: skip
+    handler, task = MixedHandler(), Task(id="a", prompt="?")
+    for kind, fields in reversed(parts):
+        task = task.model_copy(update=fields)
+        assert type(handler.for_task(task)) is kind
+    assert type(handler.for_task(answered("1", numeric={"unit": "m"}))) is StemHandler
+    assert {*handler.components} == {"tests_passed", "exit_zero", "answered", "verify_timeout"}
 
 
 def test_what_a_task_brings_is_checked_by_its_handler() -> None:

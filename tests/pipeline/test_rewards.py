@@ -6,7 +6,8 @@ import asyncio
 import os
 import select
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from rollyard_pipeline.errors import (
     RewardFunctionFailed,
     RewardFunctionTimeout,
     RewardServiceFailed,
+    TaskInvalid,
     UnknownRewardFunction,
 )
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
-from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_TEXT, episode_document
+from rollyard_pipeline.rewards.components import component_problems
+from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_METADATA, MAX_TEXT, episode_document
 from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
 from rollyard_pipeline.rewards.service import service_score
 from rollyard_pipeline.rewards.shaping import Rewards
@@ -164,12 +167,40 @@ async def test_the_sum_is_bounded_and_names_are_not_taken_twice(rewards: Rewards
             {"service": {"url": "http://a/", "components": ["answered"]}},
             r"spec\.reward\.service\.components: 'answered' has another meaning",
         ),
+        (
+            {
+                "service": {"url": "http://a/", "components": ["style", "polite"]},
+                "format": [{"name": "polite", "pattern": "x"}],
+            },
+            r"spec\.reward\.service\.components: 'polite' has another meaning",
+        ),
+        (
+            {"service": {"url": "http://a/", "components": ["test_timeout"]}},
+            r"spec\.reward\.service\.components: 'test_timeout' has another meaning",
+        ),
+        (
+            {"format": [{"name": "fine", "pattern": "x"}, {"name": "test_timeout", "pattern": "x"}]},
+            r"spec\.reward\.format\[1\]\.name: the handler has a component 'test_timeout', too",
+        ),
+        (
+            {"weights": {"handler": 1.0, "answered": 1.0, "polite": 1.0}},
+            r"spec\.reward\.weights: there is no component 'polite'",
+        ),
     ],
 )
 async def test_names_are_checked_before_anything_starts(rewards: Rewards, reward: Any, words: str) -> None:
     with pytest.raises(RewardComponentUnknown, match=words) as caught:
         await rewards.check(MathHandler(), spec(reward))
     assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("name", ["answered", "test_timeout", "polite", "handler"])
+def test_a_function_has_no_component_that_means_something_else(name: str) -> None:
+    reward = spec({**function("f"), "format": [{"name": "polite", "pattern": "x"}]}).reward
+    assert reward is not None
+    assert component_problems(reward, ["answered"], ["style", "neat"]) == []
+    words = f"spec.reward.function: component '{name}' has another meaning"
+    assert component_problems(reward, ["answered"], ["style", name]) == [words]
 
 
 async def test_a_handler_that_declares_no_component_has_none_to_weigh(rewards: Rewards) -> None:
@@ -210,8 +241,51 @@ async def test_patterns_read_the_policys_own_messages(rewards: Rewards) -> None:
         "last": 1.0, "all": 0.0, "question": 0.0,
     }  # fmt: skip
     assert found.reward == 1.0
+    # The task's own messages are no words of the policy, whoever is said to have said them.
+    chat = [Message(role="user", content="q"), Message(role="assistant", content="done")]
+    primed = replace(given, task=given.task.model_copy(update={"prompt": None, "messages": chat}))
+    assert primed.trajectory is not None
+    said = Message(role="assistant", content="no")
+    primed.trajectory = primed.trajectory.model_copy(update={"messages": [*chat, said]})
+    found = await shaped(rewards, primed, Evaluation(1.0))
+    assert [found.components[name] for name in ("last", "all")] == [0.0, 0.0]
+    given.trajectory = None
+    found = await shaped(rewards, given, Evaluation(1.0))
+    assert [found.components[name] for name in ("last", "all")] == [0.0, 0.0]
     silent = await shaped(rewards, context({"format": checks}), Evaluation(1.0))
     assert [silent.components[name] for name in ("last", "all")] == [0.0, 0.0]
+
+
+async def test_every_message_is_looked_at_where_the_job_says_so(rewards: Rewards) -> None:
+    checks = [
+        {"name": "pattern", "pattern": "a", "messages": "every"},
+        {"name": "tags", "tags": ["b"], "messages": "every"},
+        {"name": "last", "tags": ["b"]},
+    ]
+    for said, kept in (
+        (["a<b></b>", "a<b></b>"], (1.0, 1.0, 1.0)), (["a", "<b></b>"], (0.0, 0.0, 1.0)),
+        (["<b></b>", "a"], (0.0, 0.0, 0.0)),
+    ):  # fmt: skip
+        found = await shaped(rewards, context({"format": checks}, *said), Evaluation(1.0))
+        assert tuple(found.components[name] for name in ("pattern", "tags", "last")) == kept
+
+
+class Undecided(FormatChecks):
+    """Checks of form that are never decided in time."""
+
+    async def kept(self, check: FormatCheck, texts: Sequence[str]) -> tuple[bool, bool]:
+        return False, False
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "FormatTimeout"), ("TestTimeout", "TestTimeout")])
+async def test_a_form_that_cannot_be_decided_is_a_reason_where_there_is_no_other(
+    before: str, after: str
+) -> None:
+    made = Rewards(Registry(), Undecided())
+    given = context({"format": [{"name": "x", "pattern": "a"}]}, "a")
+    found = await shaped(made, given, Evaluation(1.0, {}, before))
+    assert (found.reward, found.components, found.reason) == (1.0, {"handler": 1.0, "x": 0.0}, after)
+    await made.close()
 
 
 async def test_a_search_that_dies_is_tried_again_and_then_scored() -> None:
@@ -345,6 +419,14 @@ async def test_the_service_gets_the_episode_and_its_answer_is_checked(rewards: R
     for wrong, words in (
         ({"reward": 1e9}, "reward is 1000000000.0, expected a number"),
         ({"reward": None}, "reward is None"),
+        ({"reward": -1000001}, "reward is -1000001, expected a number"),
+        ({"reward": 1.0, "components": {"style": 1e7}}, "component 'style' is 10000000.0, expected a number"),
+        ({"reward": 1.0, "components": {"style": True}}, "component 'style' is True, expected a number"),
+        ({"reward": 1.0, "components": {"style": 1.0, "overlong": 1.0}}, "'overlong' is no name"),
+        ({"reward": 1.0, "components": {"style": 1.0, "verify_timeout": 1.0}}, "'verify_timeout' is no name"),
+        ({"reward": 1.0, "components": {"style": 1.0, "test_timeout": 1.0}}, "'test_timeout' is no name"),
+        ({"reward": 1.0, "components": {"style": 1.0, "a" * 129: 1.0}}, "is no name"),
+        ({"reward": 1.0, "components": [1.0]}, "must be an object"),
         ({"reward": 1.0, "components": {}}, "component 'style' is missing"),
         ({"reward": 1.0, "components": {"style": 1.0, "handler": 1.0}}, "'handler' is no name"),
         ({"reward": 1.0, "components": {"style": 1.0, "answered": 1.0}}, "'answered' is no name"),
@@ -354,6 +436,51 @@ async def test_the_service_gets_the_episode_and_its_answer_is_checked(rewards: R
         answer = wrong
         with pytest.raises(RewardServiceFailed, match=words):
             await shaped(rewards, given, Evaluation(0.0), ask=ask)
+    answer = {"reward": -1e6, "components": {"style": 1000000, "a" * 128: 0.0}}
+    given.spec = spec({**reward, "weights": {"style": 1.0}})
+    found = await shaped(rewards, given, Evaluation(0.0), ask=ask)
+    assert (found.reward, found.components["service"]) == (1e6, -1e6)
+
+
+def test_an_episode_says_what_run_and_eval_have_recorded() -> None:
+    given = context({}, "first", "last", tokens=3, metadata={"a": [1]})
+    given.sample_index, given.carry = 5, {"answer": "handed in"}
+    assert given.trajectory is not None
+    update = {"truncated": True, "truncated_reason": "MaxTurns", "namespace": "n"}
+    given.trajectory = given.trajectory.model_copy(update=update)
+    document = episode_document(given, Evaluation(0.5, {"answered": 1.0}, "TestTimeout"))
+    assert document == {
+        "rollout": "r", "job": "j", "namespace": "n", "sample_index": 5,
+        "task": {"id": "t", "answer": "4", "metadata": {"a": [1]}},
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "first"},
+            {"role": "assistant", "content": "last"},
+        ],
+        "messages_dropped": 0, "answer": "handed in", "final_text": "handed in", "reward": 0.5,
+        "reward_reason": "TestTimeout", "components": {"answered": 1.0}, "sampled_tokens": 3,
+        "truncated": True, "truncated_reason": "MaxTurns",
+    }  # fmt: skip
+    given.trajectory, given.carry = None, {}
+    alone = episode_document(given, Evaluation(0.0))
+    assert [message["content"] for message in alone["messages"]] == ["q"]
+    assert (alone["answer"], alone["final_text"], alone["job"], alone["truncated"]) == (None, "", "", False)
+
+
+def test_the_latest_messages_and_both_ends_of_a_text_are_kept() -> None:
+    texts = [f"<{number}>{'x' * MAX_TEXT}</{number}>" for number in range(12)]
+    document = episode_document(context({}, *texts), Evaluation(0.0))
+    kept = document["messages"]
+    assert [message["content"][:4] for message in kept] == [text[:4] for text in texts[-len(kept) :]]
+    assert all(message["content"].endswith(f"</{n}>") for message, n in zip(kept, range(4, 12), strict=True))
+    assert document["messages_dropped"] == 5
+    whole = "y" * MAX_TEXT
+    (_, message) = episode_document(context({}, whole), Evaluation(0.0))["messages"]
+    assert message["content"] == whole
+    small = episode_document(context({}, "y", metadata={"a": "x" * (MAX_METADATA - 100)}), Evaluation(0.0))
+    assert len(small["task"]["metadata"]["a"]) == MAX_METADATA - 100
+    with pytest.raises(TaskInvalid, match="task 't': metadata: has"):
+        episode_document(context({}, "y", metadata={"a": "x" * MAX_METADATA}), Evaluation(0.0))
 
 
 def test_a_long_episode_is_shortened_and_never_refused() -> None:
@@ -404,6 +531,8 @@ async def test_a_service_is_asked_again_as_often_as_the_job_says() -> None:
     assert [(asked.rollout, asked.token, asked.episode, seconds) for asked, seconds in control.asked] == [
         ("r", 7, {"a": 1}, 9.0)
     ] * 4
+    found, control = await service_said(broken, good)
+    assert (found["reward"], len(control.asked)) == (0.5, 2)
     with pytest.raises(RewardServiceFailed, match="no score in 2 tries; last: the service answered 500"):
         await service_said(broken, broken, good)
     moved = RewardResponse(error="the service answered 307", retryable=False)

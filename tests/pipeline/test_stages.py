@@ -7,7 +7,9 @@ import json
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     EvalTimeout,
+    HandlerStateInvalid,
     RewardComponentUnknown,
     SetupFailed,
     TemplateError,
@@ -39,10 +42,13 @@ from rollyard_pipeline.registry import AGENTS, Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.stages.contexts import checked_carry, stage_context
+from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool
+from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.pace import patience
@@ -535,6 +541,118 @@ async def test_an_earlier_attempts_answer_is_forgotten(rollout: Rollout) -> None
     rollout.ran = await rollout.stage("run", sandbox=rollout.init.sandbox, carry=stale)
     assert rollout.ran.carry == {"kept": 1}
     assert (await rollout.score()).reward == 1.0
+
+
+def leased(stage: str, **fields: Any) -> Lease:
+    return Lease(
+        rollout="r", token=1, stage=stage, job="j", namespace="d", job_uid="u", group_id="g", sample_index=3,
+        attempt=0, queued_seconds=0, lease_seconds=30, carry={"answer": "7", "kept": 1},
+        **{"task": Task(id="t", prompt="q"), **fields},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "carry"),
+    [("init", {}), ("run", {"kept": 1}), ("eval", {"answer": "7", "kept": 1})],
+)
+def test_a_stage_has_what_the_stages_before_it_left(stage: str, carry: dict[str, Any]) -> None:
+    sandbox: Any = {"env": {"A": "task", "B": "task"}}
+    lease = leased(stage, task=Task(id="t", prompt="q", sandbox=sandbox))
+    job = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
+    spec = RolloutJobSpec.model_validate({**job, "sandbox": {"env": {"A": "job", "C": "job"}}})
+    context = stage_context(lease, spec, 7)
+    assert context.carry == carry
+    assert context.env == {"A": "task", "B": "task", "C": "job"}
+    assert (context.rollout, context.sample_index, context.timeout) == ("r", 3, 7.0)
+    context.carry["more"] = 1
+    assert lease.carry == {"answer": "7", "kept": 1}, "another attempt begins with what this one got"
+
+
+def test_a_carry_is_json_of_at_most_a_mebibyte() -> None:
+    job = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
+    context = stage_context(leased("init"), RolloutJobSpec.model_validate(job), 7)
+    context.carry["a"] = "x" * ((1 << 20) - len('{"a": ""}'))
+    assert checked_carry(context) is context.carry
+    context.carry["a"] += "x"
+    with pytest.raises(HandlerStateInvalid, match="1048577 bytes"):
+        checked_carry(context)
+    context.carry["a"] = object()
+    with pytest.raises(HandlerStateInvalid, match="no JSON"):
+        checked_carry(context)
+
+
+class Session:
+    """A session with a backend, whose waits the test makes."""
+
+    def __init__(self, silence: str | None = None) -> None:
+        self.on_wait: Callable[[float], None] = lambda seconds: None
+        self.waited_seconds = 0.0
+        self.said = silence
+
+    async def silence(self) -> str | None:
+        return self.said
+
+
+async def test_a_wait_for_a_backend_extends_each_limit_that_is_in_force() -> None:
+    session: Any = Session()
+    episode = Episode(messages=[])
+    limits = RunLimits(session, episode)
+    loop = asyncio.get_running_loop()
+    async with limits.within(1000.0):
+        async with limits.within(100.0):
+            pass
+        begun = loop.time()
+        async with limits.within(200.0):
+            session.on_wait(50.0)
+            whens = [limit.when() for limit in limits._limits]
+            assert [round(when - begun, -1) for when in whens if when is not None] == [1050.0, 250.0]
+            session.waited_seconds = 14_400.0
+            session.on_wait(50.0)
+            session.waited_seconds = 14_401.0
+            session.on_wait(50.0)
+            whens = [limit.when() for limit in limits._limits]
+            assert [round(when - begun, -1) for when in whens if when is not None] == [1100.0, 300.0]
+    assert limits._limits == []
+    assert episode.truncated_reason == ""
+
+
+@pytest.mark.parametrize("silence", [None, "refused"])
+async def test_time_that_a_silent_backend_used_up_truncates_nothing(silence: str | None) -> None:
+    session: Any = Session(silence)
+    episode = Episode(messages=[])
+    limits = RunLimits(session, episode)
+    words = "no backend answered until Run's limit of 0.01 s; last: refused"
+    blamed = nullcontext() if silence is None else pytest.raises(BackendUnavailable, match=words)
+    with blamed:
+        async with limits.within(0.01):
+            await asyncio.Event().wait()
+    assert episode.truncated_reason == ("RunTimeout" if silence is None else "")
+    assert limits._limits == []
+    # A TimeoutError of something else is an error as any other.
+    with pytest.raises(TimeoutError, match="another"):
+        async with limits.within(1000.0):
+            raise TimeoutError("another")
+
+
+async def test_only_a_step_whose_limit_has_ended_is_the_last_one() -> None:
+    class Waiting(Agent):
+        forever = False
+
+        async def run(self, ctx: AgentContext) -> None:
+            if self.forever:
+                await asyncio.Event().wait()
+
+    episode = Episode(messages=[])
+    context: Any = SimpleNamespace(episode=episode, task=None)
+    agent = Waiting()
+    runs = AgentRuns(agent, context, RunLimits(None, episode))
+    first, second = Task(id="a", prompt="q"), Task(id="b", prompt="q")
+    assert await runs.step(first, 1000.0)
+    assert context.task is first
+    assert await runs.step(second, None)
+    agent.forever = True
+    assert not await runs.step(second, 0.01)
+    assert (context.task, episode.truncated_reason) == (second, "RunTimeout")
 
 
 async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:

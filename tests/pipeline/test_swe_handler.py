@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from rollyard_pipeline.errors import SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers.swe.handler import SweHandler
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
-from rollyard_pipeline.handlers.swe.report import read_report
+from rollyard_pipeline.handlers.swe.report import ReportFiles, read_report
 from rollyard_pipeline.handlers.swe.results import Results, score
 from rollyard_testing.pipeline.swelab import (
     FAILS,
@@ -180,17 +183,40 @@ def test_what_counts_as_solved() -> None:
     report = {"fail_to_pass": ["a"], "verdict": "report"}
     assert not score(wanted(**report), {"a": "XFAIL"}).solved
     assert score(wanted(**report, files={"t.py": "@pytest.mark.xfail"}), {"a": "XFAIL"}).solved
+    assert score(wanted(**report, patch="+@pytest.mark.xfail"), {"a": "XFAIL"}).solved
+    assert not score(wanted(fail_to_pass=["a"], absent_passes=True), {"a": "SKIPPED"}).solved
     equal = wanted(expected={"a": "PASSED", "b - why": "FAILED", "c": "SKIPPED"})
     assert score(equal, {"a": "PASSED", "b": "FAILED"}).solved
     assert not score(equal, {"a": "PASSED", "b": "PASSED"}).solved
     assert not score(equal, {"a": "PASSED", "b": "FAILED", "d": "PASSED"}).solved
+    assert score(equal, {"a": "PASSED", "b": "FAILED", "d": "SKIPPED", " - why": "PASSED"}).solved
+    assert not score(wanted(expected={"a": "SKIPPED"}), {"a": "SKIPPED"}).solved, "no test has decided"
+
+
+def test_each_list_has_its_own_share() -> None:
+    tests = wanted(fail_to_pass=["a", "b"], pass_to_pass=["c", "d", "e", "f"], absent_passes=False)
+    results = {"a": "PASSED", "b": "FAILED", "c": "XFAIL", "d": "SKIPPED", "e": "XPASS"}
+    found = score(tests, results)
+    assert (found.solved, found.fail_to_pass, found.pass_to_pass) == (False, 0.5, 0.5)
+    lenient = score(tests.model_copy(update={"absent_passes": True}), results)
+    assert (lenient.fail_to_pass, lenient.pass_to_pass) == (0.5, 0.75)
+    only = score(wanted(pass_to_pass=["c"]), {"c": "PASSED"})
+    assert (only.solved, only.fail_to_pass, only.pass_to_pass) == (True, 1.0, 1.0)
+    equal = score(wanted(expected={"a": "PASSED", "b": "FAILED"}), {"a": "PASSED", "b": "PASSED"})
+    assert (equal.solved, equal.fail_to_pass, equal.pass_to_pass) == (False, 0.5, 1.0)
 
 
 def test_the_worst_of_several_results_counts() -> None:
-    results = Results()
-    for status in ("PASSED", "FAILED", "PASSED"):
-        results.add("a", status)
-    assert results == {"a": "FAILED"}
+    worst_last = ("PASSED", "XFAIL", "XPASS", "SKIPPED", "FAILED", "ERROR")
+    for place, better in enumerate(worst_last):
+        for worse in worst_last[place:]:
+            for order in ((better, worse), (worse, better), (better, worse, better)):
+                results = Results()
+                for status in order:
+                    results.add("a", status)
+                results.add("b", "PASSED")
+                assert results == {"a": worse, "b": "PASSED"}
+                assert results.failures() is (worse in ("FAILED", "ERROR"))
 
 
 LOGS: list[tuple[str, str, dict[str, str]]] = [
@@ -206,11 +232,24 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
     ),
     ("pytest", "PASSED\n\nPASSED PASSED\n", {"PASSED": "PASSED"}),
     (
-        "pytest_options",
-        "PASSED t.py::a[/x/y/z]\nPASSED t.py::b[//x]",
-        {"t.py::a[/z]": "PASSED", "t.py::b[//x]": "PASSED"},
+        "seaborn",
+        "XPASS t.py::a\nall PASSED\nt.py::b ERROR\nt.py::c reached PASSED\nFAILED t.py::d[a - b] - no",
+        {"t.py::a": "XPASS", "t.py::b": "ERROR", "t.py::d[a": "FAILED"},
     ),
-    ("matplotlib", "PASSED t.py::a[MouseButton.LEFT]", {"t.py::a[1]": "PASSED"}),
+    (
+        "pytest_options",
+        "PASSED t.py::a[/x/y/z]\nPASSED t.py::b[//x]\nPASSED t.py::c[/x/*/y]\nPASSED t.py::d[x/y]\n"
+        "FAILED /t/e",
+        {
+            "t.py::a[/z]": "PASSED", "t.py::b[//x]": "PASSED", "t.py::c[/x/*/y]": "PASSED",
+            "t.py::d[x/y]": "PASSED", "/t/e": "FAILED",
+        },
+    ),
+    (
+        "matplotlib",
+        "PASSED t.py::a[MouseButton.LEFT]\nFAILED t.py::a[MouseButton.RIGHT]",
+        {"t.py::a[1]": "PASSED", "t.py::a[3]": "FAILED"},
+    ),
     ("r2e", "PASSED r/t.py::C::a", {"C.a": "PASSED"}),
     (
         "django",
@@ -221,16 +260,36 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
             "test_c (m.C)": "SKIPPED", "test_d (m.C)": "ERROR",
         },
     ),
-    ("unittest", "test_a (m.C.test_a) ... printed\nok", {"test_a (m.C.test_a)": "PASSED"}),
+    (
+        "django",
+        "test_a (m.C) ... OK\ntest_b (m.C) ... expected failure\ntest_c (m.C) ... unexpected success\n"
+        "test_d (m.C) ... ERROR\nFAIL: test_e (m.C)\ntest_f (m.C) ... ok\nFAIL: test_f (m.C)",
+        {
+            "test_a (m.C)": "PASSED", "test_b (m.C)": "PASSED", "test_c (m.C)": "FAILED",
+            "test_d (m.C)": "ERROR", "test_e (m.C)": "FAILED", "test_f (m.C)": "FAILED",
+        },
+    ),
+    (
+        "unittest",
+        "test_a (m.C.test_a) ... printed\nok\nok\ntest_b (m.C.test_b) ... x\nFAIL\ntest_c (m.C.test_c)\n"
+        "ERROR\nError\ntest_d (m.C.test_d) ... ok\nfail\nWhat it does ... ok",
+        {
+            "test_a (m.C.test_a)": "PASSED", "test_b (m.C.test_b)": "FAILED", "test_c (m.C.test_c)": "ERROR",
+            "test_d (m.C.test_d)": "PASSED", "What it does": "PASSED",
+        },
+    ),
     (
         "sympy",
-        "test_a ok\ntest_b F\ntest_c E\n____ sympy/x/test_y.py:test_d ____",
-        {"test_a": "PASSED", "test_b": "FAILED", "test_c": "ERROR", "test_d": "FAILED"},
+        "test_a ok\ntest_b F\ntest_c E\n____ sympy/x/test_y.py:test_d ____\ntest_e s\ntest_f f\n__ test_g __",
+        {
+            "test_a": "PASSED", "test_b": "FAILED", "test_c": "ERROR", "test_d": "FAILED",
+            "test_e": "SKIPPED", "test_f": "PASSED", "test_g": "FAILED",
+        },
     ),
     (
         "go",
-        "--- PASS: TestA (0.00s)\n    --- FAIL: TestB/x (0.1s)",
-        {"TestA": "PASSED", "TestB/x": "FAILED"},
+        "--- PASS: TestA (0.00s)\n    --- FAIL: TestB/x (0.1s)\n--- SKIP: TestC (0.00s)",
+        {"TestA": "PASSED", "TestB/x": "FAILED", "TestC": "SKIPPED"},
     ),
     (
         "cargo",
@@ -239,13 +298,17 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
     ),
     (
         "jest",
-        "  \u2713 adds (3 ms)\n  \u2715 fails\n  \u25cb skipped other",
-        {"adds": "PASSED", "fails": "FAILED", "other": "SKIPPED"},
+        "  \u2713 adds (3 ms)\n  \u2715 fails\n  \u25cb skipped other\n"
+        "\u221a old 1.5s\n\u00d7 bad (2 s)\n\u2193 no",
+        {
+            "adds": "PASSED", "fails": "FAILED", "other": "SKIPPED",
+            "old": "PASSED", "bad": "FAILED", "no": "SKIPPED",
+        },
     ),
     (
         "tap",
-        "ok 1 - a\nnot ok 2 - b\nok 3 - c # SKIP no",
-        {"a": "PASSED", "b": "FAILED", "c": "SKIPPED"},
+        "ok 1 - a\nnot ok 2 - b\nok 3 - c # SKIP no\n  ok 4 - d # todo\nnot ok 5 - e # TODO later\nok 6",
+        {"a": "PASSED", "b": "FAILED", "c": "SKIPPED", "d": "SKIPPED", "e": "FAILED"},
     ),
 ]  # fmt: skip
 
@@ -255,6 +318,8 @@ def test_logs(parser: str, log: str, expected: dict[str, str]) -> None:
     assert parse(parser, log) == expected
     marked = f"PASSED before\n>>>>> Start Test Output\n{log}"
     assert parse(parser, marked, "echo '>>>>> Start Test Output'") == expected
+    again = f"{marked}\n>>>>> Start Test Output\n"
+    assert parse(parser, again, "echo '>>>>> Start Test Output'") == expected
     assert parse(parser, log, "echo '>>>>> Start Test Output'") == {}
 
 
@@ -275,7 +340,18 @@ def test_the_status_of_the_tests(codes: tuple[int, ...]) -> None:
         (".git/config", True), ("x.egg-info/entry_points.txt", True), ("src/evil.pth", True),
         ("tests/test_interval.py", True), ("tests/test_interval.py/x", True), ("data/x", True),
         ("data", True), ("run.sh", True), ("tests/test_interval.pyx", False), ("interval/__init__.py", False),
-        ("datas", False), ("\udcff", False),
+        ("datas", False), ("\udcff", False), ("setup.py", False), ("a/conftest.py/x.c", False),
+        ("run.sh/x", True), ("a/run.sh", False), ("later", True), ("x.egg-information", False),
+        *((f"a/{name}/x", True) for name in (
+            ".git", ".hg", ".eggs", ".nox", ".pytest_cache", ".tox", ".venv", "__pycache__", "node_modules",
+            "x.dist-info", "x.egg-info", "site-packages",
+        )),
+        *((f"{folder}{name}", True) for folder in ("", "a/") for name in (
+            "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
+            "pyproject.toml", "noxfile.py", ".coveragerc", "sitecustomize.py", "usercustomize.py", "x.pth",
+            "x.pyc", "x.pyo", "package.json", "jest.config.js", "vitest.config.ts", "vite.config.ts",
+            "babel.config.js", ".babelrc", ".babelrc.json", ".mocharc.yml", ".gitattributes", ".gitmodules",
+        )),
     ],
 )  # fmt: skip
 def test_what_the_policy_cannot_change(path: str, kept: bool) -> None:
@@ -283,8 +359,10 @@ def test_what_the_policy_cannot_change(path: str, kept: bool) -> None:
         fail_to_pass=["a"],
         patch=TESTS_PATCH,
         protected=["data/"],
-        repository={"path": "/t", "hidden": ["/t/run.sh"]},
+        repository={"path": "/t", "hidden": ["/t/run.sh", "later", "/elsewhere/datas"]},
+        files={"written/./test.js": ""},
     )
+    assert protection(tests)(b"written/test.js")
     assert protection(tests)(path.encode("utf-8", "surrogateescape")) is kept
 
 
@@ -292,6 +370,46 @@ def test_a_report_that_is_not_genuine_is_empty() -> None:
     forged = b'0 {"end": true}\n00 {"status": "PASSED", "test": "a"}\n'
     assert not read_report(forged, "secret", "pytest").complete
     assert not read_report(b"", "secret", "pytest").complete
+
+
+def signed(secret: str, *entries: dict[str, Any]) -> list[bytes]:
+    """Return the lines of a report as the plugin writes them: each signs the one before, too."""
+    lines, last = [], ""
+    for entry in entries:
+        text = json.dumps(entry)
+        last = hmac.new(secret.encode(), (last + text).encode(), hashlib.sha256).hexdigest()
+        lines.append(f"{last} {text}\n".encode())
+    return lines
+
+
+def test_a_report_is_believed_up_to_the_first_line_that_is_not_genuine() -> None:
+    tests = [{"status": "PASSED", "test": "t.py::a"}, {"status": "FAILED", "test": "t.py::b x"}]
+    controls = [{"control": "t.py::a", "failed": True}, {"control": "t.py::b", "failed": False}]
+    lines = signed("secret", *tests, controls[0], {"end": True})
+    whole = read_report(b"".join(lines), "secret", "pytest")
+    assert (whole.complete, whole.tampered) == (True, [])
+    assert whole.results == {"t.py::a": "PASSED", "t.py::b": "FAILED"}
+    assert read_report(b"".join(lines), "secret", "r2e").results == {"a": "PASSED", "b": "FAILED"}
+    tampered = read_report(b"".join(signed("secret", *controls, {"end": True})), "secret", "pytest")
+    assert (tampered.complete, tampered.tampered) == (True, ["t.py::b"])
+    for broken in (
+        lines[:-1], lines[1:], [lines[0], *lines[2:]], [*lines, lines[-1]], [*lines, b"x\n"],
+        [*lines[:-1], lines[-1][:-1]], signed("other", *tests, {"end": True}),
+    ):  # fmt: skip
+        assert not read_report(b"".join(broken), "secret", "pytest").complete
+    assert read_report(b"".join(lines[:1]), "secret", "pytest").results == {"t.py::a": "PASSED"}
+
+
+def test_pytest_loads_the_reports_plugin_beside_what_the_task_sets() -> None:
+    client: Any = None
+    files = ReportFiles(client, "/p")
+    assert files.environment({"A": "1"}) == {
+        "A": "1", "PYTEST_ADDOPTS": "-p rollyard_report", "PYTHONPATH": "/p",
+    }  # fmt: skip
+    given = {"PYTEST_ADDOPTS": "-q", "PYTHONPATH": "/lib:/more"}
+    assert files.environment(given) == {
+        "PYTEST_ADDOPTS": "-p rollyard_report -q", "PYTHONPATH": "/p:/lib:/more",
+    }  # fmt: skip
 
 
 def test_all_lists_are_named_by_their_tests() -> None:

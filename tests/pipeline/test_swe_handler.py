@@ -19,6 +19,8 @@ from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
 from rollyard_pipeline.handlers.swe.report import ReportFiles, read_report
 from rollyard_pipeline.handlers.swe.results import Results, score
+from rollyard_sandbox.client.results import FileContent
+from rollyard_sandbox.errors import FileError
 from rollyard_testing.pipeline.swelab import (
     FAILS,
     FIX,
@@ -410,6 +412,39 @@ def test_pytest_loads_the_reports_plugin_beside_what_the_task_sets() -> None:
     assert files.environment(given) == {
         "PYTEST_ADDOPTS": "-p rollyard_report -q", "PYTHONPATH": "/p:/lib:/more",
     }  # fmt: skip
+
+
+class Folder:
+    """A sandbox with a folder of files, which are read in parts of a few bytes."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[bytes, int]] = {}
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        self.files[path] = (data, mode)
+
+    async def read_file(self, path: str, *, max_bytes: int, offset: int) -> FileContent:
+        if path not in self.files:
+            raise FileError(path, reason="FileNotFound")
+        data, mode = self.files[path]
+        return FileContent(data[offset : offset + 100], offset, len(data), mode)
+
+
+async def test_a_report_is_read_to_its_end() -> None:
+    folder: Any = Folder()
+    files = ReportFiles(folder, "/p")
+    await files.write(["t.py::b[1]", "t.py::a", "t.py::b[2]"])
+    data, mode = folder.files["/p/secret"]
+    given = json.loads(data)
+    assert (mode, given["control"]) == (0o600, ["t.py::a", "t.py::b"])
+    assert "/p/rollyard_report.py" in folder.files
+    missing = await files.read("pytest")
+    assert (missing.complete, missing.results) == (False, {})
+    tests = [{"status": "PASSED", "test": f"t.py::{number}"} for number in range(9)]
+    lines = b"".join(signed(given["secret"], *tests, {"end": True}))
+    folder.files["/p/report"] = (lines, 0o644)
+    found = await files.read("pytest")
+    assert (found.complete, len(found.results)) == (True, 9)
 
 
 def test_all_lists_are_named_by_their_tests() -> None:

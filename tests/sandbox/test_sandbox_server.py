@@ -54,6 +54,42 @@ async def test_run_limits(client: ExecClient) -> None:
         await client.run([])
 
 
+@pytest.mark.parametrize(
+    ("program", "exit_code"),
+    [("kill -TERM $$", 143), ("kill -KILL $$", 137), ("exit 130", 130), ("exit 255", 255), ("true", 0)],
+)
+async def test_a_program_that_ends_by_itself_was_not_ended(
+    client: ExecClient, program: str, exit_code: int
+) -> None:
+    result = await client.run(["sh", "-c", f"echo said; {program}"])
+    assert (result.exit_code, result.output) == (exit_code, b"said\n")
+    assert not any((result.timed_out, result.killed, result.shell_restarted, result.truncated_bytes))
+    result = await client.bash(f"sh -c {program!r}")
+    assert (result.exit_code, result.timed_out, result.killed) == (exit_code, False, False)
+
+
+async def test_no_request_gets_more_output_than_the_server_allows(start_server: Callable[..., Any]) -> None:
+    server = start_server("--max-output", "100")
+    async with await server.connect() as client:
+        for asked, omitted in ((1000, 200), (100, 200), (50, 250)):
+            printing = "printf '%300s' x"
+            for result in (
+                await client.run(["sh", "-c", printing], max_output=asked),
+                await client.bash(printing, max_output=asked),
+            ):
+                assert (result.truncated_bytes, result.exit_code) == (omitted, 0)
+
+
+async def test_the_environment_of_a_program_is_what_the_request_says(client: ExecClient) -> None:
+    await client.set_env({"A": "server", "B": "server"})
+    show = ["/bin/sh", "-c", "echo $A $B $C"]
+    assert (await client.run(show, env={"B": "own", "C": "own"})).text() == "server own own\n"
+    assert (await client.run(show, env={"B": "own"}, clean_env=True)).text() == "own\n"
+    assert (await client.bash("echo $A $B $C", session="new")).text() == "server server\n"
+    await client.set_env({"A": ""})
+    assert (await client.run(show)).text() == "server\n"
+
+
 async def test_the_limit_of_a_run_ends_all_that_it_started(client: ExecClient) -> None:
     result = await client.run(
         ["sh", "-c", "setsid sh -c 'echo $$; exec sleep 300' & sleep 300"], timeout=patience(1)
@@ -82,9 +118,36 @@ async def test_files(any_client: ExecClient) -> None:
     assert [(entry.name, entry.kind, entry.size, entry.mode) for entry in entries] == [
         ("c.bin", "file", 3, 0o644)
     ]
+    beyond = await any_client.read_file("a/b/c.bin", offset=5)
+    assert (beyond.data, beyond.offset) == (b"", 5)
+    rest = await any_client.read_file("a/b/c.bin", offset=1)
+    assert (rest.data, rest.size, rest.complete) == (b"ew", 3, False)
     await any_client.remove("a")
     assert await any_client.list_dir(".") == []
     assert (await any_client.read_file("/proc/self/stat")).data
+
+
+async def test_entries_are_sorted_and_say_what_they_are(client: ExecClient) -> None:
+    await client.bash("umask 022; mkdir z; echo abc > z/in; echo 12 > b; chmod 600 b; mkfifo p; ln -s z a")
+    found = [(entry.name, entry.kind) for entry in await client.list_dir(".")]
+    assert found == [("a", "symlink"), ("b", "file"), ("p", "other"), ("z", "directory")]
+    (_, file, _, folder) = await client.list_dir(".")
+    assert (file.size, file.mode, folder.mode) == (3, 0o600, 0o755)
+    # A link is removed, and not what it leads to.
+    await client.remove("a")
+    assert [entry.name for entry in await client.list_dir("z")] == ["in"]
+    await client.bash("ln -s nowhere broken")
+    await client.remove("broken")
+    assert [entry.name for entry in await client.list_dir(".")] == ["b", "p", "z"]
+
+
+async def test_a_pipe_is_read_as_far_as_possible_without_waiting(client: ExecClient) -> None:
+    await client.bash("mkfifo p; exec 9<>p; printf abc >&9")
+    with pytest.raises(errors.FileError) as caught:
+        await client.read_file("p", max_bytes=9)
+    assert caught.value.reason == "WouldBlock"
+    await client.bash("printf def >&9")
+    assert (await client.read_file("p", max_bytes=3)).data == b"def"
 
 
 async def test_writing_follows_symlinks_and_leaves_no_part(client: ExecClient) -> None:
@@ -143,13 +206,23 @@ async def test_kill_all_finds_every_escapee(client: ExecClient, server: Any) -> 
     try:
         await client.bash("python3 escape.py; until [ -s pid ]; do sleep 0.01; done")
         await client.bash("sleep 300 & nohup sleep 300 >/dev/null 2>&1 & disown -a; V=1", session="b")
-        running = await client.start("sleep 300 & echo on; wait", session="c", timeout=patience(100))
-        await running.wait_for_output(b"on")
+        both = [
+            await client.start("sleep 300 & echo on; wait", session=name, timeout=patience(100))
+            for name in ("c", "d")
+        ]
+        for running in both:
+            await running.wait_for_output(b"on")
+        wait = ["sh", "-c", "echo on > $0; exec sleep 300"]
+        programs = [
+            asyncio.create_task(client.run([*wait, name], timeout=patience(100))) for name in ("e", "f")
+        ]
+        await client.bash("until [ -s e ] && [ -s f ]; do sleep 0.01; done")
         pid = int((await client.read_file("pid")).text())
-        assert await client.kill_all() >= 7
+        assert await client.kill_all() >= 11
         assert await ended(pid)
-        result = await running.result()
-        assert (result.killed, result.exit_code) == (True, 137)
+        assert (await client.info()).sessions == ()
+        for result in (*[await running.result() for running in both], *await asyncio.gather(*programs)):
+            assert (result.killed, result.timed_out, result.exit_code) == (True, False, 137)
         assert children(server.process.pid) == []
         assert outside.poll() is None
         fresh = await client.bash("echo v=$V; pwd", session="b")
@@ -338,11 +411,34 @@ async def test_broken_frames_are_answered(server: Any, sent: bytes, reason: str)
         ({"op": "read", "path": "a", "offset": -1, "max_bytes": 1}, "offset"),
         ({"op": "write", "path": "a", "mode": 1 << 20}, "mode"),
         ({"op": "renew", "seconds": 0}, "seconds"),
+        ({"op": "renew", "seconds": 604_801}, "seconds"),
+        ({"op": "renew", "seconds": "1"}, "seconds"),
+        ({"op": "bash", "session": "s" * 201, "timeout": 1, "max_output": 1}, "session"),
+        ({"op": "bash", "session": 1, "timeout": 1, "max_output": 1}, "session"),
+        ({"op": "bash", "session": "s", "timeout": 1, "max_output": -1}, "max_output"),
+        ({"op": "bash", "session": "s", "timeout": 1, "max_output": True}, "max_output"),
+        ({"op": "run", "argv": ["ls", 1], "timeout": 1, "max_output": 1}, "argv"),
+        ({"op": "run", "argv": ["ls"], "env": ["a"], "timeout": 1, "max_output": 1}, "env"),
+        ({"op": "run", "argv": ["ls"], "cwd": 1, "timeout": 1, "max_output": 1}, "cwd"),
+        ({"op": "read", "path": "", "offset": 0, "max_bytes": 1}, "path"),
+        ({"op": "read", "path": "a", "offset": 0, "max_bytes": -1}, "max_bytes"),
+        ({"op": "write", "path": "a", "mode": 0o10000}, "mode"),
+        ({"op": "write", "path": "a", "mode": False}, "mode"),
+        ({"op": "set_env", "env": ["a"]}, "env"),
+        ({"op": "set_env", "env": {"a": 1}}, "env"),
+        ({"op": "set_env", "env": {"fine": "1", "": "1"}}, "env"),
+        ({"op": "set_env", "env": {"a=b": "1", "fine": "1"}}, "env"),
+        ({"op": "set_env", "env": {"a": "\0"}}, "env"),
+        ({"op": "set_env", "env": {"\0": "a"}}, "env"),
+        ({"op": "beneath", "action": "nonsense"}, "action"),
+        ({"op": "beneath", "action": "make"}, "body"),
     ],
 )
 async def test_bad_requests_name_the_field(client: ExecClient, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(errors.BadRequest, match=f"^{named}: "):
         await client._wire.request(fields)
+    info = await client.info()
+    assert (info.sessions, info.lease_seconds_left) == ((), None), "a refused request has no effect"
 
 
 @pytest.mark.parametrize(

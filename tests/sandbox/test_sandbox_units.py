@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
 import subprocess
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_sandbox import errors
+from rollyard_sandbox import errors, proof
 from rollyard_sandbox.execution.capture import Capture
 from rollyard_sandbox.execution.shell import parse_report, single_quoted, typed_line
 from rollyard_sandbox.frames import FrameReader, encode
@@ -50,6 +53,20 @@ def test_frames_too_large_are_refused_before_they_are_stored() -> None:
         encode({}, b"x" * (64 * 1024 * 1024 + 1))
     with pytest.raises(errors.ProtocolError):
         list(FrameReader(max_body=10).feed(encode({}, b"x" * 11)[:8]))
+    header = {"a": "x" * (256 * 1024 - len('{"a":""}'))}
+    ((found, body),) = FrameReader(max_body=10).feed(encode(header, b"x" * 10))
+    assert (found, body) == (header, b"x" * 10)
+    header["a"] += "x"
+    with pytest.raises(errors.CommandTooLarge):
+        encode(header)
+    with pytest.raises(errors.ProtocolError):
+        list(FrameReader().feed(struct.pack("!II", 256 * 1024 + 1, 0)))
+    reader = FrameReader(max_body=10)
+    reader.allow_body(11)
+    assert list(reader.feed(encode({}, b"x" * 11))) == [({}, b"x" * 11)]
+    assert not reader.unfinished
+    assert list(reader.feed(encode({})[:3])) == []
+    assert reader.unfinished
 
 
 @settings(max_examples=25, deadline=None)
@@ -96,6 +113,64 @@ def test_errors_survive_the_wire(name: str) -> None:
     cls = getattr(errors, name)
     raised = errors.from_wire(cls.reason, "text")
     assert (type(raised), raised.reason, str(raised)) == (cls, cls.reason, "text")
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOENT, "FileNotFound"), (errno.EISDIR, "IsADirectory"), (errno.ENOTDIR, "NotADirectory"),
+        (errno.EACCES, "PermissionDenied"), (errno.EPERM, "PermissionDenied"), (errno.EROFS, "ReadOnly"),
+        (errno.ENOSPC, "DiskFull"), (errno.EDQUOT, "DiskFull"), (errno.EFBIG, "FileTooLarge"),
+        (errno.ENAMETOOLONG, "NameTooLong"), (errno.ELOOP, "SymlinkLoop"), (errno.ENOTEMPTY, "NotEmpty"),
+        (errno.EMFILE, "TooManyOpenFiles"), (errno.ENFILE, "TooManyOpenFiles"),
+        (errno.EIO, "InputOutputError"), (errno.EBADF, "FileError"), (None, "FileError"),
+    ],
+)  # fmt: skip
+def test_every_error_of_a_file_has_its_reason_on_both_ends(number: int | None, reason: str) -> None:
+    error = errors.file_error(OSError(number, "why") if number is not None else OSError("why"), "/x")
+    assert (error.reason, str(error)) == (reason, "/x: why")
+    received = errors.from_wire(error.reason, str(error))
+    assert (type(received), received.reason) == (errors.FileError, reason)
+
+
+@pytest.mark.parametrize("reason", ["NotAFile", "TooManyEntries", "WouldBlock"])
+def test_other_reasons_of_files(reason: str) -> None:
+    assert type(errors.from_wire(reason, "x")) is errors.FileError
+
+
+@pytest.mark.parametrize("reason", ["ConfinementFailed", "ProgramNotFound", "ResourceExhausted"])
+def test_other_reasons_of_launches(reason: str) -> None:
+    assert type(errors.from_wire(reason, "x")) is errors.LaunchError
+
+
+def test_a_proof_fits_one_secret_one_purpose_and_one_challenge() -> None:
+    shown, key = proof.derived("token")
+    assert proof.derived("token") == (shown, key)
+    assert {shown, key.hex()}.isdisjoint({*proof.derived("other"), "token"})
+    assert shown != key.hex()
+    answers = {
+        proof.answer(secret, purpose, challenge)
+        for secret in (key, b"other")
+        for purpose in ("hello", "begin_eval /p", "begin_eval /q")
+        for challenge in ("a", "b", "x" * 256)
+    }
+    assert len(answers) == 18
+    for wrong in ("x" * 257, None, 1, b"a"):
+        assert proof.answer(key, "hello", wrong) == ""
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 33])
+def test_a_secret_has_its_whole_length(size: int) -> None:
+    read, write = os.pipe()
+    os.write(write, b"s" * size)
+    os.close(write)
+    if size == proof.SECRET_BYTES:
+        assert proof.read_secret(read) == b"s" * size
+    else:
+        with pytest.raises(ValueError, match=f"has {size} bytes"):
+            proof.read_secret(read)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read)
 
 
 def test_unknown_reasons_are_kept() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rollyard_crds import RolloutJobSpec, Task, Trajectory
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.stages.rescoring import Rescorer
+from rollyard_pipeline.stages.rescoring import Rescorer, submitted
 
 SPEC = {
     "tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"},
@@ -41,6 +41,33 @@ def task(name: str, **fields: Any) -> Task:
     case = {"input": "2", "output": "3"}
     tests = {"cases": [case], "time_limit_seconds": 3}
     return Task.model_validate({"id": name, "prompt": "?", "answer": "1", "tests": tests, **fields})
+
+
+def call(name: str = "submit", error: str | None = None, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("turns", "answer"),
+    [
+        ([], None),
+        ([[]], None),
+        ([[call(answer="a"), call(answer="b")], [call("bash", answer="c")], []], "b"),
+        ([[call(answer="a")], [call(answer="b")]], "b"),
+        ([[call(answer="a")], [call(answer="b", error="not run")]], "a"),
+        ([[call(answer="a")], [call(answer=1), call(text="b")]], "a"),
+        ([[call(answer="a", error="not run")]], None),
+        ([[call(answer="")]], ""),
+    ],
+)
+def test_the_last_answer_that_was_taken_is_the_one_that_was_submitted(
+    turns: list[list[dict[str, Any]]], answer: str | None
+) -> None:
+    made = [
+        {"segment": 0, "start": 0, "end": 0, "finish_reason": "stop", "tool_calls": calls} for calls in turns
+    ]
+    record = kept("x", "no program").model_dump()
+    assert submitted(Trajectory.model_validate({**record, "turns": made})) == answer
 
 
 @pytest.fixture

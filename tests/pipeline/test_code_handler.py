@@ -17,7 +17,7 @@ from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import ANSWER
 from rollyard_pipeline.handlers.code import handler as handler_module
 from rollyard_pipeline.handlers.code.assertions import plain_test
-from rollyard_pipeline.handlers.code.compare import same_result, same_text
+from rollyard_pipeline.handlers.code.compare import difference, same_result, same_text
 from rollyard_pipeline.handlers.code.handler import CodeHandler
 from rollyard_pipeline.handlers.code.programs import needed, program_of, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import decode, encode, text
@@ -118,6 +118,16 @@ async def test_partial_credit(sandbox: tuple[ExecClient, str]) -> None:
     assert (await scored(sandbox, "print(3)", {**STDIN, "partial": True})).reward == 0.5
     found = await scored(sandbox, "while True: pass", {**STDIN, "time_limit_seconds": 0.5, "partial": True})
     assert (found.reward, found.reason, found.components["test_timeout"]) == (0.0, "TestTimeout", 1.0)
+    # A program that has passed another test has a score of its own, and the tests go on after the slow one.
+    slow = "a = input()\nwhile a[0] == '4': pass\nprint(sum(map(int, a.split())))"
+    cases = [STDIN["cases"][0], STDIN["cases"][1], STDIN["cases"][0]]
+    tests = {"cases": cases, "time_limit_seconds": 0.5, "partial": True}
+    found = await scored(sandbox, slow, tests)
+    assert (found.reward, found.reason) == (pytest.approx(2 / 3), "")
+    assert found.components == {"tests_passed": pytest.approx(2 / 3), "test_timeout": 1.0}
+    found = await scored(sandbox, slow, {**tests, "partial": False})
+    assert (found.reward, found.reason) == (0.0, "")
+    assert found.components == {"tests_passed": pytest.approx(1 / 3), "test_timeout": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +161,61 @@ def test_texts_are_compared() -> None:
     assert not same_text("1.0000001 x", "1 x", None)
     assert not same_text("nan", "1", 1.0)
     assert not same_text("1 1", "1", 1e-6)
+    assert same_text("1.25 inf", "1 inf", 0.25)
+    assert not same_text("1.5", "1", 0.25)
+    assert same_text("1000.5", "1000", 0.001), "the tolerance is relative, too"
+    assert not same_text("inf", "1e999999", None)
+    assert not same_text("inf", "1e308", 1.0)
+    assert not same_text("x", "1", 1e9)
+    assert not same_text("1", "x", 1e9)
+    assert not same_text("1\n9", "1\n2", 1e-6)
+    assert not same_text(f"1{'0' * 400}", f"1{'0' * 399}1", 1.0), "so long a word is no number"
+    assert same_text("", "\n \n", None)
+    assert not same_text(" a", "a", None)
+    assert not same_text("a\nb", "a", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "tolerance", "found"),
+    [
+        ("a\nx\ny", "a\nb\nc", None, (2, "x", "b")), ("a", "a\nb", None, (2, None, "b")),
+        ("a\nb", "a", None, (2, "b", None)), ("1.0000001\n3", "1\n2", 1e-6, (2, "3", "2")),
+        ("", "a", None, (1, "", "a")),
+    ],
+)  # fmt: skip
+def test_the_first_line_that_differs_is_named(
+    output: str, expected: str, tolerance: float | None, found: tuple[int, str | None, str | None]
+) -> None:
+    assert difference(output, expected, tolerance) == found
+    with pytest.raises(ValueError, match="the same"):
+        difference(expected, expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "tolerance", "same"),
+    [
+        ([1, 2], [1, 2, 3], None, False), ([1, 2, 3], [1, 2], None, False), ([1, 3], [1, 2], None, False),
+        ((1,), [1], None, True), ({1}, [1], None, False), ("1", 1, None, False), (1, "1", None, False),
+        (None, None, None, True), (None, False, None, False), (False, 0, None, False), (1, True, None, False),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 3}, None, False), ({"a": 1}, {"a": 1, "b": 2}, None, False),
+        ({"a": 1, "b": 2}, {"a": 1}, None, False), ({"a": None}, {"b": None}, None, False),
+        ({1: 1}, {"1": 1}, None, False), ({"a": 1}, [["a", 1]], None, False), ([], {}, None, False),
+        (1.5, 1, 0.5, True), (1.6, 1, 0.25, False), (3, 2.5, 0.5, True), (1.5, 1, None, False),
+        (1.0, 1, None, True), (float("inf"), 1, 9.0, False), (float("nan"), 1, 9.0, False),
+        (2**70, 2**70, None, True), (2**70, 2**70 + 1, None, False), (-5, -5, None, True),
+        ([1, [2, 3.1]], [1, [2, 3]], 0.25, True), (b"a", "a", None, False), (1 + 0j, 1, None, False),
+    ],
+)  # fmt: skip
+def test_results_are_compared_with_json(
+    result: Any, expected: Any, tolerance: float | None, same: bool
+) -> None:
+    assert same_result(json.loads(json.dumps(encode(result))), expected, tolerance) is same
+
+
+def test_a_key_that_is_reported_twice_makes_up_for_no_other() -> None:
+    twice = {"d": [["a", {"i": "1"}], ["a", {"i": "1"}]]}
+    assert not same_result(twice, {"a": 1, "b": 1}, None)
+    assert not same_result({"x": "1"}, 1, None)
 
 
 def test_values_keep_their_type() -> None:

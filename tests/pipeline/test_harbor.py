@@ -176,6 +176,53 @@ async def test_rewards_of_steps(lab: StageLab, strategy: str, steps: list[list[s
     assert found.reward == pytest.approx(reward)
 
 
+SETUP = "#!/bin/bash\n[ ! -e broken ] && touch ready\n"
+
+
+def prepared_folder(second: str = "") -> Task:
+    """Return a task of two steps. The second one needs what its setup script makes."""
+    files = {f"steps/{name}/instruction.md": "Go on." for name in "ab"}
+    files["steps/a/tests/test.sh"] = second + "echo 1 > /logs/verifier/reward.txt"
+    files["steps/b/tests/test.sh"] = (
+        "[ -f ready ] && [ ! -e setup.sh ]; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    )
+    files["steps/b/workdir/setup.sh"] = SETUP
+    steps = "".join(f'[[steps]]\nname = "{name}"\n[steps.verifier]\ntimeout_sec = 1\n' for name in "ab")
+    return folder("", TOML + steps, **files)
+
+
+async def test_a_policy_that_breaks_the_next_steps_setup_keeps_what_it_has(lab: StageLab) -> None:
+    """Only what it has not reached counts as 0. A setup script that breaks alone is another matter."""
+    good = await lab.play(prepared_folder(), [[], []])
+    assert (good.reward, good.reward_reason, len(lab.said)) == (1.0, "", 2)
+    broken = await lab.play(prepared_folder(), [["touch broken"], []])
+    assert (broken.reward, broken.reward_reason, len(lab.said)) == (0.5, "SandboxSabotaged", 1)
+    assert broken.reward_components == {"step.a": 1.0, "step.b": 0.0}
+
+
+async def test_the_reason_of_an_earlier_step_stays(lab: StageLab) -> None:
+    slow = await lab.play(prepared_folder("sleep 60\n"), [[], []])
+    assert (slow.reward, slow.reward_reason, len(lab.said)) == (0.5, "TestTimeout", 2)
+    assert slow.reward_components == {"step.a": 0.0, "step.b": 1.0}
+
+
+async def test_a_setup_script_that_breaks_alone_is_named(lab: StageLab) -> None:
+    files = {"steps/a/instruction.md": "Go on.", "steps/a/tests/test.sh": "true"}
+    files["steps/a/workdir/setup.sh"] = "echo no disk; exit 4"
+    with pytest.raises(SetupFailed, match=r"setup\.sh exited with 4: no disk"):
+        await lab.play(folder("", TOML + '[[steps]]\nname = "a"\n', **files), [[]])
+
+
+@pytest.mark.parametrize("size", [65_536, 65_537])
+async def test_a_reward_file_has_a_largest_size(lab: StageLab, size: int) -> None:
+    test = f"printf '%{size}s' 0.5 > /logs/verifier/reward.txt"
+    if size == 65_536:
+        assert (await lab.play(folder(test), [[]])).reward == 0.5
+    else:
+        with pytest.raises(RewardUnusable, match=r"reward\.txt is longer than 65536 bytes"):
+            await lab.play(folder(test), [[]])
+
+
 async def test_steps_have_no_network(lab: StageLab) -> None:
     """The tests of earlier steps run in Run, and must not have a network that a policy's files could use."""
     network = {"network": "allowlist", "allowedHosts": ["example.org"], **SMALL}

@@ -15,7 +15,7 @@ import pytest
 from rollyard_crds.fields.reward import FormatCheck, OverlongPenalty, RewardServiceSpec
 from rollyard_crds.lease import Lease, RewardRequest, RewardResponse, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_crds.task import Message, Task
+from rollyard_crds.task import Message, Task, ToolCall
 from rollyard_crds.trajectory import Segment, Trajectory
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.errors import (
@@ -477,6 +477,15 @@ def test_the_latest_messages_and_both_ends_of_a_text_are_kept() -> None:
     whole = "y" * MAX_TEXT
     (_, message) = episode_document(context({}, whole), Evaluation(0.0))["messages"]
     assert message["content"] == whole
+    calls = context({}, *"abcdefghijkl")
+    assert calls.trajectory is not None
+    for message, size in zip(calls.trajectory.messages[1:], [*[200_000] * 11, MAX_TEXT], strict=True):
+        given = {"function": {"name": "bash", "arguments": {"command": "x" * size}}}
+        message.tool_calls = [ToolCall.model_validate(given)]
+    document = episode_document(calls, Evaluation(0.0))
+    shown = [(message["content"], "tool_calls" in message) for message in document["messages"]]
+    assert shown == [*((letter, True) for letter in "bcdefghijk"), ("l", False)]
+    assert document["messages_dropped"] == 2
     small = episode_document(context({}, "y", metadata={"a": "x" * (MAX_METADATA - 100)}), Evaluation(0.0))
     assert len(small["task"]["metadata"]["a"]) == MAX_METADATA - 100
     with pytest.raises(TaskInvalid, match="task 't': metadata: has"):

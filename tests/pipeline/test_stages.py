@@ -639,13 +639,15 @@ async def test_only_a_step_whose_limit_has_ended_is_the_last_one() -> None:
         forever = False
 
         async def run(self, ctx: AgentContext) -> None:
+            in_force.append(len(limits._limits))
             if self.forever:
                 await asyncio.Event().wait()
 
     episode = Episode(messages=[])
     context: Any = SimpleNamespace(episode=episode, task=None)
-    agent = Waiting()
-    runs = AgentRuns(agent, context, RunLimits(None, episode))
+    agent, limits = Waiting(), RunLimits(None, episode)
+    in_force: list[int] = []
+    runs = AgentRuns(agent, context, limits)
     first, second = Task(id="a", prompt="q"), Task(id="b", prompt="q")
     assert await runs.step(first, 1000.0)
     assert context.task is first
@@ -653,6 +655,7 @@ async def test_only_a_step_whose_limit_has_ended_is_the_last_one() -> None:
     agent.forever = True
     assert not await runs.step(second, 0.01)
     assert (context.task, episode.truncated_reason) == (second, "RunTimeout")
+    assert in_force == [1, 0, 1], "a step without a limit of its own has that of the stage only"
 
 
 async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:

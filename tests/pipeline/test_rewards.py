@@ -242,13 +242,13 @@ async def test_patterns_read_the_policys_own_messages(rewards: Rewards) -> None:
     }  # fmt: skip
     assert found.reward == 1.0
     # The task's own messages are no words of the policy, whoever is said to have said them.
-    chat = [Message(role="user", content="q"), Message(role="assistant", content="done")]
+    chat = [Message(role="user", content="q"), Message(role="assistant", content="no")]
     primed = replace(given, task=given.task.model_copy(update={"prompt": None, "messages": chat}))
     assert primed.trajectory is not None
-    said = Message(role="assistant", content="no")
+    said = Message(role="assistant", content="done\n")
     primed.trajectory = primed.trajectory.model_copy(update={"messages": [*chat, said]})
     found = await shaped(rewards, primed, Evaluation(1.0))
-    assert [found.components[name] for name in ("last", "all")] == [0.0, 0.0]
+    assert [found.components[name] for name in ("last", "all")] == [1.0, 1.0]
     given.trajectory = None
     found = await shaped(rewards, given, Evaluation(1.0))
     assert [found.components[name] for name in ("last", "all")] == [0.0, 0.0]

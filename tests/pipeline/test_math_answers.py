@@ -222,11 +222,12 @@ async def test_a_verifier_that_compares_nothing_is_not_the_policys_failing() -> 
     handler._verifiers = Breaking(*(VerifierFailed,) * 4)  # type: ignore[assignment]
     with pytest.raises(VerifierFailed):
         await handler.eval(context("12", "\\boxed{13}"))
-    handler._verifiers = quick = Breaking()  # type: ignore[assignment]
+    quick = Breaking()
+    handler._verifiers = quick  # type: ignore[assignment]
     hurried = context("12", "\\boxed{13}")
     hurried.timeout = 4.0
     assert (await handler.eval(hurried)).reward == 1.0
-    assert quick.asked == [("12", "13", 4.0)]  # type: ignore[attr-defined]
+    assert quick.asked == [("12", "13", 4.0)]
     assert (await handler.eval(context("12", ""))).components == {"answered": 0.0}
 
 

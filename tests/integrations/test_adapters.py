@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollyard.integrations import arrow, nemo, prime_rl, slime, trl, verl
+from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
 from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch
 from rollyard.integrations.sequences import is_scored, sequences
 from rollyard_crds.trajectory import Segment, Trajectory
@@ -59,6 +59,18 @@ def of_prime_rl(batch: list[Trajectory]) -> Sampled:
     return found
 
 
+def of_skyrl(batch: list[Trajectory]) -> Sampled:
+    names = [one.id for one in batch]
+    output = skyrl.generator_output(batch, pad_token_id=PAD, step_wise=True, trajectory_ids=names)
+    found: Sampled = Sampled()
+    for place, name in enumerate(output["trajectory_ids"]):
+        found += trained(
+            name, output["response_ids"][place], output["loss_masks"][place],
+            output["rollout_logprobs"][place], len(output["prompt_token_ids"][place]),
+        )  # fmt: skip
+    return found
+
+
 def of_nemo_gym(batch: list[Trajectory]) -> Sampled:
     found: Sampled = Sampled()
     for one in batch:
@@ -75,7 +87,7 @@ def of_nemo_gym(batch: list[Trajectory]) -> Sampled:
 
 EXAMPLES = 50
 ONE_ROW_EACH = (of_trl,)
-ANY_ROWS = (of_verl, of_slime, of_prime_rl, of_nemo_gym)
+ANY_ROWS = (of_verl, of_slime, of_prime_rl, of_skyrl, of_nemo_gym)
 
 
 @pytest.mark.parametrize("read", ANY_ROWS)

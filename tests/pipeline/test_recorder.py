@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from rollyard_pipeline.chat import ChatFormat
-from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TrajectoryRecorder
+from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TokenIds, TrajectoryRecorder
 
 NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
 END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in NAMES}
@@ -16,7 +16,7 @@ def sample_of(ids: list[int], finish: str = "stop") -> Sample:
     return Sample(
         tuple(ids),
         tuple(-0.5 - i / 1024 for i in range(len(ids))),
-        tuple("v1" for _ in ids),
+        tuple(f"v{i % 3}" for i in range(len(ids))),
         finish,  # type: ignore[arg-type]
     )
 
@@ -57,7 +57,10 @@ def check_invariants(chat: ChatFormat, played: Played) -> None:
         assert ids[:at] == list(prompt.ids)
         assert tuple(ids[at : at + len(sample.token_ids)]) == sample.token_ids
         assert tuple(segment.logprobs[turn.start : turn.end]) == sample.logprobs
+        assert tuple(segment.policy_versions[turn.start : turn.end]) == sample.policy_versions
         assert set(segment.loss_mask[turn.start : turn.end]) <= {1}
+        assert turn.end - turn.start == len(sample.token_ids)
+        assert turn.finish_reason == sample.finish_reason
         assert (turn.start == 0) == (prompt.outside is None)
         if prompt.outside is None:
             assert list(prompt.ids) == chat.tokenizer.encode(prompt.rendering.text)
@@ -70,7 +73,7 @@ def check_invariants(chat: ChatFormat, played: Played) -> None:
         for mask, logprob, version in zip(
             segment.loss_mask, segment.logprobs, segment.policy_versions, strict=True
         ):
-            assert (logprob == 0.0 and version == "") if mask == 0 else version == "v1"
+            assert (logprob == 0.0 and version == "") if mask == 0 else version.startswith("v")
 
 
 def said(chat: ChatFormat, text: str, name: str) -> list[int]:
@@ -161,3 +164,67 @@ def test_a_prompt_that_is_not_sampled_leaves_no_trace(formats: dict[str, ChatFor
     before = played.recorder.segments()
     assert played.recorder.prompt().ids == played.recorder.prompt().ids
     assert played.recorder.segments() == before
+
+
+def test_a_replayed_call_has_an_empty_span_where_the_record_ends(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["qwen"]
+    recorder = TrajectoryRecorder(chat, USER)
+    replayed = {"role": "assistant", "content": "I look."}
+    for _ in range(2):  # Before the first segment there is nothing that a span could point to.
+        turn = recorder.replayed(replayed)
+        assert (turn.segment, turn.start, turn.end, turn.finish_reason) == (0, 0, 0, "replayed")
+    first = recorder.prompt()
+    assert chat.tokenizer.decode(first.ids).count("I look.") == 2
+    recorder.record(first, sample_of(said(chat, "<think>\nI count.\n</think>\n\nseven", "qwen"), "length"))
+    recorder.add({"role": "user", "content": "and folders?"})
+    recorder.record(recorder.prompt(), sample_of(said(chat, "two", "qwen")))
+    turn = recorder.replayed(replayed)
+    before, segment = recorder.segments()
+    end = len(segment.response_ids)
+    assert end != len(before.response_ids)
+    assert (turn.segment, turn.start, turn.end, turn.finish_reason) == (1, end, end, "replayed")
+    assert recorder.turns[-1] is turn
+    assert [one.finish_reason for one in recorder.turns] == ["replayed"] * 2 + ["length", "stop", "replayed"]
+    # What was replayed is read with the next prompt, outside the mask.
+    recorder.add({"role": "user", "content": "go on"})
+    recorder.record(recorder.prompt(), sample_of(said(chat, "ok", "qwen")))
+    segment = recorder.segments()[-1]
+    outside = [i for i, mask in zip(segment.response_ids, segment.loss_mask, strict=True) if not mask]
+    assert "I look." in chat.tokenizer.decode([*segment.prompt_ids, *outside])
+
+
+def test_the_ids_of_a_prompt_stay_what_they_were_while_the_record_grows() -> None:
+    so_far = [5, 6, 7]
+    ids, whole = TokenIds(so_far, (8, 9)), (5, 6, 7, 8, 9)
+    so_far += [1, 2, 3]
+    assert (tuple(ids), len(ids)) == (whole, 5)
+    assert [ids[place] for place in range(-5, 5)] == [whole[place] for place in range(-5, 5)]
+    assert (tuple(ids[:1]), tuple(ids[2:4]), tuple(ids[-1:])) == ((5,), (7, 8), (9,))
+    for place in (5, -6):
+        with pytest.raises(IndexError):
+            ids[place]
+    assert ids == list(whole) == ids
+    assert ids != [*whole, 1]
+    assert ids != 5
+    assert hash(ids) == hash(whole)
+
+
+def test_no_token_at_all_is_a_turn_too(formats: dict[str, ChatFormat]) -> None:
+    """A backend may end a turn before its first token."""
+    chat = formats["chatml"]
+    played = play(
+        chat, USER, [([], [{"role": "user", "content": "go on"}]), (said(chat, "ok", "chatml"), [])]
+    )
+    check_invariants(chat, played)
+    assert played.recorder.turns[0].end == 0
+
+
+def test_what_was_handed_out_is_no_part_of_the_record(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    played = play(chat, USER, [(said(chat, "seven", "chatml"), RESULT)])
+    before = played.recorder.segments()
+    for values in vars(before[0]).values():
+        values.clear()
+    (segment,) = played.recorder.segments()
+    assert segment.prompt_ids
+    assert len(segment.loss_mask) == len(segment.logprobs) == len(segment.response_ids) > 0

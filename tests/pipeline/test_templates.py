@@ -80,7 +80,7 @@ def play(chat: ChatFormat, opening: list[Message], steps: list[Step]) -> Played:
         sample = Sample(
             tuple(step.ids),
             tuple(-0.5 - place / 1024 for place in range(len(step.ids))),
-            ("v1",) * len(step.ids),
+            tuple(f"v{len(played.samples)}.{place}" for place in range(len(step.ids))),
             "stop",
         )
         played.recorder.record(prompt, sample)
@@ -103,6 +103,7 @@ def check(chat: ChatFormat, played: Played) -> None:
         assert before == list(prompt.ids)
         assert tuple(segment.response_ids[turn.start : turn.end]) == sample.token_ids
         assert tuple(segment.logprobs[turn.start : turn.end]) == sample.logprobs
+        assert tuple(segment.policy_versions[turn.start : turn.end]) == sample.policy_versions
         if prompt.outside is None:
             assert turn.start == 0
             assert list(prompt.ids) == chat.tokenizer.encode(prompt.rendering.text)
@@ -114,7 +115,7 @@ def check(chat: ChatFormat, played: Played) -> None:
         for token, mask, logprob, version in zip(*parts, strict=True):
             if mask:
                 masked.append(token)
-                assert version == "v1"
+                assert version.startswith("v")
             else:
                 assert (logprob, version) == (0.0, "")
     # They come in order, each exactly once over all segments, and no others.

@@ -79,7 +79,7 @@ def two_groups() -> list[Trajectory]:
             0, 1.0, segments=[SEGMENT, LATER], timings=TIMES, messages=TALK, truncated=True,
             truncated_reason="MaxTurns", reward_components={"tests": 0.5},
         ),
-        rollout(1, 0.0, segments=0),
+        rollout(1, 0.0, segments=0, reward_reason="TestTimeout", messages=TALK[1:2] * 2 + TALK[3:]),
         rollout(2, None, status="failed", reason="BackendUnavailable"),
         rollout(3, 2.0, group_id="h", task_id="other", segments=[LATER]),
     ]  # fmt: skip
@@ -293,7 +293,7 @@ def test_skyrl_gets_a_row_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> N
     assert [row["reason"] for row in output["env_metrics"]] == [
         "MaxTurns",
         "MaxTurns",
-        "",
+        "TestTimeout",
         "BackendUnavailable",
         "",
     ]
@@ -385,7 +385,7 @@ def test_verl_gets_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         "policy_versions": [["step-1", "step-2"], ["step-11"], [], ["step-1", "step-2"], ["step-11"]],
         "min_global_steps": [1, 11, None, 1, 11],
         "max_global_steps": [2, 11, None, 2, 11],
-        "__num_turns__": [3, 3, 0, 0, 0],
+        "__num_turns__": [3, 3, 3, 0, 0],
     }
     assert proto.meta_info["metrics"][0] == {
         "generate_sequences": 4.0, "tool_calls": 5.0, "compute_score": 300.0, "num_preempted": -1,
@@ -477,6 +477,8 @@ def test_nemo_gym_gets_an_answer_for_each_segment() -> None:
     assert (second["policy_versions"], second["truncated_reason"]) == (["step-11"], "MaxTurns")
     assert (first["response"]["status"], first["response"]["model"]) == ("incomplete", "m")
     (only,) = nemo.run_answers(silent)
+    assert [item["role"] for item in first["responses_create_params"]["input"]] == ["system", "user"]
+    assert [item["content"] for item in only["responses_create_params"]["input"]] == ["u", "u"]
     assert (only["mask_sample"], only["reward"], only["response"]["id"]) == (True, 0.0, "r1")
     assert only["response"]["status"] == "completed"
     (only,) = nemo.run_answers(rollout(0, 2.0, segments=0))
@@ -496,7 +498,7 @@ def test_trl_keeps_one_segment_and_counts_the_others() -> None:
         assert output["env_mask"] == [mask, [0], [0, 0, 0], [0, 0, 0]]
         assert output["tokens_left_out"] == [left_out, 0, 0, 0]
         assert output["reward"] == [1.0, 0.0, None, None]
-        assert output["rollout_reason"] == ["MaxTurns", "", "BackendUnavailable", "JobCancelled"]
+        assert output["rollout_reason"] == ["MaxTurns", "TestTimeout", "BackendUnavailable", "JobCancelled"]
         assert output["rollout_status"] == ["succeeded", "succeeded", "failed", "cancelled"]
         assert output["truncated"] == [True, False, False, False]
     assert output["policy_versions"][0] == ["", "step-11"]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch, WeightsRefused
-from rollyard.integrations.streams import StreamPlayer
+from rollyard.integrations.streams import MAX_ID, StreamPlayer
 from rollyard.integrations.trl import TASK_KEY, TrlRollouts
 from rollyard.integrations.trl_weights import TrlWeights
 from rollyard_client.errors import ServerUnavailable
 from rollyard_crds import RolloutJob, Task
+from rollyard_crds.base import Condition
 from rollyard_crds.trajectory import Segment, Trajectory
 from rollyard_testing.pace import patience
 
+CONDITIONS = (("Admitted", "True", "Fits"), ("Failed", "False", "Early"), ("Failed", "True", "NoWorker"))
 TASKS = [{"id": "a", "prompt": "A?"}, {"id": "b", "messages": [{"role": "user", "content": "B?"}]}]
 
 
@@ -57,8 +61,15 @@ class ScriptedClient:
 
     def __init__(self) -> None:
         self.pushed: list[Task] = []
-        self.closed = False
+        self.closed = 0
+        self.namespaces: set[str] = set()
+        """The namespaces that the player has named."""
+        self.refuses: Exception | None = None
+        """What the next push of tasks is refused with."""
         self.updates: list[tuple[str, str]] = []
+        self.loaded: list[tuple[str, str, list[str]]] = []
+        """The pool, the mode and the files of the checkpoint, at the time of each update."""
+        self.waits: list[tuple[str, int, float]] = []
         self.update_state = "Succeeded"
         self.ended: queue.Queue[Trajectory | Exception | None] = queue.Queue()
         self.begun: list[str] = []
@@ -72,15 +83,33 @@ class ScriptedClient:
         return job
 
     def job(self, name: str, namespace: str) -> RolloutJob:
+        self.namespaces.add(namespace)
         job = RolloutJob.model_validate(manifest())
         job.status.phase = "Failed"
+        job.status.conditions = [
+            Condition.model_validate(
+                {
+                    "type": kind,
+                    "status": status,
+                    "reason": reason,
+                    "message": "because",
+                    "lastTransitionTime": "2026-01-02T03:04:05Z",
+                }
+            )
+            for kind, status, reason in CONDITIONS
+        ]
         return job
 
     def close(self, name: str, namespace: str) -> None:
-        self.closed = True
+        self.namespaces.add(namespace)
+        self.closed += 1
         self.ended.put(None)
 
     def push_tasks(self, name: str, tasks: list[Task], namespace: str) -> None:
+        self.namespaces.add(namespace)
+        if self.refuses is not None:
+            refused, self.refuses = self.refuses, None
+            raise refused
         self.pushed += tasks
         if self.at_once:
             for number in sorted(range(self.samples), key=lambda n: (n % 2 == 0, n)):
@@ -88,14 +117,17 @@ class ScriptedClient:
                     self.ended.put(rollout(task.id, number))
 
     def trajectories(self, name: str, *, follow: bool, cursor: str, namespace: str) -> Ended:
+        self.namespaces.add(namespace)
         self.begun.append(cursor)
         return Ended(self.ended, cursor)
 
     def update_weights(self, pool: str, version: str, *, checkpoint: str, mode: str) -> Any:
         self.updates.append((version, checkpoint))
+        self.loaded.append((pool, mode, sorted(path.name for path in Path(checkpoint).iterdir())))
         return types.SimpleNamespace(id=len(self.updates))
 
     def wait_weights(self, pool: str, update: int, timeout: float) -> Any:
+        self.waits.append((pool, update, timeout))
         return types.SimpleNamespace(id=update, state=self.update_state, message="a server refused them")
 
 
@@ -140,10 +172,13 @@ def test_each_task_gets_its_own_rollouts_in_order() -> None:
     ids = [task.id for task in client.pushed]
     assert len(set(ids)) == len(ids) == 6
     assert [name.partition(":")[0] for name in ids] == ["a", "b", "a"] * 2
-    player.close()
-    assert client.closed
+    for _ in range(2):
+        player.close()
+    assert client.closed == 1
     with pytest.raises(StreamEnded, match="closed"):
         player.play(TASKS)
+    assert len(client.pushed) == 6
+    assert client.namespaces == {"default"}
 
 
 def test_calls_from_several_threads_do_not_mix() -> None:
@@ -185,12 +220,72 @@ def test_whoever_waits_hears_why_nothing_comes(end: Exception | None) -> None:
     future = player.start(TASKS[:1])[0]
     client.ended.put(rollout("somebody-elses", 0))
     client.ended.put(end)
-    with pytest.raises(ServerUnavailable if isinstance(end, ServerUnavailable) else StreamEnded):
+    with pytest.raises(ServerUnavailable if isinstance(end, ServerUnavailable) else StreamEnded) as caught:
         future.result(patience(30))
+    if end is None:
+        assert str(caught.value) == "job train has ended as Failed: NoWorker: because"
     client.at_once = True
     # The player reads on for the next call, and nothing twice.
     assert len(player.play(TASKS, timeout=patience(30))) == 2
     assert client.begun == ["", "1"]
+
+
+def test_the_stream_that_exists_says_how_many_samples_a_task_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ScriptedClient()
+    client.samples = 3
+    there = RolloutJob.model_validate({**manifest(3), "metadata": {"name": "train", "namespace": "team"}})
+    monkeypatch.setattr(client, "submit", lambda job: there)
+    with StreamPlayer(client, manifest(2)) as player:  # type: ignore[arg-type]
+        (group,) = player.play(TASKS[:1], timeout=patience(30))
+    assert [one.sample_index for one in group] == [0, 1, 2]
+    assert (client.closed, client.namespaces) == (1, {"team"})
+
+
+def test_only_the_tasks_that_are_late_are_given_up() -> None:
+    client = ScriptedClient()
+    client.at_once = False
+    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    other = player.start(TASKS[:1])[0]
+    client.ended.put(rollout("somebody-elses", 0))
+    done, late = player.start(TASKS)
+    for number in (1, 0):
+        client.ended.put(rollout(client.pushed[1].id, number))
+    assert [one.sample_index for one in done.result(patience(30))] == [0, 1]
+    with pytest.raises(RolloutsLate, match="1 of 1 tasks"):
+        player.play(TASKS[1:], timeout=0.01)
+    # Those of other calls still come.
+    for future, task in ((other, client.pushed[0]), (late, client.pushed[2])):
+        for number in range(2):
+            client.ended.put(rollout(task.id, number))
+        assert len(future.result(patience(30))) == 2
+    waiting = player.start(TASKS)
+    player.close()
+    assert all(future.cancelled() for future in waiting)
+
+
+def test_tasks_that_are_refused_are_forgotten() -> None:
+    client = ScriptedClient()
+    client.refuses = ServerUnavailable("too many")
+    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    with pytest.raises(ServerUnavailable, match="too many"):
+        player.start(TASKS)
+    assert (client.begun, client.pushed) == ([], [])
+    assert len(player.play(TASKS, timeout=patience(30))) == 2
+    assert not player._pending
+
+
+def test_long_names_of_tasks_stay_apart() -> None:
+    client = ScriptedClient()
+    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    played = player.play([{"id": "x" * MAX_ID, "prompt": "?"}] * 11, timeout=patience(30))
+    names = [task.id for task in client.pushed]
+    assert len(set(names)) == 11
+    assert max(map(len, names)) <= MAX_ID
+    assert [{one.task_id for one in group} for group in played] == [{name} for name in names]
+    # Another life of the trainer meets the tasks of this one in the same stream.
+    again = ScriptedClient()
+    StreamPlayer(again, manifest()).play([{"id": "x" * MAX_ID, "prompt": "?"}], timeout=patience(30))  # type: ignore[arg-type]
+    assert again.pushed[0].id not in names
 
 
 def test_a_job_that_is_no_stream_is_refused() -> None:
@@ -240,6 +335,38 @@ def test_weights_are_brought_once_a_step(tmp_path: Any) -> None:
     folders = sorted(path.name for path in tmp_path.iterdir())
     assert [name.partition("-")[2] for name in folders] == ["step-2", "step-3"]
     assert (tmp_path / folders[-1] / "weights").read_text() == "3"
+    assert client.loaded == [("policy", "abort", ["weights"])] * 3, "a pool hears of whole checkpoints only"
+    assert client.waits == [("policy", number, 600.0) for number in (1, 2, 3)]
+
+
+def test_one_process_brings_the_weights_for_all(tmp_path: Any) -> None:
+    """The others take part in collecting them, and wait until the pool has them."""
+    client = ScriptedClient()
+    options: dict[str, Any] = {"keep": 1, "mode": "keep", "timeout": 5.0}
+    weights = TrlWeights(client, "policy", tmp_path, **options)  # type: ignore[arg-type]
+    steps: list[str] = []
+
+    def collect(model: Any) -> dict[str, Any]:
+        steps.append("collect")
+        return {"w": 1}
+
+    for main, updates in ((False, [0, 0]), (True, [1, 2])):
+        steps.clear()
+        for step in (1, 2):
+            process = trainer(step)
+            process.accelerator.is_main_process = main
+            process.accelerator.get_state_dict = collect
+            process.accelerator.wait_for_everyone = lambda: steps.append(f"after {len(client.updates)}")
+            weights.bring(process)
+            weights.bring(process)
+        assert steps == ["collect", f"after {updates[0]}", "collect", f"after {updates[1]}"]
+        weights = TrlWeights(client, "policy", tmp_path, **options)  # type: ignore[arg-type]
+    assert [path.name.partition("-")[2] for path in tmp_path.iterdir()] == ["step-2"]
+    assert client.loaded == [("policy", "keep", ["weights"])] * 2
+    assert client.waits == [("policy", 1, 5.0), ("policy", 2, 5.0)]
+    other = TrlWeights(client, "policy", tmp_path)  # type: ignore[arg-type]
+    other.bring(trainer(2))
+    assert len({version for version, _ in client.updates}) == 3, "a version never names other weights"
 
 
 def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
@@ -250,6 +377,14 @@ def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
     with pytest.raises(WeightsRefused, match="a server refused them"):
         rollouts([rollouts.dataset()[0]["prompt"]] * 2, trainer())
     assert client.pushed == []
+    assert weights.version == ""
+    # The pool still lacks them, so they are brought again before anything is played.
+    client.update_state = "Succeeded"
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    rollouts([rollouts.dataset()[0]["prompt"]] * 2, trainer())
+    assert [version.partition("-")[2] for version, _ in client.updates] == ["step-0", "step-0"]
+    assert weights.version == client.updates[-1][0]
     with pytest.raises(ValueError, match="keep is 0"):
         TrlWeights(client, "policy", tmp_path, keep=0)  # type: ignore[arg-type]
 

@@ -91,8 +91,11 @@ async def test_aborts_without_end_end_the_rollout(backend: Any, monkeypatch: pyt
     empty = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": [], "finish_reason": "abort"}
     server = backend(generate=lambda body: backend.generated(body, **empty))
     async with server, BackendClient() as client:
+        talk = server.session(client)
         with pytest.raises(BackendUnavailable, match="64 requests"):
-            await server.session(client).turn([1], 8, 0)
+            await talk.turn([1], 8, 0)
+    assert talk.waited_seconds == pytest.approx(0.064), "the update was taken for the policy's own time"
+    assert talk.stats.requests == len(server.requests) == 64
 
 
 async def test_completions_are_dropped_where_the_label_changed_meanwhile(backend: Any) -> None:

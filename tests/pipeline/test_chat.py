@@ -152,6 +152,44 @@ async def test_a_folder_is_loaded_once_and_dropped_when_old(model_folder: Path) 
     first = await cache.get(str(model_folder))
     assert (await cache.get(str(model_folder))).template is first.template
     assert first.tokenizer.variables() == {"eos_token": "<|im_end|>"}
+    # Tools and variables are those of one rollout, and not of the folder.
+    other = await cache.get(str(model_folder), [{"type": "function"}], {"enable_thinking": False})
+    assert (other.tools, other.variables) == ([{"type": "function"}], {"enable_thinking": False})
+    again = await cache.get(str(model_folder), [])
+    assert (again.template, again.tools, again.variables) == (first.template, None, {})
+
+
+async def test_the_folder_that_was_used_longest_ago_is_dropped(model_folder: Path, tmp_path: Path) -> None:
+    names = []
+    for name in "abc":
+        (tmp_path / name).symlink_to(model_folder)
+        names.append(str(tmp_path / name))
+    a, b, c = names
+    cache = FormatCache(size=2)
+    first = {name: await cache.get(name) for name in (a, b)}
+    await cache.get(a)
+    await cache.get(c)
+    assert (await cache.get(a)).template is first[a].template
+    assert (await cache.get(b)).template is not first[b].template
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"]
+)
+async def test_a_job_cannot_set_what_only_rollyard_sets(model_folder: Path, name: str) -> None:
+    with pytest.raises(TemplateError, match=f"cannot set {name}: Rollyard does"):
+        await FormatCache().get(str(model_folder), variables={"enable_thinking": True, name: "x"})
+
+
+def test_which_variables_a_template_reads(tokenizer: ChatTokenizer) -> None:
+    assert tokenizer.variables() == {"bos_token": "<|begin_of_text|>", "eos_token": "<|im_end|>"}
+    source = "{{ bos_token }}{{ documents is none }}{{ add_generation_prompt }}"
+    assert render(source) == "<s>TrueTrue"
+    assert render(source, variables={"bos_token": "<b>", "documents": 1}) == "<b>FalseTrue"
+    for name in ("add_generation_prompt", "tools", "strftime_now"):
+        assert render(f"{{{{ {name} == 'mine' }}}}", variables={name: "mine"}) == "False"
+    assert render("{{ raise_exception is callable }}", add_generation_prompt=False) == "True"
+    assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
 
 
 def test_the_template_in_the_tokenizers_config(bpe: Tokenizer, tmp_path: Path) -> None:
@@ -164,11 +202,25 @@ def test_the_template_in_the_tokenizers_config(bpe: Tokenizer, tmp_path: Path) -
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert load_folder(tmp_path)[1] == "t"
+    config.write_text(json.dumps({"chat_template": [{"name": "rag", "template": "r"}, named[0]]}))
+    assert load_folder(tmp_path)[1] == "d"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "own file"}))
+    assert load_folder(tmp_path)[1] == "d"
+    config.write_text(json.dumps({"eos_token": "<config>"}))
+    assert load_folder(tmp_path)[1] == "own file"
+    tokens = {"eos_token": "<map>", "pad_token": {"content": "<pad>"}, "unk_token": None}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert load_folder(tmp_path)[0].variables() == {"eos_token": "<config>", "pad_token": "<pad>"}
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(TokenizerUnavailable, match="cannot be read"):
         load_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file")
     assert load_folder(tmp_path)[1] == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("rag")
+    assert load_folder(tmp_path)[1] == "file"
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("with tools")
+    assert load_folder(tmp_path)[1] == "with tools"
     config.write_text("[]")
     with pytest.raises(TokenizerUnavailable, match=r"tokenizer_config\.json is no JSON object"):
         load_folder(tmp_path)

@@ -43,6 +43,20 @@ def test_a_conversation_is_cut_and_says_how_long_it_is() -> None:
     assert turns_from(episode(), 4) == []
 
 
+def test_the_turns_belong_to_the_last_messages_of_the_policy() -> None:
+    """The task itself may hold messages of an assistant, which nobody has sampled."""
+    before = [Message(role=role, content=role) for role in ("user", "assistant", "user")]  # type: ignore[arg-type]
+    talk = Episode(messages=[*before, *episode().messages], turns=episode().turns)
+    talk.turns[0].end, talk.turns[1].start, talk.turns[1].end = 7, 9, 12
+    for turn, seconds in zip(talk.turns, (1.5, 0.5), strict=True):
+        turn.model_seconds = seconds
+    shown = [(turn.no, turn.role, turn.tokens, turn.seconds) for turn in turns_from(talk, 1)]
+    assert shown == [
+        (1, "assistant", 0, 0.0), (2, "user", 0, 0.0), (3, "user", 0, 0.0), (4, "assistant", 7, 1.5),
+        (5, "tool", 0, 0.0), (6, "assistant", 3, 0.5),
+    ]  # fmt: skip
+
+
 def test_only_watched_rollouts_send_and_only_what_is_new() -> None:
     talk, sending = episode(), LiveTurnsToSend()
     item = held(1, lambda first: turns_from(talk, first))

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from rollyard_crds.lease import Lease
+from rollyard_crds.rolloutjob import SamplingSpec
+from rollyard_crds.task import Message
 from rollyard_pipeline.chat import ChatFormat
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
+from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TokenIds, TrajectoryRecorder
 
 NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
@@ -228,3 +233,101 @@ def test_what_was_handed_out_is_no_part_of_the_record(formats: dict[str, ChatFor
     (segment,) = played.recorder.segments()
     assert segment.prompt_ids
     assert len(segment.loss_mask) == len(segment.logprobs) == len(segment.response_ids) > 0
+
+
+def episode_of(chat: ChatFormat) -> Episode:
+    return Episode(
+        [Message(role="user", content="go")], TrajectoryRecorder(chat, [{"role": "user", "content": "go"}])
+    )
+
+
+def sampled_turn(episode: Episode, chat: ChatFormat, text: str) -> None:
+    assert episode.recorder is not None
+    episode.recorder.record(episode.recorder.prompt(), sample_of(said(chat, text, "chatml")))
+
+
+def test_an_episode_keeps_each_call_with_its_turn(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    episode = episode_of(chat)
+    calls = (ParsedCall("bash", {"command": "ls"}), ParsedCall("edit", {"path": "a"}))
+    sampled_turn(episode, chat, "both")
+    episode.add_assistant("raw both", ParsedTurn("both", calls), "stop", 1.0)
+    episode.add_observation(calls[0], "a b", None, 0.25)
+    episode.add_observation(calls[1], "no such file", "failed", 0.5)
+    sampled_turn(episode, chat, "bad")
+    broken = (calls[0], ParsedCall("", error="malformed tool call"))
+    episode.add_assistant("raw bad", ParsedTurn("bad", broken), "stop", 2.0)
+    episode.add_observation(broken[1], "malformed tool call", "malformed tool call", 0.125)
+    episode.add_user("go on")
+    sampled_turn(episode, chat, "cut")
+    episode.add_assistant("raw cut", ParsedTurn("cut", calls[:1]), "length", 4.0)
+    sampled_turn(episode, chat, "done")
+    episode.add_assistant("done", ParsedTurn("done", ()), "stop", 8.0)
+    episode.add_assistant("again", ParsedTurn("again", ()), "replayed")
+    assert [turn.finish_reason for turn in episode.turns] == [
+        "tool_calls", "tool_calls", "length", "stop", "replayed",
+    ]  # fmt: skip
+    assert episode.sampled_turns == 4
+    assert [turn.model_seconds for turn in episode.turns] == [1.0, 2.0, 4.0, 8.0, 0.0]
+    assert [turn.tool_seconds for turn in episode.turns] == [0.75, 0.125, 0.0, 0.0, 0.0]
+    assert episode.tool_seconds == 0.875
+    recorded = [[(call.name, call.error, call.seconds) for call in turn.tool_calls] for turn in episode.turns]
+    assert recorded[:3] == [
+        [("bash", None, 0.25), ("edit", "failed", 0.5)], [("", "malformed tool call", 0.125)], [],
+    ]  # fmt: skip
+    assert recorded[3:] == [[], []]
+    shown = [(one.role, one.content, one.name, len(one.tool_calls or ())) for one in episode.messages]
+    assert shown == [
+        ("user", "go", None, 0),
+        ("assistant", "both", None, 2),
+        ("tool", "a b", "bash", 0),
+        ("tool", "no such file", "edit", 0),
+        ("assistant", "raw bad", None, 0),
+        ("tool", "malformed tool call", None, 0),
+        ("user", "go on", None, 0),
+        ("assistant", "cut", None, 1),
+        ("assistant", "done", None, 0),
+        ("assistant", "again", None, 0),
+    ]
+    # What the messages say from outside is what the policy reads.
+    assert episode.recorder is not None
+    read = chat.tokenizer.decode(episode.recorder.prompt().ids)
+    assert all(text in read for text in ("a b", "no such file", "malformed tool call", "go on", "again"))
+
+
+def test_the_first_reason_ends_an_episode_and_the_trajectory_says_it(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    episode = episode_of(chat)
+    sampled_turn(episode, chat, "seven")
+    episode.add_assistant("seven", ParsedTurn("seven", ()), "stop")
+    episode.answer, episode.finished = "7", True
+    episode.resume("are you sure?")
+    assert (episode.answer, episode.finished, episode.truncated_reason) == (None, False, "")
+    assert episode.messages[-1].content == "are you sure?"
+    assert (
+        "are you sure?" in chat.tokenizer.decode(episode.recorder.prompt().ids) if episode.recorder else False
+    )
+    lease = Lease.model_validate(
+        {
+            "rollout": "r", "token": 9, "stage": "run", "job": "j", "namespace": "n", "job_uid": "u",
+            "group_id": "g", "sample_index": 3, "attempt": 2, "queued_seconds": 0.0, "lease_seconds": 30.0,
+            "task": {"id": "t", "prompt": "p", "metadata": {"k": "v"}},
+        }
+    )  # fmt: skip
+    sampling = SamplingSpec(temperature=0.5, top_p=0.75, top_k=11, max_tokens=13, seed=17)
+    assert not episode.trajectory(lease, sampling, "http://b", "raw_logprobs").truncated
+    for reason in ("MaxTurns", "RunTimeout"):
+        episode.truncate(reason)
+        assert episode.finished
+    one = episode.trajectory(lease, sampling, "http://b", "raw_logprobs")
+    assert (one.id, one.job, one.namespace, one.task_id, one.group_id) == ("r", "j", "n", "t", "g")
+    assert (one.sample_index, one.attempt, one.metadata) == (3, 2, {"k": "v"})
+    assert (one.truncated, one.truncated_reason, one.backend) == (True, "MaxTurns", "http://b")
+    assert one.sampling is not None
+    assert one.sampling.model_dump() == {
+        "temperature": 0.5, "top_p": 0.75, "top_k": 11, "max_tokens": 13, "seed": 17,
+        "logprobs_mode": "raw_logprobs",
+    }  # fmt: skip
+    assert len(one.segments) == 1
+    without = Episode(list(episode.messages)).trajectory(lease, sampling, "", "unknown")
+    assert (without.sampling, without.segments, without.template_breaks) == (None, [], 0)

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rollyard_crds.lease import RouteResponse
-from rollyard_inference.errors import BackendMismatch, BackendRefused, ContextOverflow, ModelNotServed
+from rollyard_inference.errors import (
+    BackendError,
+    BackendMismatch,
+    BackendRefused,
+    ContextOverflow,
+    ModelNotServed,
+)
 from rollyard_inference.sampling.checks import checked_answer
 from rollyard_pipeline.backends import BackendClient, Sampling
+from rollyard_pipeline.backends import client as clients
 from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
@@ -57,6 +64,81 @@ async def test_another_server_at_the_same_address_is_asked_anew(backend: Any) ->
         assert await client.max_model_len(server.assignment) == 32
     assert sample.policy_versions == ("assigned", "assigned")
     assert server.requests[-1][0] == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "text", "probes"),
+    [
+        (500, {}, "down", 2),
+        (503, {}, "down", 2),
+        (204, {}, "", 2),
+        (404, {}, "gone", 2),
+        (404, {}, "The model `tiny` does not exist.", 2),
+        (400, {}, "This model's maximum context length is 64 tokens.", 2),
+        # A server that is only busy, or dislikes a request, is still the same one.
+        (429, {}, "busy", 1),
+        (503, {"Retry-After": "1"}, "busy", 1),
+        (400, {}, "no such id", 1),
+    ],
+)
+async def test_a_server_is_asked_anew_what_it_can_do_after_a_failure(
+    backend: Any, status: int, headers: dict[str, str], text: str, probes: int
+) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        if len(server.requests) == 2:
+            return web.Response(status=status, headers=headers, text=text)
+        return backend.generated(body)
+
+    async with backend(generate=reply) as server, BackendClient() as client:
+        await client.sample(server.assignment, [1], SAMPLING)
+        with pytest.raises(BackendError):
+            await client.sample(server.assignment, [1], SAMPLING)
+        await client.sample(server.assignment, [1], SAMPLING)
+    assert server.probes.count("/v1/models") == probes
+
+
+async def test_what_is_known_of_a_server_ages(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with backend(generate=backend.generated) as server, BackendClient() as client:
+        assert await client.max_model_len(server.assignment) == 64
+        server.models[0]["max_model_len"] = 32
+        assert await client.max_model_len(server.assignment) == 64
+    monkeypatch.setattr(clients, "_FACTS_SECONDS", 0.0)
+    async with backend(generate=backend.generated) as server, BackendClient() as client:
+        for length in (64, 32, 16):
+            server.models[0]["max_model_len"] = length
+            assert await client.max_model_len(server.assignment) == length
+
+
+async def test_each_server_and_each_model_is_known_by_itself(backend: Any) -> None:
+    two = [
+        {"id": "tiny", "max_model_len": 64, "logprobs_mode": "raw_logprobs"},
+        {"id": "large", "max_model_len": 32, "logprobs_mode": "processed_logprobs"},
+    ]
+    first = backend(generate=backend.generated, models=two)
+    second = backend(generate=backend.generated, models=[{**two[1], "id": "tiny", "max_model_len": 16}])
+    async with first, second, BackendClient() as client:
+        large = first.assignment.model_copy(update={"model": "large"})
+        for _ in range(2):
+            found = []
+            for assignment in (first.assignment, large, second.assignment):
+                await client.sample(assignment, [1], SAMPLING)
+                mode = await client.logprobs_mode(assignment, [1])
+                found.append((await client.max_model_len(assignment), mode))
+            assert found == [
+                (64, "raw_logprobs"), (32, "processed_logprobs"), (16, "processed_logprobs"),
+            ]  # fmt: skip
+        assert [body["model"] for _, body in first.requests] == ["tiny", "large"] * 2
+        assert await client.max_model_len(first.assignment.model_copy(update={"model": "gpt-x"})) is None
+
+
+async def test_tokens_without_a_version_have_the_one_of_the_assignment(backend: Any) -> None:
+    spans = [{"version": "w1", "start": 0, "end": 1}, {"version": None, "start": 1, "end": 2}]
+    server = backend(generate=lambda body: backend.generated(body, weight_versions=spans))
+    async with server, BackendClient() as client:
+        sample = await client.sample(server.assignment, [1], SAMPLING)
+        newer = server.assignment.model_copy(update={"policy_version": "newer"})
+        assert (await client.sample(newer, [1], SAMPLING)).policy_versions == ("w1", "newer")
+    assert sample.policy_versions == ("w1", "assigned")
 
 
 async def test_a_server_without_token_ids_is_refused(backend: Any) -> None:
@@ -234,12 +316,13 @@ async def test_a_prompt_beyond_the_context_is_told_from_a_bad_request(backend: A
 
 def test_seeds_differ_and_repeat() -> None:
     seeds = {
-        request_seed(base, task, sample, turn)
+        request_seed(base, task, sample, turn, part)
         for base in (0, 1)
         for task in ("a", "b", "ab")
         for sample in range(8)
         for turn in range(8)
+        for part in range(3)
     }
-    assert len(seeds) == 2 * 3 * 8 * 8
+    assert len(seeds) == 2 * 3 * 8 * 8 * 3
     assert all(0 <= seed < 1 << 31 for seed in seeds)
     assert request_seed(0, "a", 1, 2) == request_seed(0, "a", 1, 2)

@@ -199,6 +199,40 @@ async def test_a_rollout_cut_off_by_a_pause_is_not_scored(backend: Any) -> None:
         assert await talk.silence() == f"{server.url} is paused"
 
 
+async def test_a_backend_that_answers_nothing_is_paused_if_it_was(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_PAUSE_POLL", 0.0)
+    for last in (True, False):
+        states = [not last, last]
+        server = backend(
+            generate=backend.generated,
+            states={"/is_paused": lambda states=states: {"is_paused": states[0]}},
+        )
+        silent = backend(generate=backend.generated)
+        async with BackendClient() as backends:
+            async with server, silent:
+                for one in (server, silent):
+                    assert not await backends.is_paused(one.url), "nothing is known of it yet"
+                    await backends.sample(one.assignment, [1], SAMPLING)
+                assert await backends.is_paused(server.url) is not last
+                states.pop(0)
+                assert await backends.is_paused(server.url) is last
+                assert not await backends.is_paused(silent.url)
+            assert await backends.is_paused(server.url) is last
+
+
+async def test_the_label_of_the_weights_is_the_servers(backend: Any) -> None:
+    told: list[Any] = [{"weight_version": "v0"}, {"weight_version": "v1"}, web.Response(status=503), {}]
+    server = backend(generate=backend.generated, states={"/weight_info": lambda: told.pop(0)})
+    async with server, backend(generate=backend.generated) as silent, BackendClient() as backends:
+        assert await backends.weight_label(server.assignment) == "v1"
+        with pytest.raises(BackendUnavailable, match="/weight_info answered 503"):
+            await backends.weight_label(server.assignment)
+        assert await backends.weight_label(server.assignment) is None
+        assert await backends.weight_label(silent.assignment) is None
+
+
 Logprob = Callable[[dict[str, Any]], float]
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Trajectory
-from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
+from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler

@@ -430,7 +430,11 @@ def test_nemo_rl_trains_on_assistant_messages_alone(monkeypatch: pytest.MonkeyPa
             "policy_versions": ["", "step-1", "step-2", ""],
         }
     )  # fmt: skip
-    batch = [*two_groups(), rollout(4, 1.0, group_id="h", task_id="other", segments=[ended])]
+    stopped = [
+        rollout(number, reward, status="cancelled", reason="JobCancelled", group_id="h", task_id="other")
+        for number, reward in ((5, None), (6, 9.0))
+    ]
+    batch = [*two_groups(), rollout(4, 1.0, group_id="h", task_id="other", segments=[ended]), *stopped]
     rows = nemo.datum_specs(batch, pad_token_id=99, task_name="shell")
     said = [
         [
@@ -457,12 +461,19 @@ def test_nemo_rl_trains_on_assistant_messages_alone(monkeypatch: pytest.MonkeyPa
         (5, 0.0, 0, "shell", 0.5),
         (5, 1.0, 1, "shell", 2.0),
         (6, 1.0, 1, "shell", 1.0),
+        (5, 0.0, 1, "shell", 1.5),
+        (5, 0.0, 1, "shell", 1.5),
     ]
     extra = [row["extra_env_info"] for row in rows]
     assert [(one["rollout_id"], one["segment"], one["truncated"]) for one in extra] == [
         ("r0", 0, True), ("r0", 1, True), ("r1", -1, False), ("r2", 0, False), ("r3", 0, False),
-        ("r4", 0, False),
+        ("r4", 0, False), ("r5", 0, False), ("r6", 0, False),
     ]  # fmt: skip
+    assert [(one["status"], one["reason"]) for one in extra[3:]] == [
+        ("failed", "BackendUnavailable"), ("succeeded", ""), ("succeeded", ""),
+        ("cancelled", "JobCancelled"), ("cancelled", "JobCancelled"),
+    ]  # fmt: skip
+    assert extra[1]["reward_components"] == {"tests": 0.5}
     assert extra[1]["policy_versions"] == ["", "step-11"]
 
 

@@ -1,0 +1,182 @@
+"""What the models of tasks, trajectories and updates refuse beside the bounds of their single fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from rollyard_crds.fields.code_tests import CodeCase, CodeTests
+from rollyard_crds.fields.dynamic_sampling import MAX_IN_FLIGHT_ROLLOUTS, DynamicSampling
+from rollyard_crds.fields.reward import RewardSpec
+from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, Repository, SweTests
+from rollyard_crds.task import MAX_DEPTH, Task, folder_problem
+from rollyard_crds.trajectory import Segment
+from rollyard_crds.weights import LogprobReference, WeightSource
+
+PROGRAM = {"program": "assert f()"}
+PRINTS = {"input": "", "output": ""}
+SWE = {"script": "pytest"}
+TOKENS = {
+    "prompt_ids": [1], "response_ids": [2, 3], "loss_mask": [1, 0], "logprobs": [-1.0, 0.0],
+    "policy_versions": ["v", ""],
+}  # fmt: skip
+CHECKPOINT, LORA = {"checkpoint": {"path": "/a"}}, {"lora": {"name": "a", "path": "/a"}}
+
+
+def nested(depth: int) -> Any:
+    """Return lists in lists, so many deep."""
+    made: Any = "x"
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "says"),
+    [
+        (CodeCase, PRINTS, None),
+        (CodeCase, PROGRAM, None),
+        (CodeCase, {}, "either 'program'"),
+        (CodeCase, {"input": ""}, "either 'program'"),
+        (CodeCase, {"output": ""}, "either 'program'"),
+        (CodeCase, {**PROGRAM, "input": ""}, "either 'program'"),
+        (CodeCase, {**PROGRAM, "output": ""}, "either 'program'"),
+        (CodeCase, {**PROGRAM, **PRINTS}, "either 'program'"),
+        (CodeTests, {"cases": [PRINTS]}, None),
+        (CodeTests, {"cases": [PRINTS, PROGRAM], "entry_point": "f"}, None),
+        (CodeTests, {"cases": [PRINTS, PROGRAM]}, "'entry_point' is required"),
+        (CodeTests, {"cases": [PROGRAM, PRINTS]}, "'entry_point' is required"),
+        (CodeTests, {"cases": [PRINTS], "compare": "checker", "checker": "c"}, None),
+        (CodeTests, {"cases": [PRINTS], "compare": "checker"}, "need each other"),
+        (CodeTests, {"cases": [PRINTS], "compare": "numeric", "checker": "c"}, "need each other"),
+        (CodeTests, {"cases": [PRINTS], "checker": "c"}, "need each other"),
+        (Repository, {"source": "a", "unpack": "b"}, None),
+        (Repository, {"archive": "a", "unpack": "b"}, None),
+        (Repository, {"source": "a", "archive": "b"}, "at most one"),
+        (Repository, {"unpack": "b"}, "'unpack' needs"),
+        (SweTests, {**SWE, "fail_to_pass": ["a"]}, None),
+        (SweTests, {**SWE, "pass_to_pass": ["a"]}, None),
+        (SweTests, {**SWE, "expected": {"a": "PASSED"}}, None),
+        (SweTests, SWE, "or else 'expected'"),
+        (SweTests, {**SWE, "expected": {}}, "or else 'expected'"),
+        (SweTests, {**SWE, "fail_to_pass": ["a"], "expected": {"a": "PASSED"}}, "or else 'expected'"),
+        (SweTests, {**SWE, "pass_to_pass": ["a"], "expected": {"a": "PASSED"}}, "or else 'expected'"),
+        (SweTests, {**SWE, "pass_to_pass": ["a"], "verdict": "report", "log_parser": "go"}, "of pytest"),
+        (SweTests, {**SWE, "pass_to_pass": ["a"], "verdict": "report", "log_parser": "tap"}, "of pytest"),
+        (SweTests, {**SWE, "pass_to_pass": ["a"], "verdict": "log", "log_parser": "go"}, None),
+        *(
+            (SweTests, {**SWE, "pass_to_pass": ["a"], "verdict": "report", "log_parser": parser}, None)
+            for parser in sorted(PYTEST_PARSERS)
+        ),
+        (WeightSource, CHECKPOINT, None),
+        (WeightSource, LORA, None),
+        (WeightSource, {"pushed": True}, None),
+        (WeightSource, {}, "exactly one"),
+        (WeightSource, {**CHECKPOINT, **LORA}, "exactly one"),
+        (WeightSource, {**CHECKPOINT, "pushed": True}, "exactly one"),
+        (WeightSource, {**LORA, "pushed": True}, "exactly one"),
+        (LogprobReference, {"promptIds": [1, 2, 3], "logprobs": [-1.0, 0.0]}, None),
+        (LogprobReference, {"promptIds": [1, 2, 3], "logprobs": [-1.0]}, "1 entries, expected 2"),
+        (LogprobReference, {"promptIds": [1, 2, 3], "logprobs": [-1.0] * 3}, "3 entries, expected 2"),
+        (Segment, TOKENS, None),
+        (Segment, {**TOKENS, "logprobs": [-1.0]}, "logprobs has 1 entries, response_ids has 2"),
+        (Segment, {**TOKENS, "loss_mask": [1]}, "loss_mask has 1 entries"),
+        (Segment, {**TOKENS, "policy_versions": ["v"]}, "policy_versions has 1 entries"),
+        (Segment, {**TOKENS, "loss_mask": [1, 2]}, r"loss_mask\[1\] is 2"),
+        (Segment, {**TOKENS, "logprobs": [-1.0, -0.5]}, r"logprobs\[1\] is -0.5"),
+        (Task, {"id": "a", "prompt": "p"}, None),
+        (Task, {"id": "a"}, "exactly one"),
+        (Task, {"id": "a", "prompt": "p", "messages": [{"role": "user"}]}, "exactly one"),
+    ],
+)  # fmt: skip
+def test_fields_that_need_or_exclude_each_other(
+    model: type[BaseModel], given: dict[str, Any], says: str | None
+) -> None:
+    if says is None:
+        model.model_validate(given)
+    else:
+        with pytest.raises(ValidationError, match=says):
+            model.model_validate(given)
+
+
+@pytest.mark.parametrize("path", ["/app", "/a", "/testbed", "/my_folder-2", f"/{'a' * 32}"])
+def test_an_empty_folder_may_be_directly_below_the_root(path: str) -> None:
+    assert folder_problem(path) == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("", "/", "app", "/app/", "/app/b", "/App", "/2a", "/_a", "/.a", "/-a", "//a", "/app\n", "/a.b"),
+        *("/work", "/tmp", "/etc", "/proc", "/dev", "/sys", "/usr", "/bin", "/sbin", "/lib", "/lib64"),
+        *("/root", "/run", "/var", "/opt", "/boot", f"/{'a' * 33}"),
+    ],
+)
+def test_no_empty_folder_hides_one_of_the_system_or_lies_deeper(path: str) -> None:
+    assert folder_problem(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "samples", "given", "found"),
+    [
+        (3, 2, None, 6),
+        (3, 2, 1, 1),
+        (3, 2, 9, 9),
+        (100_000, 2, None, MAX_IN_FLIGHT_ROLLOUTS // 2),
+        (100_000, 1000, None, 16),
+        (8, 1024, None, 16),
+        (9, 1024, None, 16),
+    ],
+)
+def test_how_many_groups_are_in_flight(target: int, samples: int, given: int | None, found: int) -> None:
+    spec = DynamicSampling(target_groups=target, max_in_flight_groups=given)
+    assert spec.in_flight(samples) == found
+    spec.check(samples)
+
+
+def test_no_more_rollouts_are_in_flight_than_the_limit() -> None:
+    DynamicSampling(target_groups=1, max_in_flight_groups=8192).check(2)
+    with pytest.raises(ValueError, match="at most 16384"):
+        DynamicSampling(target_groups=1, max_in_flight_groups=8192).check(3)
+    with pytest.raises(ValueError, match="at least 2"):
+        DynamicSampling(target_groups=1).check(1)
+
+
+FORMAT = [{"name": "think", "tags": ["t"]}, {"name": "end", "pattern": "x"}]
+SERVICE = {"url": "http://a/", "components": ["style", "facts"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "own"),
+    [
+        ({}, {"handler": 1.0}, {"handler"}),
+        ({"format": FORMAT}, {"handler": 1.0}, {"handler", "think", "end"}),
+        ({"function": {"name": "f"}}, {"function": 1.0}, {"handler", "function"}),
+        ({"service": SERVICE}, {"service": 1.0}, {"handler", "service", "style", "facts"}),
+        (
+            {"overlong": {"maxTokens": 2, "bufferTokens": 1}, "weights": {"handler": 0.5, "think": -1.0}},
+            {"handler": 0.5, "think": -1.0},
+            {"handler", "overlong"},
+        ),
+        (
+            {"service": SERVICE, "weights": {"style": 2.0}},
+            {"style": 2.0},
+            {"handler", "service", "style", "facts"},
+        ),
+    ],
+)  # fmt: skip
+def test_the_weights_and_the_components_of_a_reward(
+    given: dict[str, Any], weights: dict[str, float], own: set[str]
+) -> None:
+    spec = RewardSpec.model_validate(given)
+    assert spec.effective_weights == weights
+    assert spec.own_components() == own
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: ["a", {"b": 1, "c": value}]])
+def test_a_task_is_nested_only_so_deep(wrap: Any) -> None:
+    within = MAX_DEPTH - 2 if wrap(0) == 0 else MAX_DEPTH - 4
+    Task.model_validate({"id": "a", "prompt": "p", "metadata": {"x": wrap(nested(within))}})
+    with pytest.raises(ValidationError, match="nest 100 deep"):
+        Task.model_validate({"id": "a", "prompt": "p", "metadata": {"x": wrap(nested(within + 1))}})

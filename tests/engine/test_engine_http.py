@@ -142,6 +142,75 @@ def test_bad_requests_are_refused_naming_the_field(
         assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("n", 1, 2),
+        ("best_of", 1, 3),
+        ("echo", False, True),
+        ("suffix", None, "x"),
+        ("use_beam_search", False, True),
+        ("length_penalty", 1.0, 0.5),
+        ("min_p", 0.0, 0.1),
+        ("min_tokens", 0, 1),
+        ("presence_penalty", 0.0, 0.5),
+        ("frequency_penalty", 0.0, -0.5),
+        ("repetition_penalty", 1.0, 1.1),
+        ("logit_bias", {}, {"5": 1.0}),
+        ("bad_words", [], ["x"]),
+        ("stop", [], ["x"]),
+        ("stop", "", "x"),
+        ("include_stop_str_in_output", False, True),
+        ("skip_special_tokens", True, False),
+        ("spaces_between_special_tokens", True, False),
+        ("truncate_prompt_tokens", None, 8),
+        ("allowed_token_ids", None, [5]),
+        ("logprob_token_ids", None, [5]),
+        ("prompt_embeds", None, "x"),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("structured_outputs", None, {"regex": "x"}),
+        ("priority", 0, 1),
+        ("cache_salt", None, "x"),
+    ],
+)
+def test_what_would_sample_otherwise_is_refused_in_both_calls(name: str, neutral: Any, other: Any) -> None:
+    for value in (neutral, None):
+        protocol.parse(protocol.CompletionBody, {"prompt": [5], name: value})
+        protocol.parse(protocol.GenerateBody, {"token_ids": [5], "sampling_params": {name: value}})
+    for kind, body in (
+        (protocol.CompletionBody, {"prompt": [5], name: other}),
+        (protocol.GenerateBody, {"token_ids": [5], "sampling_params": {name: other}}),
+    ):
+        with pytest.raises(InvalidRequest, match=f"`{name}` is not supported") as refused:
+            protocol.parse(kind, body)
+        assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, (9, 1.0, 1.0, 0)),
+        ({"max_tokens": 5, "temperature": 0.0, "top_p": 0.5, "top_k": 3}, (5, 0.0, 0.5, 3)),
+        ({"max_tokens": 50, "temperature": 2.0, "top_p": 1.0, "top_k": -1}, (20, 2.0, 1.0, 0)),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": -1}, "logprobs"),
+    ],
+)
+def test_parameters_are_bounded_and_have_vllms_defaults(given: dict[str, Any], found: Any) -> None:
+    body = protocol.parse(protocol.CompletionBody, {"prompt": [5], **given})
+    if isinstance(found, str):
+        with pytest.raises(InvalidRequest) as refused:
+            body.to_params(default_max_tokens=9, prompt_tokens=1, room=20)
+        assert refused.value.param == found
+        return
+    made = body.to_params(default_max_tokens=9, prompt_tokens=1, room=20)
+    assert (made.max_tokens, made.temperature, made.top_p, made.top_k) == found
+
+
 def test_a_prompt_too_long_to_be_scored_is_refused() -> None:
     body = protocol.parse(protocol.CompletionBody, {"prompt": [5], "prompt_logprobs": 0})
     body.to_params(default_max_tokens=1, prompt_tokens=4096, room=9)

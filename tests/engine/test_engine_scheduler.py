@@ -12,7 +12,13 @@ from rollyard_engine.errors import ModelFolderInvalid
 from rollyard_engine.folder import ModelFolder
 from rollyard_engine.generation.prefix import DONOR_IDLE_SECONDS, PrefixCache
 from rollyard_engine.generation.sampling import Logits, SamplingParams
-from rollyard_engine.generation.scheduler import PREFILL_BUDGET, PREFILL_CHUNK, Limits, Scheduler
+from rollyard_engine.generation.scheduler import (
+    PREFILL_BUDGET,
+    PREFILL_CHUNK,
+    Limits,
+    PauseMode,
+    Scheduler,
+)
 from rollyard_engine.generation.sequence import Sequence
 
 VOCABULARY = 40
@@ -298,6 +304,121 @@ def test_wait_lets_the_running_finish_and_starts_nothing() -> None:
     assert not waiting.output
     scheduler.resume()
     run_until(scheduler, lambda: waiting.finished)
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear", "cached"),
+    [
+        ("abort", True, 0),
+        ("abort", False, 104),
+        ("wait", True, 0),
+        ("wait", False, 104),
+        ("keep", True, 104),
+        ("keep", False, 104),
+    ],
+)
+def test_a_pause_drops_the_kept_caches_where_it_is_asked_to(
+    mode: PauseMode, clear: bool, cached: int
+) -> None:
+    scheduler = make_scheduler(FakeModel())
+    first = make_sequence([5] * 100)
+    scheduler.add(first)
+    run_until(scheduler, lambda: first.finished)
+    scheduler.pause(mode, clear_cache=clear, when_paused=lambda: None)
+    scheduler.resume()
+    second = make_sequence([*([5] * 100), *ids(first), 9])
+    scheduler.add(second)
+    run_until(scheduler, lambda: second.finished)
+    assert second.cached_tokens == cached
+
+
+@pytest.mark.parametrize("end", ["finish", "resume", "abort", "keep"])
+def test_everybody_who_waits_for_a_pause_is_answered_once(end: str) -> None:
+    scheduler = make_scheduler(FakeModel())
+    running = make_sequence([5], max_tokens=20)
+    scheduler.add(running)
+    scheduler.step()
+    told: list[str] = []
+    for name in ("first", "second"):
+        scheduler.pause("wait", clear_cache=False, when_paused=lambda name=name: told.append(name))  # type: ignore[misc]
+    scheduler.step()
+    assert not told
+    if end == "finish":
+        run_until(scheduler, lambda: running.finished)
+    elif end == "resume":
+        scheduler.resume()
+    elif end == "abort":
+        scheduler.pause("abort", clear_cache=False, when_paused=lambda: told.append("third"))
+        assert running.finish_reason == "abort"
+    else:
+        scheduler.pause("keep", clear_cache=False, when_paused=lambda: told.append("third"))
+        assert not running.finished
+    assert sorted(told) == sorted(["first", "second", *(["third"] if end in ("abort", "keep") else [])])
+    scheduler.resume()
+    assert len(told) == len(set(told))
+
+
+def test_requests_are_aborted_by_their_ids_wherever_they_are() -> None:
+    scheduler = make_scheduler(FakeModel(), max_num_seqs=2)
+    every = [make_sequence([5 + number], max_tokens=50) for number in range(5)]
+    for number, sequence in enumerate(every):
+        sequence.request_id = f"r{number}"
+        scheduler.add(sequence)
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.abort_ids(["r1", "r3", "unknown"]) == 2
+    assert [sequence.finish_reason for sequence in every] == [None, "abort", None, "abort", None]
+    assert [len(sequence.output) for sequence in every] == [2, 2, 0, 0, 0]
+    assert scheduler.abort_ids(["r1"]) == 0
+    assert scheduler.abort_ids([]) == 0
+    assert set(scheduler.take_progressed()) == {every[1], every[3]}
+    assert scheduler.abort_ids(None) == 3
+    assert [sequence.finish_reason for sequence in every] == ["abort"] * 5
+    assert not scheduler.has_work
+
+
+def test_a_reset_lets_running_sequences_begin_again_only_where_it_is_asked_to() -> None:
+    model = FakeModel()
+    scheduler = make_scheduler(model)
+    every = [make_sequence([5] * 10, max_tokens=9), make_sequence([6] * 20, max_tokens=9)]
+    for sequence in every:
+        scheduler.add(sequence)
+    scheduler.step()
+    model.appended.clear()
+    scheduler.reset_prefix_cache(running_too=False)
+    scheduler.step()
+    assert model.appended == [1, 1]
+    model.appended.clear()
+    scheduler.reset_prefix_cache(running_too=True)
+    scheduler.step()
+    assert model.appended == [12, 22]
+    run_until(scheduler, lambda: all(sequence.finished for sequence in every))
+    assert [ids(sequence) for sequence in every] == [
+        expected(model, [5] * 10, 9),
+        expected(model, [6] * 20, 9),
+    ]
+
+
+def test_each_end_is_counted_as_what_it_was() -> None:
+    model = FakeModel()
+    scheduler = make_scheduler(model)
+    stop = expected(model, [5], 2)[1]
+    ends = [
+        make_sequence([5], max_tokens=9, stop=stop),
+        make_sequence([6], max_tokens=2, ignore_eos=True),
+        make_sequence([7], max_tokens=1, ignore_eos=True),
+    ]
+    for sequence in ends:
+        scheduler.add(sequence)
+    run_until(scheduler, lambda: all(sequence.finished for sequence in ends))
+    failing = make_sequence([8])
+    scheduler.add(failing)
+    model.broken = True
+    scheduler.step()
+    assert failing.finished
+    assert scheduler.stats.finished_requests == {"stop": 1, "length": 2, "abort": 0, "error": 1}
+    assert scheduler.stats.prompt_tokens == 4
+    assert scheduler.stats.generation_tokens == 2 + 2 + 1
 
 
 def test_a_swap_forgets_the_kept_caches_and_refuses_what_does_not_fit() -> None:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from rollyard.errors import InvalidInput, LookupFailed
+from rollyard.errors import CliError, InvalidInput, LookupFailed, UsageProblem
 from rollyard.main import main
 from rollyard.render import progress
 from rollyard.render.describe import describe_job, describe_pool
 from rollyard.render.progress import ProgressLines, progress_line, reward_text, stage_progress
-from rollyard.render.tables import backends_table, plain_table, pools_table, print_table
+from rollyard.render.tables import age, backends_table, jobs_table, plain_table, pools_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
-from rollyard.trajectories.reading import find, most_telling, read_file
+from rollyard.trajectories.export import write_lines
+from rollyard.trajectories.reading import find, most_telling, read_file, tokenizer_of
 from rollyard.trajectories.summary import summarize
+from rollyard.trajectories.versions import summarize_policies
 from rollyard_api.trajectories.parquet import encode
-from rollyard_crds import BackendPool, RolloutCounts, RolloutJob
+from rollyard_crds import BackendPool, BackendStatus, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.weights import WeightUpdate
 
 
 def record(sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Trajectory:
@@ -334,7 +339,14 @@ def half_updated() -> BackendPool:
         "readyReplicas": 2,
         "backends": [
             {"url": ONE, "ready": True, "policyVersion": "v2", "activeRollouts": 6, **numbers},
-            {"url": TWO, "ready": True, "policyVersion": "v1", "weights": "Stale", "message": "it is behind"},
+            {
+                "url": TWO,
+                "ready": True,
+                "policyVersion": "v1",
+                "weights": "Stale",
+                "message": "it is behind",
+                "activeRollouts": 2,
+            },
         ],
     }
     spec = {"model": "/models/policy", "replicas": 2, "engine": {"type": "vllm"}}
@@ -357,12 +369,32 @@ def test_a_pools_row_sums_up_its_backends(half_updated: BackendPool) -> None:
     heads, row = cells(printed(lambda out: print_table(out, pools_table([half_updated]))))
     told = dict(zip(heads, row, strict=False))
     told = {name: told[name] for name in ("NAME", "READY", "VERSION", "ACTIVE", "WAITING", "HIT RATE")}
-    assert list(told.values()) == ["p", "2/2", "mixed", "6", "3", "71.2%"]
+    assert list(told.values()) == ["p", "2/2", "mixed", "8", "3", "71.2%"]
+
+
+def test_a_pool_of_servers_of_ones_own_is_as_large_as_its_list(half_updated: BackendPool) -> None:
+    engine = {"type": "external", "external": {"urls": [ONE, TWO, "http://x"]}}
+    rates = [{"prefixCacheHitRate": rate, "waitingRequests": 2} for rate in (0.25, 0.75)]
+    status = {
+        "readyReplicas": 1,
+        "paused": True,
+        "backends": [{"url": url, **rate} for url, rate in zip((ONE, TWO), rates, strict=True)],
+    }
+    mine = BackendPool.model_validate(
+        {"metadata": {"name": "mine"}, "spec": {"model": "m", "engine": engine}, "status": status}
+    )
+    heads, _, row = cells(printed(lambda out: print_table(out, pools_table([half_updated, mine]))))
+    told = dict(zip(heads, row, strict=False))
+    assert (told["NAME"], told["READY"], told["ENGINE"]) == ("mine", "1/3", "external")
+    assert (told["WAITING"], told["HIT RATE"], told["STATE"]) == ("4", "50.0%", "Paused")
+    text = printed(lambda out: describe_pool(out, mine))
+    assert "1 of 3 backends; paused: the servers sample nothing" in text
+    assert "2 of 2 backends\n" in printed(lambda out: describe_pool(out, half_updated))
 
 
 def test_each_backends_state_is_shown(half_updated: BackendPool) -> None:
     known = [ONE, "Ready", "Closed", "Current", "v2", "6", "5", "3", "71.2%", "82"]
-    unknown = [TWO, "Ready", "Closed", "Stale", "v1", "0", "-", "-", "-", "-"]
+    unknown = [TWO, "Ready", "Closed", "Stale", "v1", "2", "-", "-", "-", "-"]
     heads = ["BACKEND", "HEALTH", "CIRCUIT", "WEIGHTS", "VERSION", "ACTIVE", "RUNNING", "WAITING"]
     heads += ["HIT RATE", "TOKENS/S"]
     wide = cells(printed(lambda out: print_table(out, backends_table([half_updated]))))
@@ -375,3 +407,195 @@ def test_each_backends_state_is_shown(half_updated: BackendPool) -> None:
     narrow = printed(lambda out: describe_pool(out, half_updated), width=60)
     assert "waiting 3" in narrow
     assert "hit rate 71.2%" in narrow
+
+
+def test_jobs_have_a_row_each_with_their_own_conditions() -> None:
+    def job(name: str, **status: Any) -> RolloutJob:
+        spec = {"tasks": {"stream": True}, "handler": name, "backendRef": {"name": f"pool-{name}"}}
+        return RolloutJob.model_validate({"metadata": {"name": name}, "spec": spec, "status": status})
+
+    def conditions(*given: tuple[str, str, str]) -> list[dict[str, str]]:
+        return [
+            {"type": kind, "status": status, "reason": reason, "lastTransitionTime": "2026-01-02T03:04:05Z"}
+            for kind, status, reason in given
+        ]
+
+    counts = {
+        "total": 36, "succeeded": 2, "failed": 3, "cancelled": 4, "init": {"queued": 5, "active": 6},
+        "run": {"queued": 7, "active": 8}, "eval": {"queued": 1, "active": 0},
+    }  # fmt: skip
+    jobs = [
+        job(
+            "math", phase="Run", counts=counts, rewardMean=0.12345, message="waits",
+            conditions=conditions(
+                ("Admitted", "True", "Fits"), ("Finished", "False", "Unfinished"), ("Running", "True", "Busy")
+            ),
+        ),
+        job("code", phase="Failed", conditions=conditions(("Finished", "True", "Done"))),
+        job("new"),
+    ]  # fmt: skip
+    heads, *rows = cells(printed(lambda out: print_table(out, jobs_table(jobs, wide=True))))
+    assert heads == [
+        "NAME", "FINISHED", "PHASE", "REASON", "SUCCEEDED", "FAILED", "TOTAL", "REWARD", "HANDLER", "POOL",
+        "INIT", "RUN", "EVAL", "MESSAGE", "AGE",
+    ]  # fmt: skip
+    assert rows[0] == [
+        "math", "False", "Run", "Busy", "2", "3", "36", "0.123", "math", "pool-math", "6+5", "8+7", "0+1",
+        "waits",
+    ]  # fmt: skip
+    assert rows[1][:3] == ["code", "True", "Failed"]
+    assert rows[2][:3] == ["new", "Unknown", "Pending"]
+
+
+def test_an_age_is_told_in_the_largest_unit_of_which_there_are_two() -> None:
+    now = datetime(2026, 1, 10, tzinfo=UTC)
+    told = {0: "0s", 119: "119s", 120: "2m", 7199: "119m", 7200: "2h", 172_799: "47h", 172_800: "2d"}
+    for seconds, text in told.items():
+        assert age(now - timedelta(seconds=seconds), now) == text
+    assert age(now + timedelta(seconds=5), now) == "0s", "clocks differ"
+    assert age(None, now) == ""
+
+
+def test_why_names_each_reason_that_there_is() -> None:
+    assert why(record(status="cancelled", reward=None, reason="JobCancelled")) == "cancelled, JobCancelled"
+    assert why(record(status="failed", reward=1.0)) == "failed, no reason given"
+    assert why(failed(0, message="two\nlines")) == "failed, SandboxLost: two\\nlines"
+    assert why(record(reward=None)) == ""
+    assert why(record(reward=0.5, truncated=True, truncated_reason="MaxTurns")) == ""
+    calls = [{"name": "bash", "error": text} for text in ("first", "second")]
+    turn = {"segment": 0, "start": 0, "end": 3, "finish_reason": "tool_calls"}
+    turns = [{**turn, "tool_calls": calls}, {**turn, "tool_calls": [{"name": "bash"}]}]
+    said = why(record(reward=0.0, reward_reason="TestTimeout", turns=turns))
+    assert said == "reward 0: TestTimeout; 2 tool calls failed, last: second"
+    assert why(record(reward=0.0, turns=[turn])) == "reward 0: it never called a tool"
+
+
+def test_the_most_telling_rollout_is_solved_and_then_has_turns() -> None:
+    def of(sample: int, reward: float | None, turns: int) -> Trajectory:
+        turn = {"segment": 0, "start": 0, "end": 3, "finish_reason": "stop"}
+        return record(sample, reward, turns=[turn] * turns)
+
+    def chosen(*records: Trajectory) -> int:
+        found = most_telling(iter(records))
+        assert found is not None
+        return found.sample_index
+
+    assert chosen(of(0, 0.0, 3), of(1, None, 9), of(2, 0.1, 1), of(3, 1.0, 1)) == 2
+    assert chosen(of(0, 1.0, 1), of(1, 1.0, 3), of(2, 1.0, 9)) == 1
+    assert chosen(of(0, None, 0), of(1, 0.0, 2)) == 1
+    assert most_telling(iter(())) is None
+
+
+def test_a_whole_id_is_found_though_others_end_so() -> None:
+    records = [record(0, id="x-0-1"), record(1, id="0-1"), record(2, id="y-0-1")]
+    assert find(iter(records), "0-1").sample_index == 1
+    with pytest.raises(LookupFailed, match="fits 3 rollouts: x-0-1, 0-1, y-0-1"):
+        find(iter(records), "-1")
+    with pytest.raises(LookupFailed, match=r"fits 9 rollouts: .*job-aa-0-7, …$"):
+        find((record(sample) for sample in range(9)), "t0")
+
+
+def test_a_summary_counts_each_end_and_each_stage_apart() -> None:
+    own = {"group_id": "alone", "timings": {}}
+    timings = {
+        "init": {"active_seconds": 1.0, "queued_seconds": 4.0, "attempts": 1},
+        "run": {"active_seconds": 3.0, "queued_seconds": 0.5, "attempts": 2},
+    }
+    summary = summarize(
+        [
+            record(0, 1.0, timings=timings, truncated=True),
+            record(1, 1.0),
+            failed(2, timings={"init": {"active_seconds": 2.0}}),
+            record(3, None, status="cancelled", **own),
+            record(4, 0.0, **own),
+        ],
+        wall_seconds=0.0,
+    )
+    assert (summary.succeeded, summary.failed, summary.cancelled, summary.truncated) == (3, 1, 1, 1)
+    assert (summary.groups, summary.groups_informative) == (2, 0)
+    assert summary.reward_mean == pytest.approx(2 / 3)
+    assert (summary.turns_mean, summary.tokens_per_second) == (8 / 5, 0.0)
+    stages = {
+        name: (one.rollouts, one.worked_seconds, one.queued_seconds) for name, one in summary.stages.items()
+    }
+    assert stages == {"init": (2, 3.0, 4.0), "run": (2, 5.0, 1.5), "eval": (0, 0.0, 0.0)}
+    assert (summary.stages["init"].mean_worked, summary.stages["init"].mean_queued) == (1.5, 2.0)
+    assert summary.stages["eval"].mean_worked == 0.0
+    assert summarize([], 1.0).reward_mean is None
+
+
+def test_policies_are_summed_up_over_backends_and_updates() -> None:
+    def mixed(sample: int, backend: str, *versions: str) -> Trajectory:
+        segment = {
+            "prompt_ids": [1], "response_ids": [5] * 3, "loss_mask": [1, 1, 0], "logprobs": [0.0] * 3,
+            "policy_versions": [*versions, ""],
+        }  # fmt: skip
+        return record(sample, backend=backend, segments=[segment], turns=[])
+
+    backends = [BackendStatus(url=url, ready=True, policy_version="v2") for url in (ONE, TWO)]
+    parts = [
+        {"url": ONE, "maxDifference": 0.1, "pausedSeconds": 3.0},
+        {"url": TWO, "maxDifference": 0.3, "pausedSeconds": 2.0},
+        {"url": "http://x"},
+    ]
+    updates = [
+        WeightUpdate.model_validate(
+            {
+                "id": number, "policyVersion": version, "source": {"pushed": True}, "mode": "abort",
+                "inFlight": "continue", "state": "Succeeded", "backends": parts if number == 1 else [],
+                "createdAt": "2026-01-01T00:00:00Z",
+                "finishedAt": "2026-01-01T00:01:30Z" if number == 1 else None,
+            }
+        )
+        for number, version in ((1, "v1"), (2, "v2"))
+    ]  # fmt: skip
+    told = summarize_policies(
+        [mixed(0, ONE, "default", "v1"), mixed(1, TWO, "v2", "v2"), mixed(2, ONE, "v1", "v1")],
+        backends,
+        updates,
+    )
+    assert [(one.url, one.rollouts, one.tokens_sampled) for one in told.backends] == [
+        (ONE, 2, 4),
+        (TWO, 1, 2),
+    ]
+    versions = [(one.version, one.rollouts, one.tokens, one.lag) for one in told.policy_versions]
+    assert versions == [("default", 1, 1, 2), ("v1", 2, 3, 1), ("v2", 1, 2, 0)]
+    assert told.rollouts_of_several_versions == 1
+    first, second = told.weight_updates
+    assert (first.max_difference, first.paused_seconds, first.seconds) == (0.3, 3.0, 90.0)
+    assert (second.max_difference, second.paused_seconds, second.seconds) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_file_is_written_whole_or_stays_as_it_was(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "new" / name
+    assert write_lines(iter([b"1", b"2"]), path) == 2
+    before = path.read_bytes()
+    content = gzip.decompress(before) if name.endswith("gz") else before
+    assert content == b"1\n2\n"
+
+    def broken() -> Iterator[bytes]:
+        yield b"3"
+        raise LookupFailed("a task is gone")
+
+    with pytest.raises(LookupFailed, match="a task is gone"):
+        write_lines(broken(), path)
+    assert path.read_bytes() == before
+    assert [one.name for one in path.parent.iterdir()] == [name], "nothing is left beside it"
+    with pytest.raises(UsageProblem, match="must end in"):
+        write_lines(iter([]), tmp_path / "t.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CliError, match="cannot be written"):
+        write_lines(iter([b"1"]), tmp_path / "file" / name)
+
+
+def test_the_tokenizer_beside_a_file_is_used_while_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    assert tokenizer_of(path) is None
+    model = tmp_path / "model"
+    (tmp_path / "tokenizer.txt").write_text(f"{model}\n")
+    assert tokenizer_of(path) is None
+    model.mkdir()
+    assert tokenizer_of(path) is None
+    (model / "tokenizer.json").write_text("{}")
+    assert tokenizer_of(path) == model

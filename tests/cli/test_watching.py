@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import cast
 
 import httpx
 import pytest
 from rich.console import Console
-from rollyard.errors import CliError
+from rollyard.errors import CliError, JobFailed
 from rollyard.jobs import watching
-from rollyard_client import AsyncClient, Client, JobReplaced, NotFound, finish
+from rollyard_client import AsyncClient, Client, JobReplaced, NotFound, ServerUnavailable, finish
 from rollyard_crds import RolloutJob
+from rollyard_crds.base import Condition
 from rollyard_testing.pace import patience
 
 
@@ -84,3 +86,48 @@ async def test_nor_does_the_async_client() -> None:
 def test_the_first_look_knows_no_job() -> None:
     finish.check_same(job("any"), None)
     finish.check_same(job("any"), "any")
+
+
+def ended(uid: str, phase: str = "Succeeded", failed: int = 0) -> RolloutJob:
+    last = job(uid)
+    last.status.phase = phase  # type: ignore[assignment]
+    last.status.message = "it is over"
+    last.status.counts.failed = failed
+    last.status.conditions = [
+        Condition.model_validate(
+            {"type": kind, "status": "True", "reason": "Done", "lastTransitionTime": "2026-01-02T03:04:05Z"}
+        )
+        for kind in ("Admitted", "Finished")
+    ]
+    return last
+
+
+def test_outages_that_each_pass_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def later(_seconds: float) -> None:
+        nonlocal now
+        now += watching.UNREACHABLE_SECONDS * 0.6
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now, sleep=later))
+    gone = ServerUnavailable("nobody answers")
+    seen: list[RolloutJob] = []
+    states: list[RolloutJob | Exception] = [job("a"), gone, gone, job("a"), gone, gone, job("a"), ended("a")]
+    client = cast(Client, Seen(gone, *states))
+    out = Console(file=io.StringIO())
+    assert watching.watch(client, "job", "default", out, seen.append) == states[-1]
+    assert seen == [states[0], states[3], states[6], states[7]]
+    client = cast(Client, Seen(job("a"), job("a"), gone, gone, gone, ended("a")))
+    with pytest.raises(ServerUnavailable, match="nobody answers"):
+        watching.watch(client, "job", "default", out)
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Cancelled"])
+def test_a_job_that_did_not_succeed_is_an_error_that_says_where_to_look(phase: str) -> None:
+    watching.require_success(ended("a", failed=3), hint=True)
+    with pytest.raises(JobFailed, match=rf"^job 'job' is {phase}: it is over$"):
+        watching.require_success(ended("a", phase), hint=True)
+    with pytest.raises(JobFailed, match=r"it is over$"):
+        watching.require_success(ended("a", phase, failed=3))
+    with pytest.raises(JobFailed, match="rollyard view job --failed"):
+        watching.require_success(ended("a", phase, failed=3), hint=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from rollyard_crds.weights import WeightSource
 from rollyard_inference import metrics
-from rollyard_inference.capabilities import probe
+from rollyard_inference.capabilities import Capabilities, WeightInfo, probe, renamed_model
 from rollyard_inference.errors import (
     BackendError,
     BackendMismatch,
@@ -23,6 +24,8 @@ from rollyard_inference.errors import (
 )
 from rollyard_inference.health import check_alive, check_model, first_request, weight_label
 from rollyard_inference.replies import require_ok, sampled
+from rollyard_inference.sampling.request import Sampling, ServedModel
+from rollyard_inference.sampling.vllm import VllmCompletions, VllmGenerate
 from rollyard_inference.transports.interface import Reply, Transport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_inference.weights.connect import weight_control
@@ -316,3 +319,153 @@ def test_why_a_sampling_request_is_refused(
         assert type(caught.value) is error, body
         if isinstance(caught.value, ContextOverflow):
             assert caught.value.limit == limit
+
+
+class Recorded:
+    """A transport that notes what it is asked, and answers as the test says."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, str, Any, float | None]] = []
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: object = None,
+        *,
+        seconds: float | None = None,
+        limit: int = 0,
+        traceparent: str | None = None,
+    ) -> Reply:
+        path = url.removeprefix("http://server")
+        self.asked.append((method, path, body, seconds))
+        name = path.partition("?")[0].rpartition("/")[2]
+        return Reply(200, {}, json.dumps(self.answers.get(name, {})).encode())
+
+
+LOW = WeightCallLimits(call=1.0, pause=2.0, load=3.0)
+CARDS = {
+    "data": [
+        {"id": "other", "parent": "tiny", "root": "/adapters/other"},
+        {"id": "tuned", "parent": "tiny", "root": "/adapters/tuned"},
+        {"id": "tiny", "parent": None, "root": "/models/tiny"},
+        {"id": "alias", "parent": None, "root": "/models/alias"},
+    ]
+}
+
+
+async def test_what_vllm_is_asked_and_for_how_long() -> None:
+    transport = Recorded(models=CARDS, is_paused={"is_paused": False})
+    control = VllmWeights(transport, "http://server/v1", LOW)
+    await control.pause("abort")
+    await control.pause("wait")
+    await control.pause("keep")
+    await control.resume()
+    await control.set_label("v2")
+    await control.reset_prefix_cache()
+    await control.reload("/checkpoints/7")
+    await control.load(WeightSource.model_validate(LORA))
+    await control.load(WeightSource.model_validate({"lora": {"name": "fresh", "path": "/adapters/fresh"}}))
+    lora = {"lora_name": "tuned", "lora_path": "/adapters/tuned", "load_inplace": True}
+    fresh = {"lora_name": "fresh", "lora_path": "/adapters/fresh", "load_inplace": False}
+    assert transport.asked == [
+        *(("POST", f"/pause?mode={mode}", None, 2.0) for mode in ("abort", "wait", "keep")),
+        ("POST", "/resume", None, 1.0),
+        ("POST", "/update_weight_version", {"new_version": "v2"}, 1.0),
+        ("POST", "/reset_prefix_cache?reset_running_requests=true", None, 1.0),
+        (
+            "POST",
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": "/checkpoints/7"}},
+            3.0,
+        ),
+        ("GET", "/v1/models", None, 1.0),
+        ("POST", "/v1/load_lora_adapter", lora, 3.0),
+        ("GET", "/v1/models", None, 1.0),
+        ("POST", "/v1/load_lora_adapter", fresh, 3.0),
+    ]
+    assert await control.folder() == "/models/tiny", "that of the model, and not of an adapter before it"
+    assert not await control.is_paused()
+    transport.answers = {"reset_prefix_cache": {"success": False}}
+    with pytest.raises(ServerFailed, match="success: false"):
+        await control.reset_prefix_cache()
+
+
+async def test_what_sglang_is_asked_and_for_how_long() -> None:
+    transport = Recorded(models=CARDS)
+    control = SglangWeights(transport, "http://server", LOW, "/get_model_info")
+    await control.pause("abort")
+    await control.pause("keep")
+    await control.resume()
+    await control.reset_prefix_cache()
+    await control.reload("/checkpoints/7")
+    await control.load(WeightSource.model_validate(LORA))
+    await control.load(WeightSource.model_validate({"lora": {"name": "fresh", "path": "/adapters/fresh"}}))
+    assert transport.asked == [
+        ("POST", "/pause_generation", {"mode": "abort"}, 2.0),
+        ("POST", "/pause_generation", {"mode": "retract"}, 2.0),
+        ("POST", "/continue_generation", {}, 1.0),
+        ("POST", "/flush_cache?timeout=10", None, 1.0),
+        ("POST", "/update_weights_from_disk", {"model_path": "/checkpoints/7", "flush_cache": False}, 3.0),
+        ("GET", "/v1/models", None, 1.0),
+        ("POST", "/unload_lora_adapter", {"lora_name": "tuned"}, 3.0),
+        ("POST", "/load_lora_adapter", {"lora_name": "tuned", "lora_path": "/adapters/tuned"}, 3.0),
+        ("GET", "/v1/models", None, 1.0),
+        ("POST", "/load_lora_adapter", {"lora_name": "fresh", "lora_path": "/adapters/fresh"}, 3.0),
+    ]
+    transport.asked.clear()
+    transport.answers = {"get_model_info": {"weight_version": "v3"}}
+    assert await control.label() == "v3"
+    assert transport.asked == [("GET", "/get_model_info", None, 1.0)]
+    for changed, right in (([7, 8, 9], True), ([7, 9, 8], False), ([7, 8], False)):
+        entries = [[None if place == 0 else -0.5 * place, one, None] for place, one in enumerate(changed)]
+        transport.answers = {"generate": {"meta_info": {"input_token_logprobs": entries}}}
+        if right:
+            assert await control.prompt_logprobs("tiny", [7, 8, 9]) == [-0.5, -1.0]
+        else:
+            with pytest.raises(BackendMismatch, match="logprobs of the prompt"):
+                await control.prompt_logprobs("tiny", [7, 8, 9])
+
+
+@pytest.mark.parametrize(
+    ("path", "label", "folder", "found"),
+    [
+        ("/model_info", "step-1", "/new", "/new"),
+        ("/get_model_info", "step-1", "/new", "/new"),
+        ("/model_info", "default", "/new", None),
+        ("/model_info", None, "/new", None),
+        ("/model_info", "step-1", None, None),
+        ("/model_info", "step-1", "/elsewhere", None),
+        ("/weight_info", "step-1", "/new", None),
+    ],
+)
+def test_only_an_updated_sglang_serves_the_pools_model_under_another_name(
+    path: str, label: str | None, folder: str | None, found: str | None
+) -> None:
+    models = {name: ServedModel(name, 64) for name in ("/old", "/new")}
+    weights = WeightInfo(path, label, folder)
+    renamed = renamed_model(models, weights)
+    assert (None if renamed is None else renamed.name) == found
+    can = Capabilities(VllmGenerate(), models, weights, reports_pause=False)
+    assert can.serves("tiny") is (found is not None)
+    assert can.model("tiny") == ServedModel("tiny", None if found is None else 64)
+    assert can.serves("/old")
+
+
+def test_a_request_to_vllm_leaves_nothing_to_the_servers_own_defaults() -> None:
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_tokens=3, seed=11)
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.0, "repetition_penalty": 1.0,
+        "max_tokens": 3, "seed": 11, "logprobs": 0,
+    }  # fmt: skip
+    model = ServedModel("tuned", parent="tiny")
+    assert VllmGenerate().body(model, (5, 6), sampling) == {
+        "model": "tuned", "token_ids": [5, 6], "sampling_params": fields, "stream": False,
+    }  # fmt: skip
+    assert VllmCompletions().body(model, (5, 6), sampling) == {
+        "model": "tuned", "prompt": [5, 6], "return_token_ids": True, "stream": False, **fields,
+    }  # fmt: skip
+    only = replace(sampling, allowed=(4, 9))
+    assert VllmCompletions().body(model, (5,), only)["allowed_token_ids"] == [4, 9]
+    assert VllmGenerate().body(model, (5,), only)["sampling_params"]["allowed_token_ids"] == [4, 9]

@@ -51,7 +51,7 @@ BACKEND = {
 }  # fmt: skip
 CALL = {"name": text("call"), "arguments": text("arguments")}
 TURN = {"segment": 0, "start": 0, "end": 1, "model_seconds": 1.0, "tool_seconds": 1.0}
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": text("role"), "content": text("content"), "turn": None},
     {"role": "assistant", "content": "", "tool_calls": [CALL], "turn": 0},
     {"role": "tool", "content": "x", "tool_call_id": text("call_id"), "turn": None},

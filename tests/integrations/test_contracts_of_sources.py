@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollyard.integrations import nemo, prime_rl, skyrl, slime, trl, verl
+from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
 from rollyard.integrations.errors import RolloutUnscored, SegmentsRefused, TrainerMismatch
 from rollyard_crds.trajectory import SamplingRecord, Segment, Trajectory
 
@@ -514,3 +514,49 @@ def test_trl_keeps_one_segment_and_counts_the_others() -> None:
         assert output["truncated"] == [True, False, False, False]
     assert output["policy_versions"][0] == ["", "step-11"]
     assert output["prompt_ids"] == [[7, 8, 9], [1, 2], [1, 2], [1, 2]]
+
+
+ENDS: list[dict[str, Any]] = [
+    {"status": "failed", "reward": None},
+    {"status": "failed", "reward": 9.0},
+    {"status": "cancelled", "reward": None},
+    {"status": "cancelled", "reward": 9.0},
+    {"status": "succeeded", "reward": None},
+]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=str)
+def test_no_adapter_trains_on_a_rollout_that_nobody_scored(
+    end: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sampled tokens are there, and its reward moves no baseline."""
+    torch(monkeypatch)
+    module(monkeypatch, "verl.protocol", DataProto=DataProto)
+    module(monkeypatch, "skyrl.train.generators.base", TrajectoryID=TrajectoryID)
+    batch = [rollout(0, 1.0), rollout(1, segments=[LATER], **end), rollout(2, 0.0)]
+    proto = verl.data_proto(batch, pad_token_id=99)
+    assert [any(row) for row in proto.batch["response_mask"]] == [True, False, True]
+    assert [sum(row) for row in proto.batch["rm_scores"]] == [1.0, 0.5, 0.0]
+    assert proto.non_tensor_batch["status"][1] == end["status"]
+    output = skyrl.generator_output(batch, pad_token_id=99)
+    assert [any(row) for row in output["loss_masks"]] == [True, False, True]
+    assert output["rewards"] == [1.0, 0.5, 0.0]
+    assert output["stop_reasons"] == ["stop", "error", "stop"]
+    assert output["rollout_metrics"]["rollyard/unscored"] == 1.0
+    ((first, second, third),) = slime.sample_fields(batch, pad_token_id=99)
+    assert [row["remove_sample"] for row in (first, second, third)] == [False, True, False]
+    assert (second["loss_mask"], second["reward"]) == ([0, 0], 0.5)
+    assert second["status"] == ("aborted" if end["status"] == "cancelled" else "failed")
+    told = trl.rollout_output(batch, pad_token_id=99)
+    assert (told["reward"], told["env_mask"][1]) == ([1.0, None, 0.0], [0, 0])
+    advantages = {
+        row["sample_id"]: row["advantage"] for row in prime_rl.sample_fields(batch, env_name="shell")
+    }
+    assert advantages == {"r0/0": 0.5, "r2/0": -0.5}
+    rows = nemo.datum_specs(batch, pad_token_id=99, task_name="shell")
+    assert [row["loss_multiplier"] for row in rows] == [1.0, 0.0, 1.0]
+    assert [row["total_reward"] for row in rows] == [1.0, 0.5, 0.0]
+    (answer,) = nemo.run_answers(batch[1])
+    assert (answer["mask_sample"], answer["reward"], answer["response"]["output"]) == (True, 0.0, [])
+    sequence = arrow.table([batch[1]]).to_pylist()[0]
+    assert (sequence["status"], sequence["reward"]) == (end["status"], end["reward"])

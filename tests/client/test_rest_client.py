@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,19 @@ from rollyard_client import (
     Invalid,
     NotFound,
     Retry,
+    RollyardError,
     ServerUnavailable,
+    StorageFull,
     TooMany,
     Unauthorized,
     WaitTimeout,
     WorkerClient,
 )
-from rollyard_client.call import Call, as_json
-from rollyard_client.context import Context, resolve
+from rollyard_client.call import Call, as_json, check
+from rollyard_client.context import Context, context_path, read_token, resolve
+from rollyard_client.errors import CursorBeyondEnd, CursorGone
+from rollyard_client.paging import Files
+from rollyard_client.sse import Parser
 from rollyard_client.transport import AsyncTransport, SyncTransport
 from rollyard_client.worker import _completed
 from rollyard_crds.backendpool import BackendPool, BackendStatus
@@ -430,3 +435,174 @@ def test_an_older_server_takes_no_uploads(tmp_path: Path) -> None:
         client._transport.client = httpx.Client(transport=older, base_url="http://127.0.0.1:1")
         with pytest.raises(NotFound):
             client.upload(path)
+
+
+@pytest.mark.parametrize(
+    ("status", "problem", "kind", "reason"),
+    [
+        (400, {}, Invalid, "Invalid"),
+        (401, {}, Unauthorized, "Unauthorized"),
+        (403, {"reason": "RoleMissing"}, Unauthorized, "RoleMissing"),
+        (404, {}, NotFound, "NotFound"),
+        (409, {"reason": "LeaseLost"}, Conflict, "LeaseLost"),
+        (409, {"reason": "CursorBeyondEnd"}, CursorBeyondEnd, "CursorBeyondEnd"),
+        (410, {"reason": "CursorGone"}, CursorGone, "CursorGone"),
+        (413, {}, Invalid, "Invalid"),
+        (422, {"errors": ["spec.a: b", "spec.c: d"]}, Invalid, "Invalid"),
+        (429, {}, TooMany, "QueueFull"),
+        (500, {}, RollyardError, "Error"),
+        (502, {}, ServerUnavailable, "ServerUnavailable"),
+        (503, {}, ServerUnavailable, "ServerUnavailable"),
+        (504, {}, ServerUnavailable, "ServerUnavailable"),
+        (507, {}, StorageFull, "StorageFull"),
+        (502, "<html>bad gateway</html>", ServerUnavailable, "ServerUnavailable"),
+        (418, "", RollyardError, "Error"),
+    ],
+)
+def test_what_an_answer_raises(status: int, problem: Any, kind: type[RollyardError], reason: str) -> None:
+    if isinstance(problem, dict):
+        answer = httpx.Response(status, json={"detail": "because", **problem}, headers={"Retry-After": "7"})
+    else:
+        headers = {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}
+        answer = httpx.Response(status, text=problem, headers=headers)
+    with pytest.raises(RollyardError) as caught:
+        check(answer)
+    assert type(caught.value) is kind
+    assert (caught.value.status, caught.value.reason) == (status, reason)
+    if isinstance(problem, dict):
+        assert (str(caught.value), caught.value.retry_after) == ("because", 7.0)
+        assert caught.value.errors == problem.get("errors", [])
+    else:
+        assert str(caught.value) == (problem or f"the server answered {status}")
+        assert caught.value.retry_after is None
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "least", "most"),
+    [
+        (0, ServerUnavailable("x"), 0.5, 1.0),
+        (1, TooMany("x"), 1.0, 2.0),
+        (2, ServerUnavailable("x"), 1.5, 3.0),
+        (0, TooMany("x", retry_after=2.5), 2.5, 2.5),
+        (0, TooMany("x", retry_after=3.0), 3.0, 3.0),
+        (0, TooMany("x", retry_after=3.5), None, None),
+        (3, ServerUnavailable("x"), None, None),
+        (0, Conflict("x"), None, None),
+        (0, StorageFull("x"), None, None),
+        (0, RollyardError("x"), None, None),
+    ],
+)
+def test_what_is_tried_again_and_after_how_long(
+    attempt: int, error: RollyardError, least: float | None, most: float | None
+) -> None:
+    pause = Retry(attempts=4, base=1.0, longest=3.0).pause(attempt, error)
+    if least is None or most is None:
+        assert pause is None
+    else:
+        assert pause is not None
+        assert least <= pause <= most
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (httpx.ConnectError("x"), True),
+        (httpx.ConnectTimeout("x"), True),
+        (httpx.PoolTimeout("x"), True),
+        (httpx.ReadTimeout("x"), False),
+        (httpx.ReadError("x"), False),
+        (httpx.WriteError("x"), False),
+        (httpx.RemoteProtocolError("x"), False),
+    ],
+)
+async def test_what_may_have_arrived_is_sent_once_by_both_clients(error: Exception, again: bool) -> None:
+    once: Call[Any] = Call("POST", "/", as_json, idempotent=False)
+    for idempotent, sent in ((False, again), (True, True)):
+        call = replace(once, idempotent=idempotent)
+        flaky = Flaky([error])
+        made = AsyncTransport(Context("http://x", "t"), retry=Retry(3, base=0.001), timeout=1)
+        await made.client.aclose()
+        made.client = httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(flaky))
+        other = Flaky([error])
+        if sent:
+            assert await made.send(call) == _sync(other).send(call) == {"ok": True}
+        else:
+            with pytest.raises(ServerUnavailable):
+                await made.send(call)
+            with pytest.raises(ServerUnavailable):
+                _sync(other).send(call)
+        assert flaky.calls == other.calls == 1 + sent
+        await made.close()
+
+
+def test_a_long_poll_may_take_its_wait_beside_the_usual_time() -> None:
+    seen: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.extensions["timeout"], dict(request.url.params), request.headers))
+        return httpx.Response(200, json={})
+
+    made = _sync(Flaky([]))
+    made.client = httpx.Client(base_url="http://x", transport=httpx.MockTransport(answer))
+    made.send(Call("GET", "/", as_json, query={"a": None, "b": "", "c": 0, "d": False}, wait=20.0))
+    made.send(Call("POST", "/", as_json, body=b"{}", accept="text/x", content_type="text/y"))
+    (polled, query, _), (usual, _, headers) = seen
+    assert (polled["read"], polled["connect"], usual["read"]) == (21.0, 5.0, 1.0)
+    assert query == {"b": "", "c": "0", "d": "false"}
+    assert (headers["accept"], headers["content-type"]) == ("text/x", "text/y")
+
+
+def test_events_are_read_line_by_line() -> None:
+    parser = Parser()
+    text = 'id: 3\nevent: counts\ndata: {"a":\ndata:1}\n: a comment\n\n'
+    text += "retry: 5\n\ndata: {}\n\nid: 9\n\ndata: [2]\n\n"
+    events = [event for line in text.split("\n") for event in parser.feed(line)]
+    named = [("counts", {"a": 1}), ("message", {}), ("message", [2])]
+    assert [(event.name, event.data) for event in events] == named
+    assert events[0].id == "3"
+
+
+def test_files_end_where_the_cursor_stays() -> None:
+    pages = Files(lambda cursor: cursor)  # type: ignore[arg-type,return-value]
+    assert pages.next() == ""  # type: ignore[comparison-overlap]
+    assert pages.take((b"1", "c1", False)) == [b"1"]
+    assert (pages.next(), pages.done) == ("c1", False)  # type: ignore[comparison-overlap]
+    assert pages.take((b"2", "c2", True)) == [b"2"]
+    assert pages.done
+    pages = Files(lambda cursor: cursor, "c2")  # type: ignore[arg-type,return-value]
+    assert pages.take((b"head", "c2", False)) == []
+    assert pages.done
+
+
+def test_a_token_is_that_of_the_role_and_the_first_of_several(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text('{"worker": "w", "admin": ["new", "old"], "none": []}')
+    assert (read_token(path), read_token(path, "worker")) == ("new", "w")
+    for role in ("driver", "none"):
+        with pytest.raises(ContextError, match=f"no token for the role '{role}'"):
+            read_token(path, role)
+    path.write_text("just-it\n")
+    assert read_token(path, "worker") == "just-it"
+    path.write_text(" \n")
+    with pytest.raises(ContextError, match="is empty"):
+        read_token(path)
+    with pytest.raises(ContextError, match="cannot be read"):
+        read_token(tmp_path / "none")
+
+
+def test_a_token_of_the_context_goes_to_its_own_server_only(tmp_path: Path) -> None:
+    env = {"ROLLYARD_HOME": str(tmp_path)}
+    (tmp_path / "context.json").write_text(json.dumps({"url": "http://c/", "token": "direct"}))
+    assert resolve("http://c", None, env) == Context("http://c", "direct")
+    assert resolve("http://c/", None, env) == Context("http://c", "direct")
+    for url in ("http://elsewhere", "http://c.elsewhere", "https://c", "http://c:80/x"):
+        with pytest.raises(ContextError, match="no token"):
+            resolve(url, None, env)
+        with pytest.raises(ContextError, match="no token"):
+            resolve(None, None, {**env, "ROLLYARD_URL": url})
+    assert resolve(None, "mine", env) == Context("http://c", "mine")
+    assert resolve(None, None, {**env, "ROLLYARD_TOKEN": "of-env"}) == Context("http://c", "of-env")
+    assert resolve("http://a", None, {**env, "ROLLYARD_TOKEN": "of-env"}) == Context("http://a", "of-env")
+    assert resolve(None, "given", {"ROLLYARD_URL": "http://b", "ROLLYARD_TOKEN": "u"}).token == "given"
+    assert context_path({"XDG_CONFIG_HOME": "/x"}) == Path("/x/rollyard/context.json")
+    assert context_path({"XDG_CONFIG_HOME": "/x", "ROLLYARD_HOME": "/h"}) == Path("/h/context.json")

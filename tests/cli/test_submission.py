@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from rollyard.errors import InvalidInput
@@ -104,3 +104,44 @@ def test_what_cannot_go_along_is_refused(tmp_path: Path) -> None:
         submit(server, job_of(tmp_path / "neither-here.jsonl"))
     with pytest.raises(InvalidInput, match="4097 tasks are more than the 4096"):
         submit(server, job_of(task_file(tmp_path, MAX_INLINE_TASKS + 1)))
+
+
+def test_uploads_are_of_the_jobs_namespace_and_of_both_files(tmp_path: Path) -> None:
+    class Named(Elsewhere):
+        namespaces: ClassVar[list[str]] = []
+
+        def upload(self, path: Path, namespace: str) -> str:
+            self.namespaces.append(namespace)
+            return super().upload(path, namespace)
+
+    path, specs = task_file(tmp_path, 3), tmp_path / "specs.json"
+    specs.write_text("{}")
+    given = job_of(path).to_json()
+    given["metadata"]["namespace"] = "team"
+    given["spec"]["tasks"] |= {"format": "swebench", "specs": specs.as_uri()}
+    server = Named(uploads=True)
+    job, carried = submit(cast(Client, server), RolloutJob.model_validate(given))
+    assert (server.files, server.namespaces, carried) == ([path, specs], ["team", "team"], None)
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, specs)]
+    tasks = job.spec.tasks
+    assert [tasks.url, tasks.specs] == [f"blob:sha256:{one}" for one in hashes]
+    assert (tasks.format, job.metadata.namespace) == ("swebench", "team")
+    specs.unlink()
+    with pytest.raises(InvalidInput, match=r"spec\.tasks\.specs: .*specs\.json: "):
+        submit(cast(Client, Named(uploads=True)), RolloutJob.model_validate(given))
+
+
+def test_tasks_that_go_along_are_selected_once(tmp_path: Path) -> None:
+    """The control plane takes them as they come, and would else select from them a second time."""
+    given = job_of(task_file(tmp_path, 6)).to_json()
+    options = {"format": "rollyard", "deduplicate": True, "shuffle": {"seed": 3}, "limit": 4, "epochs": 2}
+    given["spec"]["tasks"] |= options
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"id": f"t{i}", "prompt": f"{i}?"}) + "\n" for i in range(6)))
+    job, carried = submit(cast(Client, Elsewhere()), RolloutJob.model_validate(given))
+    assert carried == path
+    sent = job.spec.tasks.to_json()
+    assert sent.keys() == {"inline", "stream"}
+    ids = [task["id"] for task in sent["inline"]]
+    assert len(set(ids)) == 8
+    assert sorted(name.removesuffix(":epoch2") for name in ids[4:]) == sorted(ids[:4])

@@ -21,8 +21,24 @@ test("a range has a length, also of nothing", () => {
   assert.deepEqual(rangeOf([row("a", ["init", 3, 5], ["run", 5, 9])]), { start: 3, end: 9 });
 });
 
+test("a range begins with the earliest row and ends with the latest, wherever they stand", () => {
+  const rows = [row("a", ["init", 5, 9]), row("b", ["init-queue", 3, 4], ["init", 4, 6]), row("c", ["init", 7, 12]), row("d", ["init", 6, 8])];
+  assert.deepEqual(rangeOf(rows), { start: 3, end: 12 });
+  assert.deepEqual(rangeOf([row("empty"), ...rows]), { start: 3, end: 12 });
+});
+
+test("stragglers come with the longest first, and a median of an odd number is its middle", () => {
+  const rows = [row("a", ["run", 0, 4]), row("b", ["run", 0, 9]), row("c", ["run", 0, 4]), row("d", ["init", 0, 5], ["run", 5, 25]), row("e", ["run", 0, 8])];
+  const usual = median([4, 9, 4]);
+  assert.equal(usual, 4);
+  assert.deepEqual(stragglers(rows, usual).map((item) => item.id), ["d", "b"]);
+  assert.deepEqual(stragglers(rows, 0), []);
+});
+
 test("aligned rows start at zero", () => {
   assert.deepEqual(aligned([row("a", ["init", 3, 5])])[0]?.spans, [["init", 0, 2]]);
+  const [first, second] = aligned([row("a", ["init", 3, 5], ["run", 5, 9]), row("b", ["init", 7, 8])]);
+  assert.deepEqual([first?.spans, second?.spans], [[["init", 0, 2], ["run", 2, 6]], [["init", 0, 1]]]);
 });
 
 test("marks of the axis are few", () => {

@@ -22,3 +22,17 @@ test("a failure has no reward, and equal rewards teach nothing", () => {
   ]);
   assert.deepEqual([only?.samples[0], only?.mean, only?.informative], [["a", "f", null], 1, false]);
 });
+
+test("a group with a sample under way stays active and says nothing of its signal", () => {
+  const rows = [row(0, [["a", "l", null], ["b", "q", null]]), row(1, [["c", "l", null], ["d", "l", null]])];
+  const [first, second] = withEnded(rows, [
+    { id: "a", task_id: "t0", status: "succeeded", reward: 1 },
+    { id: "c", task_id: "t1", status: "cancelled", reward: null },
+    { id: "d", task_id: "t1", status: "succeeded", reward: 0 },
+  ]);
+  assert.deepEqual([first?.samples, first?.mean, first?.state], [[["a", "s", 1], ["b", "q", null]], 1, "active"]);
+  assert.equal(first?.informative, false);
+  assert.deepEqual([second?.samples, second?.mean, second?.state], [[["c", "c", null], ["d", "s", 0]], 0, "ended"]);
+  const [leased] = withEnded([row(0, [["a", "l", null], ["b", "l", null]])], [{ id: "a", task_id: "t0", status: "failed", reward: null }]);
+  assert.deepEqual([leased?.state, leased?.mean], ["active", null]);
+});

@@ -118,6 +118,16 @@ def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixtu
         (changed(reward={"overlong": {"maxTokens": 8, "bufferTokens": -1}}), "reward.overlong.bufferTokens"),
         (changed(reward={"format": [{"name": "a", "pattern": "("}]}), "reward.format[0].pattern"),
         (changed(reward={"function": {"name": "nobodys"}}), "no reward-function 'nobodys' is installed"),
+        (changed(agent={"type": "robot"}, backendRef={"name": "p"}), "spec.agent.type: no agent 'robot'"),
+        (
+            changed(agent={"type": "oracle", "toolParser": "mumbled"}),
+            "spec.agent.toolParser: no tool-parser 'mumbled' is installed",
+        ),
+        (
+            changed(tasks={"url": "tasks.jsonl", "format": "scrolls"}),
+            "spec.tasks.format: no task-format 'scrolls' is installed",
+        ),
+        (changed(agent={"type": "oracle", "tools": ["hammer", "saw"]}), "spec.agent.tools[1]: no tool 'saw'"),
         (changed(tasks={"url": "nowhere.jsonl"}), "nowhere.jsonl: No such file"),
         ({**JOB, "kind": "Job"}, "kind: must be one of BackendPool, RolloutJob"),
         ({**JOB, "metadata": {"name": "Under_score"}}, "metadata.name"),
@@ -146,6 +156,30 @@ def test_tasks_are_checked_as_their_handler_would(tmp_path: Path, capsys: pytest
     assert "test_script" in told
     assert main(["validate", "-f", str(tmp_path / "tasks.jsonl"), "--handler", "math"]) == 1
     assert "answer" in capsys.readouterr().err
+
+
+def test_each_task_and_each_document_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = {"network": "allowlist", "allowedHosts": ["*.example.org"]}
+    asked = [["a.example.org"], ["other.org"], None, ["a.example.org", "third.org"]]
+    tasks = [
+        {**TASK, "id": f"t{place}", "sandbox": {} if names is None else {"allowedHosts": names}}
+        for place, names in enumerate(asked)
+    ]
+    path = write(tmp_path, changed(sandbox=hosts), tasks)
+    assert main(["validate", "-f", str(path)]) == 1
+    told = capsys.readouterr().err
+    assert "task 't1': sandbox.allowedHosts: other.org is not among" in told
+    assert "task 't3': sandbox.allowedHosts: third.org is not among" in told
+    assert told.count("is not among") == 2
+    # A good job beside a bad one does not make the file good, in any order.
+    other = {**changed(handler="swedish"), "metadata": {"name": "other"}}
+    for documents in ((JOB, other), (other, JOB)):
+        path = write(tmp_path, JOB)
+        path.write_text("\n---\n".join(json.dumps(one) for one in documents))
+        assert main(["validate", "-f", str(path)]) == 1
+        said = capsys.readouterr()
+        assert "RolloutJob 'other': spec.handler: no handler 'swedish'" in said.err
+        assert "RolloutJob 'j': " not in said.err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,12 @@ MARKUP = re.compile(
     r"|\beval\(|new Function|javascript:|style=\"|cssText"
 )
 """What makes markup, scripts or styles of text."""
+CHOSEN = re.compile(
+    r"(?<![=$])\{\s*[\w.?!]+\.(arguments|backend|content|error|finish_reason|message|model|node|policy_version"
+    r"|reason|reward_output|reward_reason|role|task_id|text|tool_call_id|trace_id|truncated_reason|url|version"
+    r"|worker)\s*((\?\?|\|\|)\s*\"[^\"]*\"\s*)?\}"
+)
+"""A text that others choose as a child of an element, without the signs that `visible` puts in."""
 NAMESPACES = {
     "http://www.w3.org/1998/Math/MathML",
     "http://www.w3.org/1999/xhtml",
@@ -32,6 +38,11 @@ def sources() -> list[Path]:
 def test_sources_show_text_only_as_text(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if MARKUP.search(line)] == []
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCES)))
+def test_texts_of_others_are_shown_with_what_they_hide(path: Path) -> None:
+    assert [found[0] for found in CHOSEN.finditer(path.read_text(encoding="utf-8"))] == []
 
 
 def test_sources_name_no_other_host() -> None:

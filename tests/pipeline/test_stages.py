@@ -40,6 +40,8 @@ from rollyard_pipeline.errors import (
 )
 from rollyard_pipeline.registry import AGENTS, Registry
 from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, SystemResolver
+from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
@@ -61,6 +63,8 @@ class Plane:
     def __init__(self) -> None:
         self.spec: RolloutJobSpec | None = None
         self.routed: list[RouteRequest] = []
+        self.next: BackendAssignment | None = None
+        """The backend to which rollouts move."""
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
         assert self.spec is not None
@@ -68,16 +72,20 @@ class Plane:
 
     async def route(self, request: RouteRequest) -> RouteResponse:
         self.routed.append(request)
-        return RouteResponse(backend=None, retry_after=0.05)
+        return RouteResponse(backend=self.next, retry_after=0.05)
 
 
 class Rollout:
     """A rollout that is taken through its stages, as a worker would do it."""
 
-    def __init__(self, provider: NodeProvider, stages: Stages, plane: Plane) -> None:
+    def __init__(
+        self, provider: NodeProvider, stages: Stages, plane: Plane, infrastructure: Infrastructure
+    ) -> None:
         self.provider = provider
         self.stages = stages
         self.plane = plane
+        self.infrastructure = infrastructure
+        """What no sandbox reaches."""
         self.task = Task(id="t", prompt="q")
         self.backend: BackendAssignment | None = None
         self.model: Any = None
@@ -122,8 +130,11 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
     try:
         async with BackendClient(request_timeout=20.0) as backends:
             registry = Registry({AGENTS: {"replaying": ReplayingAgent}})
-            stages = Stages(plane, backends, provider, registry, backend_budget=1.0)  # type: ignore[arg-type]
-            yield Rollout(provider, stages, plane)
+            resolver = SystemResolver()
+            infrastructure = Infrastructure(resolver)
+            egress = Egress(destinations=Destinations(resolver, infrastructure))
+            stages = Stages(plane, backends, provider, registry, backend_budget=1.0, egress=egress)  # type: ignore[arg-type]
+            yield Rollout(provider, stages, plane, infrastructure)
             await stages.close()
     finally:
         for sandbox in provider.claimed():
@@ -346,6 +357,23 @@ async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Call
     )  # fmt: skip
     failure = stage_failure(lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.return_to) == ("BackendUnavailable", True, "init")
+
+
+async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
+    rollout: Rollout, model: Callable[..., None]
+) -> None:
+    model(lambda prompt: "done" + END)
+    assert rollout.backend is not None
+    url = rollout.backend.url.replace("127.0.0.1", "localhost")
+    rollout.plane.next = rollout.backend.model_copy(update={"url": url})
+    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    trajectory = await rollout.play()
+    assert [one.failed_url for one in rollout.plane.routed] == ["http://127.0.0.1:9"]
+    assert (rollout.plane.routed[0].rollout, rollout.plane.routed[0].token) == ("r", 1)
+    assert trajectory.backend == url
+    for host in ("127.0.0.1", "localhost"):
+        assert await rollout.infrastructure.contains(host, [])
+    assert not await rollout.infrastructure.contains("pkgs.example.org", [])
 
 
 async def test_a_tokenizer_that_is_not_here_says_what_to_set(

@@ -159,17 +159,38 @@ async def test_a_lost_lease_stops_without_a_report(
     assert plane.outcomes == []
 
 
-async def test_another_token_of_the_same_rollout_is_not_stopped(handler: type[Steered]) -> None:
+@pytest.mark.parametrize("what", ["lost", "cancelled"])
+@pytest.mark.parametrize("other", [1, 3])
+async def test_another_token_of_the_same_rollout_is_not_stopped(
+    handler: type[Steered], what: str, other: int
+) -> None:
     plane = Plane(spec())
     async with working(plane, handler):
-        plane.offer(lease(1, "run"))
+        plane.offer(lease(1, "run").model_copy(update={"token": 2}))
         await until(lambda: handler.entered == ["r1"])
-        plane.lost = [LeaseRef(rollout="r1", token=2)]
+        setattr(plane, what, [LeaseRef(rollout="r1", token=other)])
         seen = len(plane.beats)
         await until(lambda: len(plane.beats) > seen + 1)
         handler.gate.set()
         (outcome,) = await plane.wait_for(1)
     assert isinstance(outcome, StageResult)
+
+
+async def test_a_rollout_that_is_held_again_goes_on_when_its_older_lease_is_lost(
+    handler: type[Steered],
+) -> None:
+    """The older lease's Run has not ended yet when the rollout comes back to the same worker."""
+    plane, provider = Plane(spec()), Provider()
+    async with working(plane, handler, provider):
+        plane.offer(lease(1, "run", "old"), lease(1, "run", "new").model_copy(update={"token": 2}))
+        await until(lambda: handler.entered == ["r1", "r1"])
+        plane.lost = [LeaseRef(rollout="r1", token=1)]
+        await until(lambda: [ref.token for ref in plane.beats[-1].leases] == [2])
+        handler.gate.set()
+        (outcome,) = await plane.wait_for(1)
+    assert isinstance(outcome, StageResult)
+    assert outcome.token == 2
+    assert provider.released == ["old"]
 
 
 async def test_outcomes_wait_for_a_control_plane_that_is_away(handler: type[Steered]) -> None:

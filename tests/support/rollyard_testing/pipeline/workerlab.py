@@ -76,7 +76,7 @@ class Plane:
         self._changed.set()
 
     async def wait_for(self, count: int) -> list[Outcome]:
-        async with self.arrived:
+        async with asyncio.timeout(patience(30)), self.arrived:
             await self.arrived.wait_for(lambda: len(self.outcomes) >= count)
         return self.outcomes
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rollyard_crds.lease import CompleteRequest, OutcomeResponse, StageResult
+from rollyard_crds.lease import CompleteRequest, OutcomeItem, OutcomeResponse, StageResult, StageTimes
 from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.worker.failures import hand_over
 from rollyard_pipeline.worker.outbox import BATCH, Outbox
 from rollyard_testing.pace import patience
-from rollyard_testing.pipeline.workerlab import Plane, lease, spec
+from rollyard_testing.pipeline.workerlab import Answer, Plane, lease, spec
 
 
 class Counted(Plane):
@@ -65,3 +66,64 @@ async def test_the_last_outcome_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
 async def test_a_request_holds_no_more_than_a_batch() -> None:
     requests = await reported(3 * BATCH, more=True)
     assert max(map(len, requests)) == BATCH
+
+
+async def test_results_and_failures_are_reported_by_their_own_calls_in_the_order_of_arrival() -> None:
+    control, answered = Plane(spec()), asyncio.Semaphore(0)
+    told: list[tuple[str, str]] = []
+
+    async def done(held: HeldLease, outcome: str) -> None:
+        told.append((held.lease.rollout, outcome))
+        answered.release()
+
+    outbox = Outbox(control, "w", done, lambda: False)
+    kinds = "rrfrffr"
+    for index, kind in enumerate(kinds):
+        held = HeldLease(lease(index, "run"))
+        result = StageResult(rollout=f"r{index}", token=1, stage="run")
+        outbox.put(held, result if kind == "r" else hand_over(held.lease, StageTimes()))
+    running = asyncio.create_task(outbox.run())
+    try:
+        async with asyncio.timeout(patience(30)):
+            for _ in kinds:
+                await answered.acquire()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert sorted(told) == [(f"r{index}", "accepted") for index in range(len(kinds))]
+    found = {one.rollout: "r" if isinstance(one, StageResult) else "f" for one in control.outcomes}
+    assert "".join(found[f"r{index}"] for index in range(len(kinds))) == kinds
+    assert len(control.outcomes) == len(kinds)
+
+
+class Differing(Plane):
+    """A control plane that answers each rollout otherwise, in another order, and not all of them."""
+
+    async def complete(self, request: CompleteRequest) -> OutcomeResponse:
+        answers: list[OutcomeItem] = []
+        for number, result in enumerate(request.results):
+            kind: Answer = ("accepted", "stale", "cancelled")[number % 3]  # type: ignore[assignment]
+            answers.append(OutcomeItem(rollout=result.rollout, outcome=kind))
+        return OutcomeResponse(outcomes=answers[2::-1])
+
+
+async def test_each_outcome_has_its_own_answer_and_one_without_is_unknown() -> None:
+    answered = asyncio.Semaphore(0)
+    told: dict[str, str] = {}
+
+    async def done(held: HeldLease, outcome: str) -> None:
+        told[held.lease.rollout] = outcome
+        answered.release()
+
+    outbox = Outbox(Differing(spec()), "w", done, lambda: False)
+    for index in range(4):
+        outbox.put(HeldLease(lease(index, "run")), StageResult(rollout=f"r{index}", token=1, stage="run"))
+    running = asyncio.create_task(outbox.run())
+    try:
+        async with asyncio.timeout(patience(30)):
+            for _ in range(4):
+                await answered.acquire()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert told == {"r0": "accepted", "r1": "stale", "r2": "cancelled", "r3": "unknown"}

@@ -16,6 +16,7 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,
@@ -129,6 +130,101 @@ async def test_a_sandbox_stays_while_another_lease_needs_it(
         plane.offer(lease(1, stage, "box"))
         await plane.wait_for(1)
     assert provider.released == released
+
+
+class Starting(Provider):
+    """A provider whose sandboxes start at once, one with the name of each rollout."""
+
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Any:
+        handle = SandboxHandle(provider="fake", id=f"of-{owner.rollout}", node="n", address="unix:/x")
+        self.claims.append(handle.id)
+        return await self.attach(handle)
+
+    async def warm(self, request: SandboxRequest, count: int) -> None:
+        """Start none in advance."""
+
+    def own(self) -> list[str]:
+        return [name for name in self.claims if name.startswith("of-")]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost", "failed", "drained"])
+async def test_a_sandbox_of_init_is_named_to_nobody_and_given_back(
+    handler: type[Steered], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control plane does not know it before Init is done, and may take it for an orphan."""
+    monkeypatch.setattr("rollyard_pipeline.worker.heartbeat._SCAN_EVERY", 0.0)
+    plane, provider = Plane(spec()), Starting()
+    handler.needs_sandbox = True
+    provider.claims = ["kept", "orphan"]
+    async with working(plane, handler, provider, drain_seconds=0.1) as (worker, task):
+        plane.offer(lease(1), lease(2, "run", "kept"))
+        await until(lambda: sorted(handler.entered) == ["r1", "r2"])
+        plane.orphans = ["orphan", "of-r1"]
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1 and bool(provider.released))
+        assert all("of-r1" not in beat.sandboxes for beat in plane.beats)
+        assert (set(provider.released), "kept" in plane.beats[-1].sandboxes) == ({"orphan"}, True)
+        provider.released.clear()
+        plane.orphans = []
+        if end == "drained":
+            worker.drain()
+            await task
+        elif end == "failed":
+            handler.error = RuntimeError("bug")
+            handler.gate.set()
+            await plane.wait_for(2)
+        else:
+            setattr(plane, end, [LeaseRef(rollout="r1", token=1)])
+        await until(lambda: "of-r1" in provider.released)
+        handler.error = None
+        handler.gate.set()
+    assert sorted(provider.released) == (["kept", "of-r1"] if end in ("failed", "drained") else ["of-r1"])
+
+
+async def test_all_sandboxes_but_orphans_are_renewed_and_one_of_init_before_it_is_reported(
+    handler: type[Steered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.worker.heartbeat._RENEW_EVERY", 0.0)
+    plane, provider = Plane(spec()), Starting()
+    handler.needs_sandbox = True
+    provider.claims, plane.orphans = ["kept", "orphan"], ["orphan"]
+    async with working(plane, handler, provider):
+        plane.offer(lease(1))
+        await until(lambda: handler.entered == ["r1"])
+        provider.claims = ["kept", "orphan"]
+        provider.renewed.clear()
+        await until(lambda: len(provider.renewed) >= 4)
+        assert set(provider.renewed) == {"kept", "of-r1"}
+        handler.gate.set()
+
+
+@pytest.mark.parametrize("sandboxes_end", [False, True])
+async def test_the_last_heartbeat_names_the_sandboxes_that_end_with_the_worker(
+    handler: type[Steered], sandboxes_end: bool
+) -> None:
+    plane, provider = Plane(spec()), Starting()
+    provider.claims = ["another-worker's", "of-r1", "of-r2"]
+    async with working(plane, handler, provider, sandboxes_end=sandboxes_end) as (worker, task):
+        await until(lambda: bool(plane.beats))
+        worker.drain()
+        await task
+    assert all(beat.ending == [] for beat in plane.beats[:-1])
+    assert plane.beats[-1].ending == (["of-r1", "of-r2"] if sandboxes_end else [])
+
+
+async def test_the_shortest_lease_says_how_often_heartbeats_come(
+    handler: type[Steered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = Plane(spec())
+    short = lease(1, "run").model_copy(update={"lease_seconds": 0.3})
+    async with working(plane, handler):
+        plane.offer(lease(2, "run").model_copy(update={"lease_seconds": 9000.0}), short, lease(3, "eval"))
+        await until(lambda: len(handler.entered) == 3)
+        monkeypatch.setattr("rollyard_pipeline.worker.heartbeat.INTERVAL", 1000.0)
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 2)
+        handler.gate.set()
+        await plane.wait_for(3)
 
 
 async def test_a_failure_that_is_refused_frees_its_place(handler: type[Steered]) -> None:

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.lease import (
-    LeaseRef,
-    SandboxHandle,
-    StageFailure,
-    StageResult,
-)
+from rollyard_crds.backoff import Backoff
+from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle, StageFailure, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_pipeline.errors import ControlPlaneRefused
+from rollyard_pipeline import registry
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.job_specs import JobSpecs
+from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.errors import ControlPlaneRefused, SandboxMissing
+from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_pipeline.stages.stages import Stages
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,
@@ -317,17 +320,24 @@ async def test_a_refused_result_fails_its_own_rollout_only(handler: type[Steered
     assert (failure.reason, failure.retryable) == ("ResultRefused", False)
 
 
-async def test_an_older_control_plane_gets_the_reward_without_its_reason(handler: type[Steered]) -> None:
+@pytest.mark.parametrize(
+    "unknown", [("reward_reason",), ("reward_output",), ("reward_reason", "reward_output")]
+)
+async def test_an_older_control_plane_gets_the_reward_without_what_it_does_not_know(
+    handler: type[Steered], unknown: tuple[str, ...]
+) -> None:
     plane = Plane(spec())
-    plane.refuse = lambda outcome: isinstance(outcome, StageResult) and outcome.reward_reason != ""
-    plane.refusal = "422: results[0].reward_reason: unknown field"
-    handler.reward, handler.reason = 0.0, "SandboxSabotaged"
+    plane.refuse = lambda outcome: any(getattr(outcome, name) != "" for name in unknown)
+    plane.refusal = "422: " + "; ".join(f"results[0].{name}: unknown field" for name in unknown)
+    handler.reward, handler.reason, handler.shown = 0.0, "SandboxSabotaged", "it printed"
     handler.gate.set()
     async with working(plane, handler):
         plane.offer(lease(1, "eval"))
         (result,) = await plane.wait_for(1)
     assert isinstance(result, StageResult)
-    assert (result.reward, result.reward_reason) == (0.0, "")
+    assert result.reward == 0.0
+    assert result.reward_reason == ("" if "reward_reason" in unknown else "SandboxSabotaged")
+    assert result.reward_output == ("" if "reward_output" in unknown else "it printed")
 
 
 async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
@@ -550,3 +560,66 @@ async def test_unknown_names_are_not_retried(
     assert isinstance(failure, StageFailure)
     assert (failure.reason, failure.retryable) == (reason, False)
     assert says in failure.message
+
+
+class Specs(Plane):
+    """A control plane that notes which jobs it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__(spec())
+        self.asked_for: list[tuple[str, str, str]] = []
+        self.failures = 0
+
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+        self.asked_for.append((namespace, name, uid))
+        if self.failures:
+            self.failures -= 1
+            raise ControlPlaneUnavailable("away", 0.001)
+        return self.spec.model_copy()
+
+
+def of_job(uid: str, name: str = "j", namespace: str = "default") -> Lease:
+    return lease(1).model_copy(update={"job_uid": uid, "job": name, "namespace": namespace})
+
+
+async def test_a_job_that_was_made_again_under_its_name_has_its_own_spec() -> None:
+    plane = Specs()
+    jobs = JobSpecs(plane, size=2)
+    first = await jobs.get(of_job("a"))
+    other = await jobs.get(of_job("b"))
+    assert other is not first
+    assert await jobs.get(of_job("a")) is first
+    # The one that was used longest ago is dropped.
+    await jobs.get(of_job("c", "k", "team"))
+    assert await jobs.get(of_job("a")) is first
+    assert await jobs.get(of_job("b")) is not other
+    asked = [("default", "j", "a"), ("default", "j", "b"), ("team", "k", "c"), ("default", "j", "b")]
+    assert plane.asked_for == asked
+
+
+async def test_a_spec_is_asked_for_until_the_control_plane_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard_pipeline.control_plane.job_specs.TRY_AGAIN", Backoff(0.001, 0.001))
+    plane = Specs()
+    plane.failures = 3
+    jobs = JobSpecs(plane)
+    found = await asyncio.gather(*(jobs.get(of_job("a")) for _ in range(3)))
+    assert found[0] is found[1] is found[2]
+    assert plane.asked_for == [("default", "j", "a")] * 4
+
+
+async def test_a_worker_that_ends_closes_every_handler_that_it_has_used() -> None:
+    closed: list[str] = []
+
+    class Closing(ShellHandler):
+        async def close(self) -> None:
+            closed.append(type(self).__name__)
+
+    kinds = {name: type(name, (Closing,), {}) for name in ("one", "two", "three")}
+    plane = Plane(spec())
+    stages = Stages(plane, BackendClient(), None, registry.Registry({registry.HANDLERS: kinds}))
+    for name in ("two", "one", "two"):
+        plane.spec = plane.spec.model_copy(update={"handler": name})
+        with pytest.raises(SandboxMissing):
+            await stages.work(HeldLease(of_job(f"{name}-{id(plane.spec)}")), StageTimes())
+    await stages.close()
+    assert sorted(closed) == ["one", "two"]

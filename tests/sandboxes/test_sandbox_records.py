@@ -105,6 +105,43 @@ async def test_sweep_removes_broken_dead_and_abandoned(run_dir: Path) -> None:
     await provider.aclose()
 
 
+async def test_a_worker_knows_which_sandboxes_are_its_own_and_which_have_an_owner(run_dir: Path) -> None:
+    provider = open_provider("process", run_dir=run_dir, node="n")
+    folder = SandboxFolder(run_dir)
+    folder.prepare()
+    mine, alive = Process.of(this_process()), Process.of(this_process())
+    another = Process(2**22 - 1, 1)
+    made = {
+        "claimed": record(folder, state="claimed", owner="r-1", worker=mine, root=alive),
+        "another's": record(folder, state="claimed", owner="r-2", worker=another, root=alive),
+        "dead": record(folder, state="claimed", owner="r-3", worker=mine, root=another),
+        "of eval": record(folder, state="warm", owner="r-4", worker=mine, root=alive),
+        "warm": record(folder, state="warm", worker=mine, root=alive),
+        "starting": record(folder, state="starting", worker=mine),
+    }
+    for one in made.values():
+        folder.create(one)
+
+    def ids(*names: str) -> list[str]:
+        return sorted(made[name].id for name in names)
+
+    assert provider.claimed() == ids("claimed", "another's")
+    assert provider.in_use() == ids("claimed", "another's", "of eval")
+    assert provider.own() == ids("claimed")
+
+
+async def test_a_death_for_memory_is_remembered_for_six_hours(folder: SandboxFolder) -> None:
+    young, old, alive = folder.new_id(), folder.new_id(), folder.new_id()
+    now = time.time()
+    for name, age in ((young, 5.9), (old, 6.1)):
+        folder.remember_memory_death(name)
+        os.utime(folder.path / f".oom-{name}", (now - age * 3600,) * 2)
+    assert [folder.died_of_memory(name) for name in (young, old, alive, "..")] == [True, True, False, False]
+    folder.remove_abandoned(now)
+    assert [folder.died_of_memory(name) for name in (young, old)] == [True, False]
+    assert folder.ids() == []
+
+
 def test_long_run_dir_is_refused_with_its_limit(tmp_path: Path) -> None:
     with pytest.raises(
         RunDirUnusable, match=r"too long for Unix sockets: \d+ bytes, at most 74; choose a shorter"

@@ -189,6 +189,7 @@ class Steered(Handler):
     error: ClassVar[Exception | None] = None
     reward: ClassVar[Any] = 1.0
     reason: ClassVar[str] = ""
+    shown: ClassVar[str] = ""
 
     async def _pass(self, ctx: StageContext) -> None:
         self.entered.append(ctx.rollout)
@@ -205,6 +206,7 @@ class Steered(Handler):
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         await self._pass(ctx)
+        ctx.show(self.shown)
         return Evaluation(self.reward, {"part": 0.5}, self.reason)
 
 

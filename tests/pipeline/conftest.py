@@ -74,6 +74,7 @@ class ScriptedModel:
         self.tokenizer = tokenizer
         self.answer = answer
         self.prompts: list[list[int]] = []
+        self.seeds: list[int] = []
         self.card: dict[str, Any] = {"id": "scripted", "max_model_len": 100_000, **MODE}
         self.context = 100_000
         """The tokens of prompt and answer together; `card` may give another number."""
@@ -99,6 +100,7 @@ class ScriptedModel:
             said = f"This model's maximum context length is {self.context} tokens. However, your prompt ..."
             return web.json_response({"error": {"message": said}}, status=400)
         self.prompts.append(body["token_ids"])
+        self.seeds.append(body["sampling_params"]["seed"])
         ids = self.tokenizer.encode(self.answer(self.tokenizer.decode(body["token_ids"])))
         cut = ids[: body["sampling_params"]["max_tokens"]]
         content = [{"token_id": token, "logprob": -0.125} for token in cut]

@@ -51,6 +51,7 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool
 from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_pipeline.trajectories.request_seeds import request_seed
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.pace import patience
@@ -101,7 +102,7 @@ class Rollout:
     async def stage(self, stage: str, **fields: Any) -> StageResult:
         lease = Lease(
             rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),
-            group_id="g", sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
+            group_id="g", sample_index=5, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
             task=self.task, backend=self.backend, **fields,
         )  # fmt: skip
         self.times = StageTimes()
@@ -228,7 +229,10 @@ async def test_the_policy_sees_what_went_wrong_and_goes_on(
     errors = [turn.tool_calls[0].error for turn in trajectory.turns[:-1]]
     assert [error is None for error in errors] == [True, False, False, False, False, True, False]
     assert trajectory.turns[6].tool_seconds >= 1.0
-    assert rollout.times.tool_seconds >= 1.0
+    times = rollout.times
+    assert min(times.tool_seconds - 1.0, times.model_seconds, times.own_seconds) > 0
+    parts = times.model_seconds + times.tool_seconds + times.own_seconds
+    assert parts == pytest.approx(times.active_seconds)
     assert trajectory.template_breaks == 0
     (segment,) = trajectory.segments
     assert sum(segment.loss_mask) == sum(turn.end - turn.start for turn in trajectory.turns)
@@ -307,7 +311,7 @@ async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Cal
 
 
 async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Callable[..., None]) -> None:
-    model(lambda prompt: "done" + END, sampling={"temperature": 0.7})
+    model(lambda prompt: "done" + END, sampling={"temperature": 0.7, "seed": 11})
     rollout.model.card["logprobs_mode"] = "raw_logprobs"
     trajectory = await rollout.play()
     assert trajectory.sampling is not None
@@ -316,6 +320,9 @@ async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Cal
     stats = rollout.ran.stats
     assert (stats.sampled_tokens, stats.discarded_tokens) == (trajectory.sampled_tokens, 0)
     assert stats.requests == 1
+    assert (trajectory.backend, trajectory.sample_index) == (rollout.model.url, 5)
+    # A run is repeatable: another attempt, or another rollout of the same sample, has the same seeds.
+    assert rollout.model.seeds == [request_seed(11, "t", 5, 0)]
 
 
 async def test_a_context_smaller_than_the_backend_says_truncates(
@@ -350,6 +357,8 @@ async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Call
         await rollout.play()
     assert rollout.plane.routed
     assert rollout.plane.routed[0].failed_url == "http://127.0.0.1:9"
+    assert rollout.times.model_seconds >= 0.9, "the times of a stage that fails are reported, too"
+    assert rollout.times.own_seconds < rollout.times.active_seconds - 0.9
     assert rollout.init is not None
     lease = Lease(
         rollout="r", token=1, stage="run", job="j", namespace="d", job_uid="u", group_id="g", sample_index=0,
@@ -719,6 +728,10 @@ async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
     monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
     result = await rollout.score()
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
+    # This worker's sandboxes say nothing of one that a worker of another kind has lost.
+    rollout.init.sandbox = rollout.init.sandbox.model_copy(update={"provider": "bubblewrap"})
+    with pytest.raises(SandboxLost, match="bubblewrap"):
+        await rollout.score()
 
 
 async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from rollyard_crds.fields.allowed_hosts import HostRule, host_name, installers_rule
@@ -20,7 +23,9 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.http_head import BadHead, parse_head
 from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, ConnectionPace, EgressLimits, Meter, Spent
-from rollyard_testing.sandboxes.outside import HOST, Outside, client_hello, with_extension
+from rollyard_testing.pace import patience
+from rollyard_testing.sandboxes.outside import HOST, PLANE, Outside, client_hello, with_extension
+from rollyard_testing.sandboxes.outside import PUBLIC as REACHED
 
 PUBLIC = (
     "1.1.1.1",
@@ -367,3 +372,86 @@ def test_bytes_and_notes_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == MAX_NOTES
     assert all("\n" not in line and len(line) < 400 for line in caplog.messages)
     assert "further refusals are not logged" in caplog.messages[-1]
+
+
+Talk = Callable[..., Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def proxied(world: Outside, *hosts: str, **limits: float) -> AsyncIterator[Talk]:
+    """Yield a function that sends bytes to a proxy as a program does, and returns all that comes back."""
+    egress = world.egress(limits=EgressLimits(**limits))  # type: ignore[arg-type]
+    proxy = egress.proxy(world.spec(*hosts).host_rules, "r-1")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await proxy.serve(reader, writer)
+        writer.close()
+
+    async def talk(sent: bytes) -> bytes:
+        async with asyncio.timeout(patience(10)):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(sent)
+            found = await reader.read(-1)
+            writer.close()
+            return found
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield talk
+    egress.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[Outside]:
+    async with Outside().serving(tmp_path) as served:
+        yield served
+
+
+def getting(world: Outside, host: str = HOST, fields: str = "") -> bytes:
+    return f"POST http://{host}:{world.port}/ HTTP/1.1\r\n{fields}\r\n".encode()
+
+
+async def test_every_address_of_a_host_is_tried_in_turn(world: Outside) -> None:
+    """Only the last one has a server at this port."""
+    world.names[HOST] = [[PLANE, REACHED]]
+    connecting = f"CONNECT {HOST}:{world.tls_port} HTTP/1.1\r\n\r\n".encode()
+    async with proxied(world, head_seconds=0.05) as talk:
+        assert await talk(connecting) == b"HTTP/1.1 200 Connection established\r\n\r\n"
+        world.names[HOST] = [[PLANE, PLANE]]
+        assert (await talk(connecting)).startswith(b"HTTP/1.1 502 ")
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"idle_seconds": 0.05, "connection_seconds": 1e4},
+        {"connection_seconds": 0.2, "idle_seconds": 1e4},
+    ],
+)
+async def test_a_connection_on_which_nothing_comes_ends(world: Outside, limits: dict[str, float]) -> None:
+    world.pause = 1e4
+    async with proxied(world, head_seconds=1e4, **limits) as talk:
+        assert await talk(getting(world)) == b""
+        assert world.received, "it had been forwarded"
+
+
+@pytest.mark.parametrize("sent", ["", "GET http://", "CONNECT {}:{} HTTP/1.1\r\n\r\n"])
+async def test_a_program_that_does_not_say_what_it_wants_loses_its_connection(
+    world: Outside, sent: str
+) -> None:
+    async with proxied(world, head_seconds=0.05, idle_seconds=1e4, connection_seconds=1e4) as talk:
+        answer = await talk(sent.format(HOST, world.tls_port).encode())
+        assert answer in (b"", b"HTTP/1.1 200 Connection established\r\n\r\n")
+
+
+async def test_the_bytes_of_all_connections_in_both_directions_are_counted_together(world: Outside) -> None:
+    world.body = b"x" * 2000
+    upload = getting(world, fields="Content-Length: 3000\r\n") + b"y" * 3000
+    async with proxied(world, total_bytes=8000) as talk:
+        assert (await talk(upload)).endswith(b"x" * 2000)
+        # More than 5000 bytes were moved, so the second upload does not fit.
+        assert not (await talk(upload)).endswith(b"x")
+        assert (await talk(getting(world))).startswith(b"HTTP/1.1 503 ")
+    async with proxied(world, total_bytes=8000) as talk:
+        for _ in range(3):
+            assert (await talk(getting(world))).endswith(b"x" * 2000)
+        assert not (await talk(getting(world))).endswith(b"x" * 2000)

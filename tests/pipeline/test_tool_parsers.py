@@ -1,16 +1,23 @@
-"""Hermes tool calls: well-formed, malformed, and adversarial."""
+"""Hermes tool calls: well-formed, malformed, and adversarial; and what tools make of calls."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_pipeline.tool_parsers import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tools.base import ToolContext, check_arguments
+from rollyard_pipeline.tools.render import render_result
+from rollyard_pipeline.tools.submit import SubmitTool
 from rollyard_pipeline.trajectories.episode import clean_turn
-from rollyard_pipeline.trajectories.sanitize import clean_text
+from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
+from rollyard_sandbox.client import ExecResult
 
 
 def call(name: str, arguments: object) -> str:
@@ -79,6 +86,144 @@ def test_values_that_cannot_be_stored_are_made_storable() -> None:
     deep = '{"k": ' * 100 + "1" + "}" * 100
     (only,) = clean_turn(parse(f'<tool_call>{{"name": "bash", "arguments": {deep}}}</tool_call>')).calls
     assert only.error == "malformed tool call: arguments nested deeper than 64"
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for number in range(depth):
+        value = [value] if number % 2 else {"k": value}
+    return value
+
+
+def test_every_part_of_a_value_is_cleaned() -> None:
+    big, least = 1 << 63, -(1 << 63)
+    dirty = {"a\0": ["x\ud800", {"k": math.nan}], "b": [big - 1, big, least, least - 1, True, None, 0.5]}
+    assert clean_value(dirty) == {
+        "a�": ["x�", {"k": "nan"}], "b": [big - 1, float(big), least, float(least - 1), True, None, 0.5],
+    }  # fmt: skip
+    assert [type(one) for one in clean_value(dirty)["b"]] == [int, float, int, float, bool, type(None), float]
+    assert clean_value(10**400) == "1" + "0" * 63
+    assert [clean_value(-math.inf), clean_value(math.inf)] == ["-inf", "inf"]
+    assert clean_value(nested(64)) == nested(64)
+    with pytest.raises(TooDeep):
+        clean_value(nested(65))
+    assert (clean_text("abc", 3), clean_text("abcd", 3), clean_text("\0bcd", 2)) == ("abc", "abc", "�b")
+    assert clean_text("🙂\ud83d") == "🙂�"
+
+
+def test_only_the_call_that_cannot_be_stored_is_malformed() -> None:
+    calls = (
+        ParsedCall("a\0" * 200, {"x": "\0"}), ParsedCall("b", nested(66)), ParsedCall("c", error="no\0"),
+        ParsedCall("d", {"y": 1}),
+    )  # fmt: skip
+    cleaned = clean_turn(ParsedTurn("said", calls))
+    assert cleaned.text == "said"
+    assert cleaned.calls == (
+        ParsedCall("a�" * 64, {"x": "�"}),
+        ParsedCall("b", error="malformed tool call: arguments nested deeper than 64"),
+        ParsedCall("c", error="no�"),
+        ParsedCall("d", {"y": 1}),
+    )
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "whole": {"type": "integer"}, "some": {"type": "number"},
+        "flag": {"type": "boolean"}, "list": {"type": "array"}, "map": {"type": "object"},
+        "kind": {"enum": ["a", 2]}, "any": {},
+    },
+    "required": ["text", "whole"],
+}  # fmt: skip
+ALL = "text, whole, [some], [flag], [list], [map], [kind], [any]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({}, None), ({"some": 1, "flag": False, "list": [], "map": {}, "kind": "a", "any": None}, None),
+        ({"some": 0.5, "flag": True, "kind": 2, "any": "x"}, None),
+        ({"text": None}, "argument 'text' must be of type string, not NoneType"),
+        ({"whole": True}, "argument 'whole' must be of type integer, not bool"),
+        ({"whole": 1.0}, "argument 'whole' must be of type integer, not float"),
+        ({"some": True}, "argument 'some' must be of type number, not bool"),
+        ({"some": "1"}, "argument 'some' must be of type number, not str"),
+        ({"flag": 1}, "argument 'flag' must be of type boolean, not int"),
+        ({"list": {}}, "argument 'list' must be of type array, not dict"),
+        ({"map": []}, "argument 'map' must be of type object, not list"),
+        ({"kind": "b"}, "argument 'kind' must be one of a, 2"),
+        ({"text": ..., "some": 1}, f"argument 'text' is missing; expected {ALL}"),
+        ({"whole": ...}, f"argument 'whole' is missing; expected {ALL}"),
+        ({"other": 1}, f"unknown argument 'other'; expected {ALL}"),
+    ],
+)  # fmt: skip
+def test_arguments_of_calls_are_checked(arguments: dict[str, Any], problem: str | None) -> None:
+    """Each case changes arguments that fit; an ellipsis leaves one out."""
+    given = {name: value for name, value in {"text": "", "whole": 0, **arguments}.items() if value is not ...}
+    assert check_arguments(SCHEMA, given) == problem
+
+
+def test_a_tool_without_arguments_takes_none() -> None:
+    assert check_arguments({}, {}) is None
+    assert check_arguments({"properties": {}}, {"x": 1}) == "unknown argument 'x'; expected none"
+
+
+RAN = ExecResult(0, b"", "/work", 0.1, False, False, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "(no output)"),
+        ({"output": b"a\n\r\n\n"}, "a"),
+        ({"output": b"\na\n b \n"}, "\na\n b "),
+        ({"exit_code": 3}, "[exit code 3]"),
+        ({"exit_code": -9, "output": b"a\n"}, "a\n[exit code -9]"),
+        ({"exit_code": None}, "(no output)"),
+        ({"exit_code": 137, "timed_out": True, "output": b"a"}, "a\n[timed out after 2.5 s]"),
+        ({"exit_code": 137, "timed_out": True, "shell_restarted": True},
+         "[timed out after 2.5 s]\n[shell restarted]"),
+        ({"exit_code": 1, "shell_restarted": True}, "[exit code 1]\n[shell restarted]"),
+        ({"shell_restarted": True}, "[shell restarted]"),
+    ],
+)  # fmt: skip
+def test_the_policy_reads_of_a_command_what_it_always_did(changes: dict[str, Any], text: str) -> None:
+    assert render_result(replace(RAN, **changes), 2.5) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({}, False), ({"exit_code": 1}, False), ({"exit_code": 143}, False), ({"timed_out": True}, False),
+        ({"exit_code": 137}, True), ({"exit_code": -9}, True), ({"killed": True}, True),
+        ({"shell_restarted": True}, True),
+    ],
+)  # fmt: skip
+async def test_only_what_sigkill_may_have_ended_can_have_used_up_the_memory(
+    changes: dict[str, Any], asked: bool
+) -> None:
+    async def answer() -> bool:
+        return dead
+
+    for dead in (True, False):
+        context = ToolContext(client=None, timeout=2.5, max_output_bytes=9, oom_killed=answer)
+        observed = await context.ran(replace(RAN, **changes))
+        assert observed.out_of_memory is (asked and dead)
+        assert observed.error == ("timed out" if "timed_out" in changes else None)
+    without = ToolContext(client=None, timeout=2.5, max_output_bytes=9)
+    assert not (await without.ran(replace(RAN, **changes))).out_of_memory
+
+
+async def test_an_answer_ends_the_episode_unless_no_test_could_read_it() -> None:
+    context = ToolContext(client=None, timeout=2.5, max_output_bytes=9)
+    for taken in ("", "4 2", "é" * 32_768):
+        result = await SubmitTool().call({"answer": taken}, context)
+        assert (result.answer, result.error) == (taken, None)
+    for refused, words in (("é" * 32_768 + "a", "65537 bytes, at most 65536"), ("a\0b", "NUL")):
+        result = await SubmitTool().call({"answer": refused}, context)
+        assert result.answer is None
+        assert words in (result.error or "")
+        assert result.text == f"error: {result.error}"
 
 
 _PIECES = st.sampled_from(

@@ -103,6 +103,16 @@ async def test_kill_all_ends_the_kernel_and_leaves_no_files(kernel: ExecClient) 
     await kernel.shutdown()
 
 
+async def test_a_cell_that_kill_all_ends_was_killed(kernel: ExecClient) -> None:
+    task = asyncio.create_task(kernel.ipython("open('on', 'w').write('1'); time.sleep(300)"))
+    await kernel.run(["sh", "-c", "until [ -s on ]; do sleep 0.01; done"])
+    await kernel.kill_all()
+    result = await task
+    assert (result.exit_code, result.killed, result.timed_out) == (137, True, False)
+    after = await kernel.ipython("'time' in globals()")
+    assert (after.result, after.killed, after.shell_restarted) == ("False", False, False)
+
+
 async def test_a_module_in_the_work_folder_does_not_break_the_kernel(client: ExecClient) -> None:
     await client.write_file("json.py", b"raise SystemExit('hijacked')")
     await client.write_file("mine.py", b"VALUE = 5")

@@ -441,6 +441,78 @@ async def test_bad_requests_name_the_field(client: ExecClient, fields: dict[str,
     assert (info.sessions, info.lease_seconds_left) == ((), None), "a refused request has no effect"
 
 
+class Raw:
+    """A connection that has greeted, on which a test sends whatever it likes and reads when it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._frames = FrameReader()
+        self._read: list[tuple[dict[str, Any], bytes]] = []
+
+    @classmethod
+    async def connect(cls, server: Any) -> Raw:
+        path = server.addresses[0].removeprefix("unix:")
+        raw = cls(*await asyncio.open_unix_connection(path, limit=4096))
+        raw.send(op="hello", id=0, version=1)
+        await raw.answer(0)
+        return raw
+
+    def send(self, body: bytes = b"", **header: Any) -> None:
+        self._writer.write(encode(header, body))
+
+    async def answer(self, number: int) -> tuple[dict[str, Any], bytes, list[bytes]]:
+        """Return the answer to a request, and the output that came before it."""
+        output: list[bytes] = []
+        async with asyncio.timeout(patience(30)):
+            while True:
+                while self._read:
+                    header, body = self._read.pop(0)
+                    if header["id"] == number and "event" not in header:
+                        return header, body, output
+                    output.append(body)
+                self._read = list(self._frames.feed(await self._reader.read(1 << 16)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+WAITING = {"timeout": 600, "max_output": 100}
+
+
+async def test_two_requests_in_flight_never_have_one_number(client: ExecClient, server: Any) -> None:
+    raw = await Raw.connect(server)
+    raw.send(b"echo first > on; read -r; echo got $REPLY", op="bash", id=7, session="a", **WAITING)
+    await client.bash("until [ -s on ]; do sleep 0.01; done")
+    raw.send(b"echo second > on", op="bash", id=7, session="b", **WAITING)
+    header, _, _ = await raw.answer(7)
+    assert (header["error"], "in flight already" in header["message"]) == ("BadRequest", True)
+    assert (await client.info()).sessions == ("a", "main"), "a refused request has no effect"
+    raw.close()
+
+
+async def test_output_that_a_client_does_not_read_is_left_out_on_the_way_and_in_the_result(
+    client: ExecClient, server: Any
+) -> None:
+    raw = await Raw.connect(server)
+    command = b"head -c 3000000 /dev/zero | tr '\\0' x; echo end > on"
+    fields = {"timeout": 600, "max_output": 4_000_000, "stream": True}
+    raw.send(command, op="bash", id=1, session="a", **fields)
+    await client.bash("until [ -s on ]; do sleep 0.01; done")
+    header, body, output = await raw.answer(1)
+    assert (header["exit"], len(body), header["truncated"]) == (0, 3_000_000, 0)
+    assert 0 < sum(map(len, output)) < 2_500_000, "the server keeps no more than a client may fall behind"
+    raw.close()
+
+
+async def test_output_on_the_way_ends_with_the_limit_of_the_result(client: ExecClient, server: Any) -> None:
+    raw = await Raw.connect(server)
+    raw.send(b"for i in 1 2 3 4; do printf %60s $i; sleep 0.02; done", op="bash", id=1, session="a",
+             timeout=600, max_output=100, stream=True)  # fmt: skip
+    header, _, output = await raw.answer(1)
+    assert (sum(map(len, output)), header["truncated"]) == (100, 140)
+    raw.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

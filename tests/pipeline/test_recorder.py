@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from rollyard_crds.lease import Lease
-from rollyard_crds.rolloutjob import SamplingSpec
-from rollyard_crds.task import Message
+from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
+from rollyard_crds.task import Message, Task
+from rollyard_inference.errors import ContextOverflow
+from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
+from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TokenIds, TrajectoryRecorder
+from rollyard_sandbox.errors import ConnectionLost, FileError, SandboxError, SandboxSabotaged
 
 NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
 END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in NAMES}
@@ -351,3 +358,160 @@ def test_the_first_reason_ends_an_episode_and_the_trajectory_says_it(formats: di
     assert len(one.segments) == 1
     without = Episode(list(episode.messages)).trajectory(lease, sampling, "", "unknown")
     assert (without.sampling, without.segments, without.template_breaks) == (None, [], 0)
+
+
+class Turns:
+    """A session whose answers the test gives, and which notes what it was asked for."""
+
+    def __init__(self, chat: ChatFormat, limit: int | None, *answers: str | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[int, int, int]] = []
+        """The length of each prompt, the most tokens, and the number of the turn."""
+        self.model_seconds = 0.0
+        self._chat, self._limit = chat, limit
+
+    async def context_limit(self) -> int | None:
+        return self._limit
+
+    async def turn(self, prompt: Sequence[int], max_tokens: int, turn: int) -> Sample:
+        self.asked.append((len(prompt), max_tokens, turn))
+        self.model_seconds += 2.0
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        ids = said(self._chat, answer, "chatml")
+        return sample_of(ids[:max_tokens], "stop" if len(ids) <= max_tokens else "length")
+
+
+class Echo(Tool):
+    name = "echo"
+    description = "Say a text."
+    parameters: ClassVar[dict[str, Any]] = {
+        "type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"],
+    }  # fmt: skip
+    error: Exception | None = None
+
+    async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
+        if self.error is not None:
+            raise self.error
+        text: str = arguments["text"]
+        return ToolResult(text, answer="42" if text == "submit" else None)
+
+
+def agent_context(
+    chat: ChatFormat, session: Any, *, dead: bool = False, sampling: int = 100, **spec: Any
+) -> AgentContext:
+    async def oom_killed() -> bool:
+        return dead
+
+    client: Any = object()  # No tool here uses it.
+    return AgentContext(
+        task=Task(id="t", prompt="go"),
+        spec=AgentSpec(type="tools", **spec),
+        sampling=SamplingSpec(max_tokens=sampling),
+        episode=episode_of(chat),
+        tools={"echo": Echo()},
+        tool_context=ToolContext(client=client, timeout=1.0, max_output_bytes=100, oom_killed=oom_killed),
+        parser=HermesParser(),
+        session=session,
+    )
+
+
+async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
+    formats: dict[str, ChatFormat],
+) -> None:
+    chat = formats["chatml"]
+    more = "This is a longer prompt."
+    longer = episode_of(chat)
+    longer.add_user(more)
+    assert longer.recorder is not None
+    length = len(longer.recorder.prompt().ids)
+    for own, models, tokens, most in (
+        (1000, None, 100, 100), (1000, 2000, 100, 100), (length + 40, 2000, 100, 40),
+        (2000, length + 30, 100, 30), (length + 40, length + 30, 20, 20), (length + 1, None, 100, 1),
+    ):  # fmt: skip
+        session = Turns(chat, models, "done")
+        context = agent_context(chat, session, sampling=tokens, max_context_tokens=own)
+        context.say(more)
+        turn = await context.turn()
+        assert turn is not None
+        assert session.asked == [(length, most, 0)]
+        cut = "" if most >= 5 else "MaxContext"
+        assert (context.episode.truncated_reason, turn.finish_reason) == (cut, "length" if cut else "stop")
+    for own, models in ((length, None), (1000, length), (1000, length - 1)):
+        session = Turns(chat, models, "done")
+        context = agent_context(chat, session, max_context_tokens=own)
+        context.say(more)
+        assert await context.turn() is None
+        assert (session.asked, context.episode.truncated_reason) == ([], "MaxContext")
+    context = agent_context(chat, Turns(chat, None, ContextOverflow("too long")))
+    assert await context.turn() is None
+    assert (context.episode.truncated_reason, context.episode.turns) == ("MaxContext", [])
+
+
+async def test_a_turn_that_fills_its_own_limit_ends_for_that(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    context = agent_context(chat, Turns(chat, 1000, "a long answer of several tokens"), sampling=3)
+    assert await context.turn() is not None
+    assert context.episode.truncated_reason == "MaxTokens"
+
+
+async def test_turns_are_numbered_with_the_replayed_ones_and_limited_without(
+    formats: dict[str, ChatFormat],
+) -> None:
+    chat = formats["chatml"]
+    session = Turns(chat, None, "one", "two", "three")
+    context = agent_context(chat, session, max_turns=2)
+    await context.replay(ParsedCall("echo", {"text": "x"}))
+    assert await context.turn() is not None
+    await context.replay(ParsedCall("echo", {"text": "y"}))
+    assert await context.turn() is not None
+    assert await context.turn() is None
+    assert [number for _, _, number in session.asked] == [1, 3]
+    assert context.episode.truncated_reason == "MaxTurns"
+    assert [turn.model_seconds for turn in context.episode.turns] == [0.0, 2.0, 0.0, 2.0]
+
+
+async def test_the_calls_of_a_turn_are_run_in_order_until_one_ends_the_episode(
+    formats: dict[str, ChatFormat],
+) -> None:
+    context = agent_context(formats["chatml"], None)
+    texts = ["a", "b", "submit", "c"]
+    await context.call_all(tuple(ParsedCall("echo", {"text": text}) for text in texts))
+    assert [one.content for one in context.episode.messages[1:]] == ["a", "b", "submit"]
+    assert (context.finished, context.episode.answer, context.episode.truncated_reason) == (True, "42", "")
+    for number, more in ((64, []), (65, ["error: only the first 64 calls of a turn are run"])):
+        context = agent_context(formats["chatml"], None)
+        await context.call_all(tuple(ParsedCall("echo", {"text": str(one)}) for one in range(number)))
+        shown = [one.content for one in context.episode.messages[1:]]
+        assert shown == [*(str(one) for one in range(64)), *more]
+
+
+async def test_only_what_the_policy_has_broken_is_shown_to_it(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    echo = ParsedCall("echo", {"text": "x"})
+    for call, words in (
+        (ParsedCall("nothing", error="malformed tool call: no"), "malformed tool call: no"),
+        (ParsedCall("nothing", {"text": "x"}), "unknown tool 'nothing'; tools: echo"),
+        (ParsedCall("echo", {}), "argument 'text' is missing; expected text"),
+    ):
+        context = agent_context(chat, None)
+        result = await context.call(call)
+        assert (result.text, result.error, context.finished) == (f"error: {words}", words, False)
+    for error in (FileError("no such file", reason="FileNotFound"), SandboxSabotaged("locked")):
+        context = agent_context(chat, None)
+        context._tools["echo"].error = error  # type: ignore[attr-defined]
+        assert (await context.call(echo)).text == f"error: {error}"
+    for error, dead in (
+        (ConnectionLost("gone"), False), (SandboxError("busy", reason="SessionBusy"), True),
+        (RuntimeError("bug"), True),
+    ):  # fmt: skip
+        context = agent_context(chat, None, dead=dead)
+        context._tools["echo"].error = error  # type: ignore[attr-defined]
+        with pytest.raises(type(error)):
+            await context.call(echo)
+        assert len(context.episode.messages) == 1
+    context = agent_context(chat, None, dead=True)
+    context._tools["echo"].error = ConnectionLost("gone")  # type: ignore[attr-defined]
+    assert (await context.call(echo)).out_of_memory
+    assert (context.finished, context.episode.truncated_reason) == (True, "SandboxOutOfMemory")

@@ -181,7 +181,9 @@ async def test_a_sandbox_of_init_is_named_to_nobody_and_given_back(
         await until(lambda: "of-r1" in provider.released)
         handler.error = None
         handler.gate.set()
-    assert sorted(provider.released) == (["kept", "of-r1"] if end in ("failed", "drained") else ["of-r1"])
+    # The orphan's removal may be under way once more.
+    released = sorted(name for name in provider.released if name != "orphan")
+    assert released == (["kept", "of-r1"] if end in ("failed", "drained") else ["of-r1"])
 
 
 async def test_all_sandboxes_but_orphans_are_renewed_and_one_of_init_before_it_is_reported(

@@ -179,6 +179,8 @@ async def test_nothing_is_sampled_with_what_old_weights_have_computed(
     for server in servers:
         steps = [server.paths[step] for step in order]
         assert [path for path in server.seen if path in steps] == steps
+        labels = [body["new_version"] for path, body in server.bodies if path == server.paths["label"]]
+        assert labels == ["unverified:v1", "v1"], "what is sampled until then is marked"
 
 
 async def test_a_server_that_fails_now_and_then(

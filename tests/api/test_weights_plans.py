@@ -29,9 +29,11 @@ from rollyard_api.weights import (
 )
 from rollyard_api.weights.backend_progress import EarlierLogprobs
 from rollyard_api.weights.backend_targets import PAUSED, BackendTarget, action
+from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
 from rollyard_api.weights.plan import plan
 from rollyard_api.weights.verification import Forward, Reference, Unverifiable, compare, fixed_prompt
-from rollyard_crds.weights import WeightSource, WeightUpdateRequest
+from rollyard_crds.weights import PauseMode, WeightSource, WeightUpdateRequest
+from rollyard_inference.errors import BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_testing.api.databases import migrated_database
 
 FULL, NEXT = {"checkpoint": {"path": "/full"}}, {"checkpoint": {"path": "/next"}}
@@ -470,28 +472,43 @@ async def test_an_update_is_verified_if_every_server_is(two: Pools) -> None:
     assert found["message"] == "not verified: no reference"
 
 
-async def test_a_refused_update_is_taken_back_from_those_that_may_have_it(two: Pools) -> None:
+@pytest.mark.parametrize(
+    ("steps", "refused", "failed"),
+    [
+        (("Pending", "Pausing", "Loading", "Verifying", "Done"), 2, [3, 4]),
+        # One is loading while another one is found to be wrong.
+        (("Loading", "Pausing", "Failed", "Verifying", "Done"), 3, [0, 2, 4]),
+    ],
+)
+async def test_a_refused_update_is_taken_back_from_those_that_may_have_it(
+    steps: tuple[str, ...], refused: int, failed: list[int], two: Pools
+) -> None:
     await two.succeed(await two.begin("v1", FULL))
     await two.succeed(await two.begin("v2", ONE))
     other = await two.begin("v3", FULL, "q")
     number = await two.begin("v3", NEXT)
-    steps = ("Pending", "Pausing", "Loading", "Verifying", "Done")
     for url, step in zip(two.urls, steps, strict=True):
         await two.step(number, url, step=step)
         await two.set("p", url, weights="Updating", restart_requested=True)
         await two.set("q", url, weights="Updating", restart_requested=True)
     await two.refuse(other)
     assert (await two.update(other, "q"))["state"] == "Running", "it is no update of this pool"
-    await two.refuse(number, refused_by=two.urls[2])
+    await two.refuse(number, refused_by=two.urls[refused])
     await two.refuse(number)
     status = await two.status()
-    assert [b["weights"] for b in status["backends"]] == ["Updating"] * 3 + ["Failed"] * 2
-    assert [b["restartRequested"] for b in status["backends"]] == [True] * 3 + [False] * 2
+    assert [at for at, b in enumerate(status["backends"]) if b["weights"] == "Failed"] == failed
+    assert {b["weights"] for b in status["backends"]} == {"Updating", "Failed"}
+    assert [at for at, b in enumerate(status["backends"]) if not b["restartRequested"]] == failed
+    indices = [(await two.target(url)).row.policy_index for url in two.urls]
+    assert [at for at, index in enumerate(indices) if index == update_records.BEHIND] == failed
+    needed = [(await two.target(two.urls[at])) for at in failed]
+    assert {action(one.pool, one.row) for one in needed} == {"bring"}, "they load the earlier weights again"
     assert {b["weights"] for b in (await two.status("q"))["backends"]} == {"Updating"}
     found = await two.update(number)
     assert (found["state"], found["message"]) == ("Failed", "wrong")
-    assert [part["step"] for part in found["backends"]] == [*steps[:2], "Failed", *steps[3:]]
-    assert [part["message"] for part in found["backends"]] == ["", "", "wrong", "", ""]
+    ends = [(step, "") for step in steps]
+    ends[refused] = ("Failed", "wrong")
+    assert [(part["step"], part["message"]) for part in found["backends"]] == ends
     assert status["policyVersion"] == "v2"
     served = sa.select(pools_table.c.policy_index, pools_table.c.served_model).order_by(pools_table.c.id)
     rows = await two.served.plane.database.read(lambda conn: [tuple(row) for row in conn.execute(served)])
@@ -691,3 +708,344 @@ async def test_what_is_known_of_a_server_while_it_loads(
         await two.write(backend_weights.note, name="me", target=target, values={"step": "Verifying"})
     with pytest.raises(backend_weights.Superseded):
         await two.write(backend_weights.mark, target=target, values={"weights": "Current"})
+
+
+class Server:
+    """The weight calls of a server, each noted in `calls`.
+
+    Args:
+        missing: The calls that it does not have.
+        gives: The log-probability of each token, by the folder that was loaded last.
+    """
+
+    pause_modes: frozenset[PauseMode] = frozenset({"abort", "wait", "keep"})
+
+    def __init__(
+        self, label: str = "default", *, missing: Sequence[str] = (), gives: dict[str, float] | None = None
+    ) -> None:
+        self.calls: list[str] = []
+        self.loaded = "/first"
+        self.fails: Exception | None = None
+        self._label, self._missing = label, missing
+        self._gives = {"/first": -1.0, "/full": -2.0, "/next": -3.0} if gives is None else gives
+
+    def _has(self, name: str, noted: str = "") -> None:
+        if name in self._missing:
+            raise NoSuchCall(name)
+        if noted:
+            self.calls.append(noted)
+
+    async def label(self) -> str:
+        self._has("label")
+        return self._label
+
+    async def set_label(self, version: str) -> None:
+        self._has("set_label", f"label {version}")
+        self._label = version
+
+    async def is_paused(self) -> bool:
+        raise NoSuchCall("is_paused")
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._has("pause", f"pause {mode}")
+
+    async def resume(self) -> None:
+        self._has("resume", "resume")
+
+    async def reset_prefix_cache(self) -> None:
+        self._has("flush", "flush")
+
+    async def load(self, source: WeightSource) -> None:
+        if self.fails is not None:
+            raise self.fails
+        found = source.checkpoint or source.lora
+        assert found is not None
+        self._has("load", f"load {found.path}")
+        self.loaded = found.path
+
+    async def reload(self, path: str) -> None:
+        self._has("reload", f"reload {path}")
+        self.loaded = path
+
+    async def folder(self) -> str | None:
+        return "/first"
+
+    async def dtype(self) -> str | None:
+        return None
+
+    async def reports_versions_of_tokens(self, model: str) -> bool:
+        return True
+
+    async def prompt_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
+        self._has("measure", "measure")
+        return [self._gives[self.loaded]] * (len(ids) - 1)
+
+
+@pytest.fixture
+def loader(two: Pools, disk: Bulkhead) -> WeightLoader:
+    """Return a loader that knows no transformers."""
+    return WeightLoader(two.served.plane.database, Forward("", disk), "me")
+
+
+def reference(value: float) -> dict[str, Any]:
+    return {"promptIds": [1, 2, 3], "logprobs": [value] * 2, "tolerance": 0.1}
+
+
+VERIFIED = ["label unverified:v1", "flush", "resume", "measure"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing", "calls", "weights", "part", "state"),
+    [
+        # Its tokens carry the label of the update only once its weights are verified.
+        (
+            {"mode": "wait", "reference": reference(-2.0)},
+            [],
+            ["measure", "pause wait", "load /full", *VERIFIED, "label v1"],
+            ("Current", "v1"),
+            ("Done", True, ""),
+            "Running",
+        ),
+        (
+            {"reference": reference(-2.3)},
+            [],
+            ["measure", "pause abort", "load /full", *VERIFIED, "pause abort"],
+            ("Failed", ""),
+            ("Failed", False, "differ by up to 0.3 nats"),
+            "Failed",
+        ),
+        # There is nothing to compare with.
+        (
+            {},
+            [],
+            ["measure", "pause abort", "load /full", "label v1", "flush", "resume"],
+            ("Current", "v1"),
+            ("Done", False, "not verified: no reference was given"),
+            "Running",
+        ),
+        ({"requireVerified": True}, [], [], ("Current", ""), ("Pending", False, ""), "Failed"),
+        (
+            {"reference": reference(-2.0)},
+            ["measure"],
+            ["pause abort", "load /full", *VERIFIED[:-1], "label v1"],
+            ("Current", "v1"),
+            ("Done", False, "not verified: measure"),
+            "Running",
+        ),
+        (
+            {"reference": reference(-2.0), "requireVerified": True},
+            ["measure"],
+            ["pause abort", "load /full", *VERIFIED[:-1], "pause abort"],
+            ("Failed", ""),
+            ("Failed", False, "measure"),
+            "Failed",
+        ),
+        # No rollout continues over the update, so nothing has to tell its tokens apart.
+        (
+            {"inFlight": "restart"},
+            ["label", "set_label", "flush", "pause", "resume"],
+            ["load /full"],
+            ("Current", "v1"),
+            ("Done", False, "not verified: no reference"),
+            "Running",
+        ),
+    ],
+)
+async def test_the_calls_that_bring_a_server_to_an_update(
+    fields: dict[str, Any],
+    missing: list[str],
+    calls: list[str],
+    weights: tuple[str, str],
+    part: tuple[str, bool, str],
+    state: str,
+    two: Pools,
+    loader: WeightLoader,
+) -> None:
+    answer = await two.post("v1", FULL, **({"inFlight": "continue"} | fields))
+    number, url = answer.json()["id"], two.urls[1]
+    server = Server(missing=missing)
+    await loader.bring(await two.target(url), server)
+    assert server.calls == calls
+    found = (await two.status())["backends"]
+    assert (found[1]["weights"], found[1]["policyVersion"], found[1]["restartRequested"]) == (*weights, False)
+    assert {b["weights"] for b in (found[0], *found[2:])} == {"Current"}
+    update = await two.update(number)
+    ended = update["backends"][1]
+    assert (ended["step"], ended["verified"]) == part[:2]
+    assert part[2] in ended["message"]
+    assert {one["step"] for one in (update["backends"][0], *update["backends"][2:])} == {"Pending"}
+    assert update["state"] == state
+    assert update["verifiedBy"] == ("reference" if "reference" in fields else "")
+
+
+@pytest.mark.parametrize("lacks", ["pause", "set_label", "flush", "resume"])
+async def test_rollouts_continue_only_over_an_update_of_a_server_that_has_all_calls(
+    lacks: str, two: Pools, loader: WeightLoader
+) -> None:
+    await two.post("v1", FULL, inFlight="continue")
+    with pytest.raises(NoSuchCall, match=lacks):
+        await loader.bring(await two.target(two.urls[0]), Server(missing=[lacks]))
+    assert (await two.status())["backends"][0]["weights"] == "Updating"
+
+
+async def test_a_server_that_was_not_ready_for_a_time_loads_only_what_it_lost(
+    two: Pools, loader: WeightLoader
+) -> None:
+    a, b, c, d, e = two.urls
+    await two.succeed(await two.begin("v1", FULL))
+    await two.begin("v2", ONE)
+    for url in two.urls:
+        await two.set("p", url, weights="Stale", weights_message="it is not ready")
+
+    async def brought(url: str, server: Server) -> list[str]:
+        await loader.bring(await two.target(url), server)
+        found = next(one for one in (await two.status())["backends"] if one["url"] == url)
+        assert (found["weights"], found["message"]) == ("Current", "")
+        return server.calls
+
+    ends = ["label v2", "flush", "resume"]
+    assert await brought(a, Server("v1")) == ["pause abort", "load /one", *ends]
+    assert await brought(b, Server("default")) == ["pause abort", "load /full", "load /one", *ends]
+    # The label may be that of an attempt of this update which was not completed.
+    assert await brought(c, Server("v2")) == ["pause abort", "load /full", "load /one", *ends]
+    for url in (d, e):
+        assert await brought(url, Server("v1")) == ["pause abort", "load /one", *ends]
+    for url in (a, b):
+        await two.set("p", url, weights="Stale", policy_index=update_records.BEHIND)
+    assert await brought(a, Server("v2")) == ["resume"], "nothing was lost"
+    assert await brought(b, Server("unverified:v2")) == ["pause abort", "load /full", "load /one", *ends]
+
+
+async def test_a_server_that_has_lost_pushed_weights_waits_for_them(two: Pools, loader: WeightLoader) -> None:
+    number = await two.begin("v1", PUSHED)
+    await two.succeed(number)
+    await two.set("p", two.urls[2], weights="Stale", policy_index=update_records.BEHIND)
+    server = Server()
+    with pytest.raises(Unreachable):
+        await loader.bring(await two.target(two.urls[2]), server)
+    assert server.calls == [], "nothing is done to it"
+    found = (await two.status())["backends"]
+    assert [b["weights"] for b in found] == ["Current", "Current", "Stale", "Current", "Current"]
+    assert "push them again" in found[2]["message"]
+
+
+@pytest.mark.parametrize("error", [ServerFailed("disk"), BackendRefused("disk"), BackendMismatch("disk")])
+async def test_a_server_that_fails_to_load_gets_no_label(
+    error: Exception, two: Pools, loader: WeightLoader
+) -> None:
+    number = await two.begin("v1", FULL)
+    server = Server()
+    server.fails = error
+    with pytest.raises(LoadFailed, match="disk"):
+        await loader.bring(await two.target(two.urls[0]), server)
+    assert server.calls == ["measure", "pause abort"]
+    assert (await two.status())["backends"][0]["weights"] == "Updating"
+    assert (await two.update(number))["backends"][0]["step"] == "Loading"
+
+
+async def test_servers_go_back_to_what_they_had_before_refused_weights(
+    two: Pools, loader: WeightLoader
+) -> None:
+    """They are compared with what they gave themselves, although the reference is wrong."""
+    a, b, c, d, _ = two.urls
+    servers = {url: Server() for url in (a, b, c, d)}
+    number = (await two.post("v1", FULL, reference=reference(-9.0), inFlight="continue")).json()["id"]
+    for url, folder in ((a, "/first"), (b, "/first"), (c, None)):
+        gave = EarlierLogprobs(
+            policy_index=0, label="mine", folder=folder, prompt_ids=(1, 2), logprobs=(-1.0,)
+        )
+        begin = partial(backend_weights.begin, name="me", target=await two.target(url), fence=False)
+        await two.write(begin, before=gave)
+        await two.step(number, url, step="Verifying")
+    await loader.bring(await two.target(d), servers[d])
+    assert (await two.update(number))["state"] == "Failed"
+    servers[b]._gives = {"/first": -1.7}
+    for url, server in servers.items():
+        server.calls.clear()
+        server._label = "unverified:v1"
+        await loader.bring(await two.target(url), server)
+    again = ["pause abort", "reload /first", "label unverified:mine", "flush", "resume", "measure"]
+    refused = ["pause abort", "label unverified:refused"]
+    assert servers[a].calls == [*again, "label mine"]
+    assert servers[b].calls == [*again, *refused], "it gives something else than before"
+    assert servers[c].calls == refused, "nobody knows its folder"
+    default = [one.replace("mine", "default") for one in again]
+    assert servers[d].calls == [*default, "label default"], "it was measured before it was paused"
+    found = (await two.status())["backends"]
+    assert [one["weights"] for one in found] == ["Current", "Failed", "Failed", "Current", "Current"]
+    assert [one["policyVersion"] for one in found] == ["mine", "", "", "default", ""]
+    assert [one["restartRequested"] for one in found] == [False, True, True, False, False]
+    assert "is wrong too" in found[1]["message"]
+    assert "does not say which folder" in found[2]["message"]
+
+
+async def test_a_server_that_was_to_be_restarted_is_believed_only_after_it(
+    two: Pools, loader: WeightLoader
+) -> None:
+    await two.begin("v1", FULL)
+    target = await two.target(two.urls[0])
+    await two.write(backend_weights.restart, target=target, message="it does not load them")
+    found = (await two.status())["backends"]
+    assert [(b["weights"], b["restartRequested"]) for b in found] == [
+        ("Failed", True),
+        *[("Current", False)] * 4,
+    ]
+    target = await two.target(two.urls[0])
+    assert action(target.pool, target.row) == "watch"
+    await two.set("p", two.urls[0], restart_requested=False)
+    for label, calls in (
+        ("unverified:v1", ["pause abort", "label unverified:refused"]),
+        ("default", ["pause abort", "load /full", "label v1", "flush", "resume"]),
+    ):
+        server = Server(label)
+        await loader.bring(await two.target(two.urls[0]), server)
+        assert server.calls == calls
+        now = (await two.status())["backends"][0]
+        restart = label != "default"
+        assert (now["weights"], now["restartRequested"]) == ("Failed" if restart else "Current", restart)
+        if restart:
+            await two.set("p", two.urls[0], restart_requested=False)
+
+
+async def test_a_server_measures_what_it_has_only_while_that_is_certain(
+    two: Pools, loader: WeightLoader
+) -> None:
+    """Otherwise refused weights would later be taken for the earlier ones."""
+    await two.succeed(await two.begin("v1", FULL))
+    number = await two.begin("v2", NEXT)
+    a, b, c, d, e = two.urls
+    await two.set("p", b, weights="Stale")
+    await two.set("p", c, policy_index=0)
+    servers = {url: Server("v1") for url in two.urls}
+    servers[d]._label = "unverified:v1"
+    servers[e]._label = "v2"
+    for url, server in servers.items():
+        server.loaded = "/full"
+        await loader.bring(await two.target(url), server)
+    assert [url for url, server in servers.items() if "measure" in server.calls] == [a]
+    read = partial(backend_progress.earlier, pool_id=1, policy_index=1)
+    gave = {url: await two.served.plane.database.read(partial(read, url=url)) for url in two.urls}
+    assert {url for url, before in gave.items() if before is not None} == {a}
+    assert gave[a].label == "v1"
+    assert gave[a].folder is None, "only the first weights are those of a folder"
+    assert gave[a].prompt_ids == tuple(fixed_prompt(256))
+    assert set(gave[a].logprobs) == {-2.0}
+    assert (await two.update(number))["state"] == "Succeeded"
+
+
+async def test_a_control_plane_renews_only_its_own_updates(two: Pools) -> None:
+    numbers = [await two.begin("v1", FULL, pool) for pool in "pq"]
+    for number, owner in zip(numbers, ("me", "other"), strict=True):
+        change = sa.update(weight_updates).where(weight_updates.c.id == number)
+        change = change.values(owner=owner, owner_expires=1.0)
+        await two.served.plane.database.write(lambda tx, change=change: tx.conn.execute(change) and None)
+
+    async def expires() -> list[bool]:
+        query = sa.select(weight_updates.c.owner_expires).order_by(weight_updates.c.id)
+        found = await two.served.plane.database.read(lambda conn: list(conn.scalars(query)))
+        return [one != 1.0 for one in found]
+
+    await two.write(backend_weights.renew, name="me", ids={numbers[1]})
+    assert await expires() == [False, False]
+    await two.write(backend_weights.renew, name="me", ids=set(numbers))
+    assert await expires() == [True, False]

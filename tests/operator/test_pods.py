@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import EXEC_PORT, SandboxShape
-from rollyard_crds.fields.pod_template import LocalReference, Placement
+from rollyard_crds.fields.pod_template import LocalReference, Placement, PodResources
+from rollyard_crds.names import RUNTIME_PATH
 from rollyard_drivers.reconcile.job import job_workloads
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_drivers.reconcile.pool import pool_workloads
@@ -118,17 +119,30 @@ def test_every_pod_is_restricted_labelled_and_owned(seed: int) -> None:
         assert spec["restartPolicy"] == "Never"
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
-        assert spec["securityContext"]["runAsUser"] > 0
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         component = meta["labels"][labels.COMPONENT]
+        user = spec["securityContext"]["runAsUser"]
+        assert user == 10001 if component != "sandbox" else user > 0
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), user),
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & spec.keys()
         volumes = {volume["name"] for volume in spec["volumes"]}
         assert len(volumes) == len(spec["volumes"])
         for container in (*spec["containers"], *spec.get("initContainers", ())):
-            security = container["securityContext"]
-            assert security["capabilities"] == {"drop": ["ALL"]}
-            assert security["allowPrivilegeEscalation"] is False
-            assert security["runAsNonRoot"] is True
-            assert security["readOnlyRootFilesystem"] == (container["name"] != "sandbox")
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "privileged": False,
+                "readOnlyRootFilesystem": container["name"] != "sandbox",
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+            own = {one["mountPath"]: one for one in container["volumeMounts"]}
+            for folder in ("/etc/rollyard/worker", RUNTIME_PATH):
+                assert own.get(folder, {"readOnly": True})["readOnly"], "its processes do not change it"
             mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
             assert len(set(mounts)) == len(mounts)
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
@@ -157,6 +171,11 @@ def test_a_workers_command_and_token() -> None:
         ("--token-file", "/etc/rollyard/worker/token"),
     ):
         assert args[args.index(flag) + 1] == value
+    (token,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "rollyard-token"]
+    assert token["secret"] == {"secretName": "rollyard-job-1", "defaultMode": 0o440}
+    (uid,) = [one for one in container["env"] if one["name"] == "ROLLYARD_POD_UID"]
+    assert uid["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
+    assert "$(ROLLYARD_POD_UID)" in args[args.index("--name") + 1], "each pod has a name of its own"
     drain = float(args[args.index("--drain-seconds") + 1])
     assert drain < pod["spec"]["terminationGracePeriodSeconds"], "what it holds is handed over before SIGKILL"
     assert "SSL_CERT_FILE" not in env(pod)
@@ -245,6 +264,14 @@ def test_an_image_of_ones_own_is_not_pulled_always() -> None:
     own = {"template": {"image": "mine:1"}}
     assert (policy(always), policy(always, **own)) == ("Always", "IfNotPresent")
     assert (policy(never), policy(never, **own)) == ("Never", "Never")
+    # The same for the image of a task, beside the exec server of the installation.
+    for settings, foreign, ours in ((always, "IfNotPresent", "Always"), (never, "Never", "Never")):
+        copied = settings.model_copy(update={"image_volume": "never"})
+        spec = sandbox(copied)["spec"]
+        assert spec["containers"][0]["imagePullPolicy"] == foreign
+        assert spec["initContainers"][0]["imagePullPolicy"] == ours
+        (runtime,) = [one for one in sandbox(settings)["spec"]["volumes"] if "image" in one]
+        assert runtime["image"]["pullPolicy"] == ours
 
 
 def test_an_embedded_backend() -> None:
@@ -266,6 +293,9 @@ def test_a_vllm_backend() -> None:
     container = pod["spec"]["containers"][0]
     command = container["command"]
     assert command[:3] == ["vllm", "serve", "org/m"]
+    assert container["image"] == SETTINGS.images.vllm
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounts == {"/tmp": "rollyard-tmp", "/dev/shm": "rollyard-shm"}
     assert command[-1] == "--max-model-len=4096"
     for flag, value in (("--host", "0.0.0.0"), ("--port", "8000"), ("--served-model-name", "org/m")):
         assert command[command.index(flag) + 1] == value
@@ -287,6 +317,12 @@ def test_names_of_services_differ() -> None:
     service = pool_service(pool, SETTINGS)
     assert service["metadata"]["name"][0].isalpha()
     assert service["spec"]["clusterIP"] == "None"
+    assert service["metadata"]["ownerReferences"][0]["uid"] == UID, "it goes with its pool"
+    selector = service["spec"]["selector"]
+    pods = {key: backend(type="embedded")["metadata"]["labels"][key] for key in selector}
+    assert selector == pods | {labels.POOL: "0pool"}, "the backends of this pool"
+    assert selector[labels.INSTANCE] == "test"
+    assert selector[labels.COMPONENT] == "backend"
 
 
 def test_a_sandbox_reaches_nothing_and_holds_only_the_hash() -> None:
@@ -304,6 +340,20 @@ def test_a_sandbox_reaches_nothing_and_holds_only_the_hash() -> None:
         "ephemeral-storage": str(1 << 30),
     }
     assert container["resources"]["requests"]["cpu"] == "250m"
+    fractions = SETTINGS.sandbox.model_copy(
+        update={"cpu_request_fraction": 0.125, "memory_request_fraction": 0.5}
+    )
+    requests = sandbox(SETTINGS.model_copy(update={"sandbox": fractions}))["spec"]["containers"][0]
+    assert requests["resources"]["requests"] == {
+        "cpu": "125m",
+        "memory": str(1 << 29),
+        "ephemeral-storage": str(1 << 30),
+    }
+    assert env(pod) == {"HOME": "/work", "TMPDIR": "/tmp"}, "nothing of the installation"
+    sizes = {one["name"]: one["emptyDir"] for one in pod["spec"]["volumes"] if "emptyDir" in one}
+    assert sizes == dict.fromkeys(("rollyard-work", "rollyard-tmp"), {"sizeLimit": str(1 << 30)})
+    assert pod["metadata"]["annotations"] == {labels.NONCE: "n", labels.TOKEN_HASH: "ab" * 32}
+    assert pod["spec"]["hostname"] == "sandbox", "the names of jobs are not for its processes"
     assert {volume["name"]: volume for volume in pod["spec"]["volumes"]}["rollyard-runtime"]["image"] == {
         "reference": "s:1",
         "pullPolicy": "IfNotPresent",
@@ -453,12 +503,23 @@ def test_secrets_differ_by_pod_and_nonce_and_repeat() -> None:
 def test_new_images_replace_workers_but_a_new_sandbox_image_does_not() -> None:
     base = installation_digest(SETTINGS)
     images = SETTINGS.images
-    newer = SETTINGS.model_copy(update={"images": images.model_copy(update={"worker": "w:2"})})
     sandbox_only = SETTINGS.model_copy(update={"images": images.model_copy(update={"sandbox": "s:2"})})
-    assert installation_digest(newer) != base
+    more = PodResources(requests={"cpu": "7"})
+    others: list[dict[str, Any]] = [
+        *({"images": images.model_copy(update={name: "x:2"})} for name in ("worker", "engine", "vllm")),
+        {"control_plane_url": "https://elsewhere"},
+        {"control_plane_ca_file": "/ca"},
+        {"image_pull_policy": "Always"},
+        {"image_pull_secrets": [LocalReference(name="registry")]},
+        {"worker": SETTINGS.worker.model_copy(update={"resources": more})},
+        {"engine": SETTINGS.engine.model_copy(update={"resources": more})},
+    ]
+    made = {installation_digest(SETTINGS.model_copy(update=one)) for one in others}
+    assert len(made | {base}) == len(others) + 1
     assert installation_digest(sandbox_only) == base
     job = job_of()
-    hashes = {one.spec_hash for made in (base, "other") for one in job_workloads(job, Profile(made_of=made))}
+    digests = (base, "other")
+    hashes = {one.spec_hash for made_of in digests for one in job_workloads(job, Profile(made_of=made_of))}
     assert len(hashes) == 6
 
 

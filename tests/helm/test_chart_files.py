@@ -15,6 +15,8 @@ import pytest
 import yaml
 from rollyard_api.__main__ import parser
 from rollyard_crds import schema
+from rollyard_operator.pods.parts import APP_USER, pod_security, restricted
+from rollyard_operator.settings import OperatorSettings
 from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,3 +184,196 @@ def test_the_control_plane_knows_every_option_of_the_prorl_calls_and_they_are_of
     lines = text.splitlines()
     place = next(at for at, line in enumerate(lines) if line.strip() == "- --prorl")
     assert lines[place - 1].strip() == "{{- if $prorl.enabled }}"
+
+
+def readable(text: str) -> list[dict[str, Any]]:
+    """Return what a template holds, with the words of an expression in place of its value.
+
+    The lines of its control flow are left out, so both branches of a condition are in it.
+    """
+    text = re.sub(r"\{\{-? ?/\*.*?\*/\}\}", "", text, flags=re.DOTALL).replace("{{- else }} []", "")
+    lines = [line for line in text.splitlines() if not re.fullmatch(r"\s*\{\{.*?\}\}\s*", line)]
+    plain = re.sub(
+        r"\{\{-?(.*?)-?\}\}",
+        lambda found: " ".join(re.sub(r"[^\w.$/-]+", " ", found[1]).split()),
+        "\n".join(lines),
+    )
+    return [one for one in yaml.safe_load_all(plain) if one]
+
+
+def parts(file: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return what a file defines before its first object, and its objects by kind (the last of each)."""
+    text = (CHART / "templates" / file).read_text()
+    at = re.search(r"^(apiVersion:|---$)", text, re.MULTILINE)
+    assert at is not None
+    return text[: at.start()], {one["kind"]: one for one in readable(text[at.start() :])}
+
+
+@pytest.mark.parametrize("file", ["api.yaml", "operator.yaml", "tests/test.yaml"])
+def test_pods_of_the_chart_may_do_nothing_to_their_node(file: str) -> None:
+    kinds = parts(file)[1]
+    pod = kinds["Deployment"]["spec"]["template"]["spec"] if "Deployment" in kinds else kinds["Pod"]["spec"]
+    assert pod["securityContext"].startswith("toYaml .Values.podSecurityContext nindent ")
+    (container,) = pod["containers"]
+    assert container["securityContext"].startswith("toYaml .Values.containerSecurityContext nindent ")
+    assert pod["automountServiceAccountToken"] is (file == "operator.yaml"), "only the operator has rights"
+    assert pod["enableServiceLinks"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    for mount in container["volumeMounts"]:
+        assert mount.get("readOnly") is (True if mount["mountPath"].startswith("/etc/") else None), mount
+    if "ServiceAccount" in kinds:
+        assert kinds["ServiceAccount"]["automountServiceAccountToken"] is False
+    # As in the pods that the operator makes.
+    assert VALUES["podSecurityContext"] == pod_security(APP_USER)
+    restrictions = restricted(read_only_root=True)
+    given = VALUES["containerSecurityContext"]
+    assert given == {key: restrictions[key] for key in given}
+    assert given.keys() == restrictions.keys() - {"privileged", "runAsNonRoot", "seccompProfile"}
+
+
+def test_each_pod_of_the_chart_holds_only_the_tokens_that_it_needs() -> None:
+    def keys(file: str) -> dict[str, list[str]]:
+        kinds = parts(file)[1]
+        pod = (
+            kinds["Deployment"]["spec"]["template"]["spec"] if "Deployment" in kinds else kinds["Pod"]["spec"]
+        )
+        found: dict[str, list[str]] = {}
+        for volume in pod["volumes"]:
+            sources = volume.get("projected", {}).get("sources", [volume])
+            for secret in (one["secret"] for one in sources if "secret" in one):
+                name = secret.get("name") or secret["secretName"]
+                found[name.split()[1]] = [item["key"] for item in secret["items"]]
+        return found
+
+    tokens, tls = "rollyard.tokensSecret", "rollyard.tlsSecret"
+    assert keys("api.yaml") == {tokens: ["tokens.json"], tls: ["tls.crt", "tls.key"]}
+    assert keys("operator.yaml") == {tokens: ["driver", "worker"], tls: ["ca.crt"]}
+    assert keys("tests/test.yaml") == {tokens: ["driver"], tls: ["ca.crt"]}
+
+
+def test_the_operator_has_the_rights_that_it_needs_and_no_others() -> None:
+    everything = {"get", "list", "watch", "create", "patch", "delete"}
+    rules: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for rule in readable(parts("rbac.yaml")[0])[0]:
+        assert isinstance(rule, dict)
+        for resource in rule["resources"]:
+            (group,) = rule["apiGroups"]
+            where = f"{group}/{resource}" if group else resource
+            rules[where, tuple(rule.get("resourceNames", ()))] = set(rule["verbs"])
+    warm, legacy = "rollyard-include rollyard.instance .-warm", "include rollyard.workerTokenSecret ."
+    assert rules == {
+        **{(f"rollyard.dev/{kind}", ()): everything for kind in ("rolloutjobs", "backendpools")},
+        **{(f"rollyard.dev/{kind}/status", ()): {"patch"} for kind in ("rolloutjobs", "backendpools")},
+        **{(f"rollyard.dev/{kind}/finalizers", ()): {"update"} for kind in ("rolloutjobs", "backendpools")},
+        ("configmaps/finalizers", (warm,)): {"update"},
+        ("pods", ()): everything,
+        ("services", ()): {"get", "create", "patch"},
+        ("configmaps", ()): {"get", "create", "patch"},
+        ("secrets", ()): {"create"},
+        ("secrets", (legacy,)): {"delete"},
+        ("networking.k8s.io/networkpolicies", ()): {"get", "list", "create", "patch"},
+        ("events", ()): {"create"},
+    }
+    kinds = parts("rbac.yaml")[1]
+    for binding in ("RoleBinding", "ClusterRoleBinding"):
+        (subject,) = kinds[binding]["subjects"]
+        assert subject["name"].split()[:2] == ["include", "rollyard.operatorServiceAccount"]
+
+
+def test_sandboxes_do_not_reach_the_control_plane_and_nobody_the_operator() -> None:
+    text = (CHART / "templates" / "networkpolicy.yaml").read_text()
+    api, operator = readable(text)
+    assert api["spec"]["podSelector"]["matchLabels"].startswith("include rollyard.selectorLabels $api ")
+    assert api["spec"]["policyTypes"] == ["Ingress"]
+    ours, prorl = api["spec"]["ingress"]
+    assert ours["ports"] == [{"protocol": "TCP", "port": "api"}]
+    others = {"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["sandbox"]}
+    assert ours["from"] == [{"namespaceSelector": {}, "podSelector": {"matchExpressions": [others]}}]
+    assert prorl["ports"] == [{"protocol": "TCP", "port": ".Values.api.prorl.port"}]
+    assert prorl["from"].startswith("toYaml .Values.api.prorl.from ")
+    assert "{{- if and .Values.api.prorl.enabled .Values.api.prorl.from }}\n    - ports:" in text
+    assert operator["spec"] == {
+        "podSelector": {"matchLabels": "include rollyard.selectorLabels $operator nindent 6"},
+        "policyTypes": ["Ingress"],
+        "ingress": [],
+    }
+
+
+def test_the_operator_gets_each_setting_from_the_value_of_the_same_meaning() -> None:
+    (config,) = readable(parts("operator.yaml")[0])
+    names = {field.alias or name for name, field in OperatorSettings.model_fields.items()}
+    assert config.keys() <= names
+    for name in ("isolation", "sandbox"):
+        place = "$boxes.isolation" if name == "isolation" else "$boxes"
+        given = {key: value.split()[-1] for key, value in config[name].items()}
+        assert given == {key: f"{place}.{key}" for key in given}
+    assert config["isolation"].keys() == VALUES["sandboxes"]["isolation"].keys()
+    creation = {key: value.split()[-1] for key, value in config["sandboxCreation"].items()}
+    assert creation == {key: f"$boxes.creation.{key}" for key in ("perSecond", "burst")}
+    assert config["allow"] == "toJson .Values.jobs.allow"
+    assert config["networkPolicies"] == ".Values.networkPolicy.sandboxes"
+    assert config["worker"] == {"resources": "toJson .Values.workers.resources"}
+    assert config["engine"] == {"resources": "toJson .Values.engine.resources"}
+    for name, image in config["images"].items():
+        assert f"$images.{name}" in image.split(), name
+    assert (config["tokenFile"], config["workerTokenFile"]) == tuple(
+        f"/etc/rollyard/tokens/{role}" for role in ("driver", "worker")
+    )
+    # What no template may mount: the tokens of all, the key of TLS, the database's URL, the volume.
+    reserved = config["reservedSecrets"].split()
+    for secret in ("rollyard.tokensSecret", "rollyard.tlsSecret", ".Values.api.database.existingSecret"):
+        assert secret in reserved
+    assert "rollyard.fullname" in config["reservedClaims"]
+    assert ".Values.api.persistence.existingClaim" in config["reservedClaims"].split()
+
+
+def test_the_control_plane_gets_each_option_from_the_value_of_the_same_meaning() -> None:
+    text = (CHART / "templates" / "api.yaml").read_text()
+    lines = [line.strip() for line in text.splitlines()]
+    begin, end = lines.index("args:") + 1, lines.index("env:")
+    found: dict[str, str] = {}
+    for before, line in zip(lines[begin - 1 : end], lines[begin:end], strict=False):
+        option = re.match(r'- (?:\{\{ printf ")?(--[\w-]+)', line)
+        if option is None:
+            continue
+        # An option has its value from its own line, or from that of the condition or the loop around it.
+        place = re.search(r"(\$\w+|\.Values)[\w.]*", line) or re.match(r"\{\{- (?!end).*", before)
+        found[option[1]] = "" if place is None else place[0].removeprefix("{{- ").removesuffix(" }}")
+    assert found == {
+        "--state-dir": "",
+        "--tokens": "",
+        "--host": "$api.listen",
+        "--port": "",
+        "--lease-seconds": "$api.leaseSeconds",
+        "--no-backend-seconds": "$api.noBackendSeconds",
+        "--max-queued": "$api.maxQueued",
+        "--max-queued-per-namespace": "$api.maxQueuedPerNamespace",
+        "--max-unstored": "$api.maxUnstored",
+        "--log-level": "$api.logLevel",
+        "--log-format": ".Values.logFormat",
+        "--otlp-endpoint": ".Values.traces.endpoint",
+        "--trace-sample": ".Values.traces.sample",
+        "--open-metrics": "if .Values.metrics.open",
+        "--open-docs": "if $api.openDocs",
+        "--path-prefix": 'with include "rollyard.pathPrefix" .',
+        "--allowed-host": "range uniq $hosts",
+        "--refuse-older-job-tokens": "if not $api.olderJobTokens",
+        "--allow-tasks-from": "range $api.tasks.allow",
+        "--allow-tasks-network": "range $api.tasks.networks",
+        "--allow-sandbox-host": "range $api.sandboxHosts.allow",
+        "--allow-rewards-from": "range $api.rewards.allow",
+        "--allow-rewards-network": "range $api.rewards.networks",
+        "--max-task-bytes": "$api.tasks.maxBytes",
+        "--max-blob-bytes": "$api.blobs.maxBytes",
+        "--max-namespace-blob-bytes": "$api.blobs.namespaceBytes",
+        "--max-namespace-blobs": "$api.blobs.namespaceCount",
+        "--db": "if not $sqlite",
+        "--trajectories": "with $api.trajectories.url",
+        "--prorl": "if $prorl.enabled",
+        "--prorl-host": "$prorl.listen",
+        "--prorl-port": "$prorl.port",
+        "--prorl-config": "",
+        "--tls-cert": "if .Values.tls.enabled",
+        "--tls-key": "",
+    }
+    assert found.keys() <= parser()._option_string_actions.keys()

@@ -351,7 +351,7 @@ def test_a_sandbox_reaches_nothing_and_holds_only_the_hash() -> None:
     }
     assert env(pod) == {"HOME": "/work", "TMPDIR": "/tmp"}, "nothing of the installation"
     sizes = {one["name"]: one["emptyDir"] for one in pod["spec"]["volumes"] if "emptyDir" in one}
-    assert sizes == dict.fromkeys(("rollyard-work", "rollyard-tmp"), {"sizeLimit": str(1 << 30)})
+    assert sizes == {key: {"sizeLimit": str(1 << 30)} for key in ("rollyard-work", "rollyard-tmp")}
     assert pod["metadata"]["annotations"] == {labels.NONCE: "n", labels.TOKEN_HASH: "ab" * 32}
     assert pod["spec"]["hostname"] == "sandbox", "the names of jobs are not for its processes"
     assert {volume["name"]: volume for volume in pod["spec"]["volumes"]}["rollyard-runtime"]["image"] == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -29,6 +30,8 @@ from rollyard_api.weights import (
 )
 from rollyard_api.weights.backend_progress import EarlierLogprobs
 from rollyard_api.weights.backend_targets import PAUSED, BackendTarget, action
+from rollyard_api.weights.coordinator import Coordinator
+from rollyard_api.weights.limits import UpdateLimits
 from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
 from rollyard_api.weights.plan import plan
 from rollyard_api.weights.verification import Forward, Reference, Unverifiable, compare, fixed_prompt
@@ -726,6 +729,7 @@ class Server:
         self.calls: list[str] = []
         self.loaded = "/first"
         self.fails: Exception | None = None
+        self.paused = False
         self._label, self._missing = label, missing
         self._gives = {"/first": -1.0, "/full": -2.0, "/next": -3.0} if gives is None else gives
 
@@ -744,13 +748,15 @@ class Server:
         self._label = version
 
     async def is_paused(self) -> bool:
-        raise NoSuchCall("is_paused")
+        return self.paused
 
     async def pause(self, mode: PauseMode) -> None:
         self._has("pause", f"pause {mode}")
+        self.paused = True
 
     async def resume(self) -> None:
         self._has("resume", "resume")
+        self.paused = False
 
     async def reset_prefix_cache(self) -> None:
         self._has("flush", "flush")
@@ -1049,3 +1055,145 @@ async def test_a_control_plane_renews_only_its_own_updates(two: Pools) -> None:
     assert await expires() == [False, False]
     await two.write(backend_weights.renew, name="me", ids=set(numbers))
     assert await expires() == [True, False]
+
+
+class Rounds:
+    """A coordinator of its own, over servers that note their calls."""
+
+    def __init__(self, two: Pools, forward: Forward, servers: dict[str, Server]) -> None:
+        self._two, self.servers = two, servers
+        transport: Any = None
+        self.coordinator = Coordinator(
+            two.served.plane.database, transport, forward, UpdateLimits(look=0.0), name="me"
+        )
+
+    def control(self, _transport: Any, url: str, _limits: Any) -> Any:
+        """Return the control of a server, as `weight_control` does."""
+
+        async def found() -> Server:
+            return self.servers[url]
+
+        return found()
+
+    async def weights(self) -> list[str]:
+        return [b["weights"] for b in (await self._two.status())["backends"]]
+
+
+@pytest.fixture
+async def rounds(two: Pools, disk: Bulkhead, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rounds]:
+    made = Rounds(two, Forward("", disk), {url: Server() for url in two.urls})
+    monkeypatch.setattr("rollyard_api.weights.coordinator.weight_control", made.control)
+    yield made
+    await made.coordinator.close()
+
+
+async def test_every_server_that_was_restarted_is_noticed(
+    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
+) -> None:
+    """A server that calls its weights otherwise than they were called gets the weights again."""
+    number = await two.begin("v1", FULL)
+    for url in two.urls:
+        rounds.servers[url]._label = "v1"
+    rounds.servers[two.urls[3]]._missing = ("label",)
+    await two.succeed(number)
+    for _ in range(3):
+        await rounds.coordinator.round()
+        await asyncio.sleep(0)
+    assert await rounds.weights() == ["Current"] * 5
+    for url in (two.urls[1], two.urls[4]):
+        rounds.servers[url]._label = "default"
+
+    async def loaded() -> bool:
+        await rounds.coordinator.round()
+        calls = {url: server.calls for url, server in rounds.servers.items() if server.calls}
+        ends = ["pause abort", "load /full", "label v1", "flush", "resume"]
+        return calls == {two.urls[1]: ends, two.urls[4]: ends}
+
+    await eventually(loaded, 10)
+
+    async def current() -> bool:
+        return await rounds.weights() == ["Current"] * 5
+
+    await eventually(current, 10)
+    assert (await two.update(number))["state"] == "Succeeded"
+
+
+async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
+    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
+) -> None:
+    await two.write(update_records.pause, namespace="default", name="p", mode="keep")
+    rounds.servers[two.urls[2]]._missing = ("resume",)
+
+    async def paused() -> bool:
+        await rounds.coordinator.round()
+        found = (await two.status())["backends"]
+        return [(b["weights"], b["message"]) for b in found] == [("Updating", PAUSED)] * 5
+
+    await eventually(paused, 10)
+    assert [server.calls for server in rounds.servers.values()] == [["pause keep"]] * 5
+    assert {b["weights"] for b in (await two.status("q"))["backends"]} == {"Current"}
+    await two.write(update_records.resume, namespace="default", name="p")
+
+    async def resumed() -> bool:
+        await rounds.coordinator.round()
+        return await rounds.weights() == ["Current"] * 5
+
+    await eventually(resumed, 10)
+    calls = [server.calls for server in rounds.servers.values()]
+    assert calls == [["pause keep", *([] if at == 2 else ["resume"])] for at in range(5)]
+    assert {b["message"] for b in (await two.status())["backends"]} == {""}
+
+
+async def test_a_server_that_refuses_what_it_is_to_load_keeps_what_it_has(
+    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
+) -> None:
+    """One refusal is enough, since the request is wrong; an error is tried again."""
+    first = await two.begin("v1", FULL)
+    await two.succeed(first)
+    for server in rounds.servers.values():
+        server._label, server.loaded = "v1", "/full"
+    number = await two.begin("v2", NEXT)
+    for server in rounds.servers.values():
+        server.fails = BackendRefused("no such layer")
+
+    async def failed() -> bool:
+        await rounds.coordinator.round()
+        return str((await two.update(number))["state"]) == "Failed"
+
+    await eventually(failed, 10)
+    assert "no such layer" in (await two.update(number))["message"]
+    assert (await two.status())["policyVersion"] == "v1"
+    for server in rounds.servers.values():
+        server.fails = None
+
+    async def back() -> bool:
+        await rounds.coordinator.round()
+        return await rounds.weights() == ["Current"] * 5
+
+    await eventually(back, 20)
+    assert {b["policyVersion"] for b in (await two.status())["backends"]} == {"v1"}
+    assert {server.loaded for server in rounds.servers.values()} == {"/full"}
+    assert not any(b["restartRequested"] for b in (await two.status())["backends"])
+    assert {server._label for server in rounds.servers.values()} == {"v1"}
+
+
+async def test_a_server_that_is_watched_is_believed_once_it_has_a_label_of_its_own(
+    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
+) -> None:
+    await two.begin("v1", FULL)
+    for url in two.urls:
+        await two.write(backend_weights.restart, target=await two.target(url), message="it is wrong")
+        rounds.servers[url]._label = "unverified:refused"
+        await two.set("p", url, ready=False)
+    rounds.servers[two.urls[1]]._label = "default"
+
+    async def again() -> bool:
+        await rounds.coordinator.round()
+        return not (await two.status())["backends"][1]["restartRequested"]
+
+    await eventually(again, 10)
+    await rounds.coordinator.round()
+    asked = [b["restartRequested"] for b in (await two.status())["backends"]]
+    assert asked == [True, False, True, True, True]
+    waiting = [server.calls for url, server in rounds.servers.items() if url != two.urls[1]]
+    assert waiting == [[]] * 4, "nothing is done to a server that waits for its restart"

@@ -491,6 +491,30 @@ def test_the_flavor_is_all_that_makes_a_difference() -> None:
     assert flavor(worker_token_secret="another") == flavor()
 
 
+def test_every_pod_of_a_job_or_a_pool_waits_in_its_queue() -> None:
+    queue = {labels.QUEUE: "gpus"}
+    job = job_of()
+    job.metadata.labels = queue | {"other": "x"}
+    pool = BackendPool.model_validate(
+        {"metadata": {"name": "pool", "uid": UID, "labels": queue}, "spec": {"model": "m"}}
+    )
+    (workload,) = pool_workloads(pool)
+    raw = {"metadata": {"namespace": "team", "name": "job", "uid": UID, "labels": queue}, "spec": {}}
+    owner = owner_of_object(raw, SETTINGS)
+    assert owner is not None
+    queued = (
+        worker(job),
+        backend_pod(workload, pool, SETTINGS),
+        sandbox(owner=owner),
+        sandbox(owner=owner, claim=""),
+    )
+    for pod in queued:
+        assert pod["metadata"]["labels"][labels.QUEUE] == "gpus"
+        assert "other" not in pod["metadata"]["labels"]
+    for pod in (worker(job_of()), backend(type="embedded"), sandbox()):
+        assert labels.QUEUE not in pod["metadata"]["labels"]
+
+
 def test_secrets_differ_by_pod_and_nonce_and_repeat() -> None:
     given = [("k", "ns", "a", "1"), ("k", "ns", "a", "2"), ("k", "ns", "b", "1"), ("l", "ns", "a", "1")]
     given.append(("k", "other", "a", "1"))

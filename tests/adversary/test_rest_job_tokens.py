@@ -192,6 +192,30 @@ async def test_a_job_of_an_object_is_known_by_the_object_s_uid_too(yard: Yard) -
     assert (await yard.client(yard.job_token("kube", "another")).get("/v1/leases/job")).status_code == 403
 
 
+async def test_a_job_of_the_same_name_in_another_namespace_is_another_job(yard: Yard) -> None:
+    made = await yard.admin.get("/v1/rolloutjobs/mine")
+    twin = {key: made.json()[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "mine"}}
+    answer = await yard.admin.post("/v1/rolloutjobs", params={"namespace": "team"}, json=twin)
+    assert answer.status_code == 201, answer.text
+    older = older_token(yard.plane.tokens.worker, "default", "mine")
+    for token in (yard.job_token("mine"), older):
+        (lease,) = await yard.lease(yard.client(token), "mine", init=1)
+        assert lease["namespace"] == "default"
+    ask = {"worker": "w", "node": "n", "capacity": {"init": 1}, "job": "mine", "namespace": "team"}
+    assert (await yard.client(older).post("/v1/leases", json=ask)).status_code == 403
+    (theirs,) = (await yard.worker.post("/v1/leases", json=ask)).json()["leases"]
+    for token in (yard.job_token("mine"), older):
+        beat = {"worker": "w", "node": "n", "leases": [{"rollout": theirs["rollout"], "token": 1}]}
+        assert (await yard.client(token).post("/v1/leases/heartbeat", json=beat)).status_code == 403
+    await yard.admin.delete("/v1/rolloutjobs/mine")
+    for token in (yard.job_token("mine"), older):
+        ended = await yard.client(token).get("/v1/leases/job", params={"name": "mine"})
+        assert (ended.status_code, ended.json()["reason"]) == (403, "JobEnded")
+    uid = answer.json()["metadata"]["uid"]
+    forged = yard.client(job_token(yard.plane.tokens.worker, "default", "mine", uid))
+    assert (await forged.get("/v1/leases/job", params={"name": "mine"})).status_code == 403
+
+
 async def test_tokens_of_the_older_form_work_while_they_are_allowed(yard: Yard, tmp_path: Path) -> None:
     http = yard.client(older_token(yard.plane.tokens.worker, "default", "mine"))
     assert len(await yard.lease(http, "mine", init=1)) == 1
@@ -323,6 +347,41 @@ def _routes(yard: Yard) -> set[tuple[str, str]]:
 async def test_every_route_says_who_may_call_it(yard: Yard) -> None:
     served = {("GET" if method == "HEAD" else method, path) for method, path in _routes(yard)}
     assert served == set(permissions.RULES), "each route of the application has a rule, and each rule a route"
+
+
+def test_each_role_may_make_the_calls_that_are_promised_and_no_others() -> None:
+    """The table of roles in docs/drivers.md, and what a job's token may still do once the job has ended."""
+    rules = permissions.RULES
+
+    def having(role: str) -> set[tuple[str, str]]:
+        return {call for call, rule in rules.items() if role in rule.roles}
+
+    single_claims = {("POST", "/v1/claims"), ("GET", "/v1/claims/{claim}"), ("DELETE", "/v1/claims/{claim}")}
+    of_leases = {call for call in rules if call[1].startswith("/v1/leases")}
+    assert having("worker") == of_leases | single_claims
+    assert {call for call, rule in rules.items() if rule.until is not None} == of_leases | single_claims
+    reports = {("POST", f"/v1/leases/{what}") for what in ("heartbeat", "complete", "fail")}
+    learning = {("POST", "/v1/leases"), ("GET", "/v1/leases/job"), ("DELETE", "/v1/claims/{claim}")}
+    assert {call for call, rule in rules.items() if permissions.still(rule, "gone")} == reports
+    assert {call for call, rule in rules.items() if permissions.still(rule, "finished")} == reports | learning
+
+    own = ("/v1/leases", "/v1/claims", "/v1/backendpools")
+    assert {call for call in rules if call[1].startswith(own)} <= having("driver")
+    assert {
+        (method, path) for method, path in having("driver") if method != "GET" and not path.startswith(own)
+    } == {
+        ("PUT", "/v1/rolloutjobs/{name}"),
+        ("DELETE", "/v1/rolloutjobs/{name}"),
+        ("POST", "/v1/rolloutjobs/{name}/cancel"),
+        ("PUT", "/v1/rolloutjobs/{name}/status"),
+        ("POST", "/v1/workers/died"),
+        ("POST", "/v1/workers/offers"),
+    }
+    assert not any("tasks" in path or "cursors" in path for _, path in having("driver"))
+    assert having("metrics") == {("GET", "/metrics")}
+    assert having("ready") == {("POST", "/v1/workers/assignment")}
+    opened = {call for call, rule in rules.items() if rule.open}
+    assert opened == {("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/session")}
 
 
 async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard) -> None:

@@ -91,7 +91,10 @@ async def test_pages_end_early_and_the_cursor_goes_on(
             assert len(page.content) <= PAGE
             ids += [json.loads(line)["id"] for line in lines]
             cursor, pages = page.headers["rollyard-cursor"], pages + 1
-            if page.headers["rollyard-finished"] == "true":
+            assert (page.headers["rollyard-finished"] == "true") is (len(ids) == 12), (
+                "only the last page says it"
+            )
+            if len(ids) == 12:
                 break
         assert pages >= 6
         assert len(ids) == len(set(ids)) == 12
@@ -103,6 +106,7 @@ async def test_pages_end_early_and_the_cursor_goes_on(
                 path, params={"cursor": after}, headers={"Accept": "application/msgpack"}
             )
             packed += [one["id"] for one in msgpack.unpackb(answer.content)]
+            assert (answer.headers["rollyard-finished"] == "true") is (len(packed) == 12)
             after = answer.headers["rollyard-cursor"]
         assert packed == ids
 
@@ -116,7 +120,8 @@ async def test_pages_end_early_and_the_cursor_goes_on(
             assert all(len(group["trajectories"]) == 2 for group in found)
             groups += [group["group_id"] for group in found]
             after = answer.headers["rollyard-cursor"]
-            if answer.headers["rollyard-finished"] == "true":
+            assert (answer.headers["rollyard-finished"] == "true") is (len(groups) == 6)
+            if len(groups) == 6:
                 break
         assert sorted(groups) == [f"t{i}" for i in range(6)]
 

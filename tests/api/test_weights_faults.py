@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from rollyard_api.core.problems import Invalid
+from rollyard_api.rollouts import staleness
 from rollyard_api.settings import Settings
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends, pools
 from rollyard_api.weights import checkpoints
 from rollyard_api.weights.limits import UpdateLimits
 from rollyard_crds.weights import WeightSource
@@ -380,12 +384,13 @@ def test_a_folder_that_only_the_servers_see_is_left_to_them(engine: str, tmp_pat
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 @pytest.mark.parametrize(
-    ("settings", "choice"),
-    [("sqlite", "Restart"), ("postgresql", "Restart"), ("sqlite", "Cancel")],
+    ("settings", "choice", "lag"),
+    [("sqlite", "Restart", 0), ("postgresql", "Restart", 0), ("sqlite", "Cancel", 1)],
     indirect=["settings"],
 )
 async def test_stale_rollouts(
     choice: str,
+    lag: int,
     settings: Settings,
     serving: Any,
     servers: list[Scripted],
@@ -404,7 +409,7 @@ async def test_stale_rollouts(
             tasks=tasks,
             backendRef={"name": "p"},
             agent={"type": "tools"},
-            maxPolicyLag=0,
+            maxPolicyLag=lag,
             staleRollouts=choice,
         )
         answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
@@ -414,6 +419,10 @@ async def test_stale_rollouts(
         held = await worker.lease(run=3)
         assert len(held) == 3
         assert await worker.complete(worker.result(held[0])) == ["accepted"]  # It waits for Eval.
+        for number in range(lag):
+            early = await post(served.admin, checkpoint, f"v0.{number}")
+            assert (await ended(served.admin, early.json()["id"]))["state"] == "Succeeded"
+            assert await worker.heartbeat(*held[1:]) == {"lost": [], "cancelled": [], "orphans": []}
         done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
         assert done["state"] == "Succeeded"
         beat = await worker.heartbeat(*held[1:])
@@ -443,6 +452,111 @@ async def test_stale_rollouts(
         metrics = (await served.admin.get("/metrics")).text
         action = "restarted" if choice == "Restart" else "cancelled"
         assert f'rollyard_stale_rollouts_total{{action="{action}"}} 3.0' in metrics
+
+
+@pytest.fixture
+async def calm(settings: Settings, serving: Any) -> AsyncIterator[Any]:
+    """Yield a control plane that leaves the weights of backends to the test."""
+    async with serving(settings, weights_seconds=3600.0) as served:
+        yield served
+
+
+async def _updated(served: Any, pool: str, url: str, index: int, weights: str = "Current") -> int:
+    """Say that a backend has the weights of an update, and return how many rollouts are too stale then."""
+
+    def op(tx: Transaction) -> int:
+        of_pool = sa.select(pools.c.id).where(pools.c.name == pool, pools.c.namespace == "default")
+        where = (backends.c.url == url, backends.c.pool_id.in_(of_pool))
+        tx.conn.execute(sa.update(backends).where(*where).values(policy_index=index, weights=weights))
+        return staleness.enforce(tx, "default", pool)
+
+    count: int = await served.plane.database.write(op)
+    return count
+
+
+async def _on_pools(served: Any, make_manifest: Any, worker_of: Any, **lags: int | None) -> dict[str, Any]:
+    """Bring two rollouts of each job to Run, and return the leases by job.
+
+    The jobs that are called `q...` are on another pool than the rest, and `team` is on one of another
+    namespace.
+    """
+    for name, namespace in (("p", "default"), ("q", "default"), ("p", "team")):
+        query = {"namespace": namespace}
+        body = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": name}}
+        pool = body | {"spec": {"model": "tiny"}}
+        assert (await served.admin.post("/v1/backendpools", params=query, json=pool)).status_code == 201
+        ready = {"backends": [{"url": f"http://{name}-{n}:8000", "ready": True} for n in range(2)]}
+        put = await served.driver.put(f"/v1/backendpools/{name}/backends", params=query, json=ready)
+        assert put.status_code == 200, put.text
+    for job, lag in lags.items():
+        pool = {"name": "q" if job.startswith("q") else "p"}
+        manifest = make_manifest(
+            job, backendRef=pool, agent={"type": "tools"}, **({} if lag is None else {"maxPolicyLag": lag})
+        )
+        query = {"namespace": "team" if job == "team" else "default"}
+        assert (await served.admin.post("/v1/rolloutjobs", params=query, json=manifest)).status_code == 201
+    worker = worker_of(served.worker)
+    count = 2 * len(lags)
+    await worker.complete(*[worker.result(one) for one in await worker.lease(init=count)])
+    held: dict[str, Any] = {job: [] for job in lags}
+    for lease in await worker.lease(run=count):
+        held[lease["job"]].append(lease)
+    assert {job: len(leases) for job, leases in held.items()} == dict.fromkeys(lags, 2)
+    return held
+
+
+async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
+    calm: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """One rollout of each job is in Run, and the other one waits for Eval."""
+    lags = {"strict": 0, "lenient": 1, "unbounded": None, "q-strict": 0, "team": 0}
+    held = await _on_pools(calm, make_manifest, worker_of, **lags)
+    worker = worker_of(calm.worker)
+    assert set(await worker.complete(*[worker.result(two) for _, two in held.values()])) == {"accepted"}
+
+    async def kept() -> set[str]:
+        leases = [one for one, _ in held.values()]
+        lost = {one["rollout"] for one in (await worker.heartbeat(*leases))["lost"]}
+        return {lease["job"] for lease in leases if lease["rollout"] not in lost}
+
+    assert await _updated(calm, "p", "http://p-0:8000", 7, "Updating") == 0, "it does not sample with them"
+    assert await _updated(calm, "p", "http://p-0:8000", 0) == 0
+    assert await _updated(calm, "p", "http://p-1:8000", 1) == 2, "the newest weights of the pool count"
+    assert await kept() == set(lags) - {"strict"}
+    assert await _updated(calm, "p", "http://p-1:8000", 2) == 2
+    assert await kept() == set(lags) - {"strict", "lenient"}
+    assert await _updated(calm, "q", "http://q-0:8000", 1) == 2
+    assert await kept() == {"unbounded", "team"}
+    assert await worker.heartbeat(*[one for one, _ in (held["unbounded"], held["team"])]) == {
+        "lost": [],
+        "cancelled": [],
+        "orphans": [],
+    }
+    # What waited for Eval of the others begins again, too.
+    assert {one["job"] for one in await worker.lease(eval=16)} == {"unbounded", "team"}
+    again = await worker.lease(init=16)
+    assert sorted(one["job"] for one in again) == ["lenient"] * 2 + ["q-strict"] * 2 + ["strict"] * 2
+
+
+async def test_a_backend_that_gets_other_weights_takes_back_what_is_in_run_on_it(
+    calm: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    held = await _on_pools(calm, make_manifest, worker_of, one=None, two=None, team=None)
+    worker = worker_of(calm.worker)
+    leases = [lease for of_job in held.values() for lease in of_job]
+    url = held["one"][0]["backend"]["url"]
+    there = [x for x in leases if x["backend"]["url"] == url and x["namespace"] == "default"]
+    assert 2 <= len(there) < 4, "the backends share the rollouts"
+    done = there.pop()
+    assert await worker.complete(worker.result(done)) == ["accepted"]
+
+    def fence(tx: Transaction) -> int:
+        return staleness.fence(tx, "default", "p", url)
+
+    assert await calm.plane.database.write(fence) == len(there)
+    beat = await worker.heartbeat(*[lease for lease in leases if lease is not done])
+    assert {one["rollout"] for one in beat["lost"]} == {lease["rollout"] for lease in there}
+    assert [one["rollout"] for one in await worker.lease(eval=4)] == [done["rollout"]]
 
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)

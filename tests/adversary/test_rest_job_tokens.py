@@ -66,6 +66,7 @@ def test_a_token_is_made_of_names_only(parts: tuple[str, str, str]) -> None:
 async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     (lease, *_) = await yard.lease(http, "mine", init=1)
+    claim = f"/v1/claims/{(await _claim(http, lease)).json()['id']}"
     assert (await yard.admin.delete("/v1/rolloutjobs/mine")).status_code in (200, 202, 204)
     uid = await yard.submit("mine")
     ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine"}
@@ -79,6 +80,7 @@ async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard
     assert late.json()["outcomes"][0]["outcome"] in ("cancelled", "unknown")
     fresh = yard.client(yard.job_token("mine", uid))
     assert len(await yard.lease(fresh, "mine", init=4)) == 1
+    assert [(await one.get(claim)).status_code for one in (fresh, http, yard.worker)] == [403, 403, 200]
 
 
 async def test_a_remembered_token_is_refused_as_soon_as_its_job_is_gone(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from rollyard_api.jobs import targets
 from rollyard_api.rollouts import dynamic_sampling as module
 from rollyard_api.rollouts.dynamic_sampling import has_signal
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
@@ -418,6 +419,26 @@ async def test_only_streams_with_dynamic_sampling_have_steps(
     assert (refused.status_code, refused.json()["reason"]) == (409, "NoDynamicSampling")
     assert (await served.admin.post("/v1/rolloutjobs/none/targets", json={"id": "a"})).status_code == 404
     assert "dynamicSampling" not in (await served.admin.get("/v1/rolloutjobs/plain")).json()["status"]
+
+
+async def test_the_steps_of_a_job_are_its_own_and_bounded(
+    served: Any, dapo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "MAX_STEPS", 2)
+    other = "/v1/rolloutjobs/other"
+    twin = dapo(0, stream=True, targetGroups=5)
+    twin["metadata"]["name"] = "other"
+    await served.admin.post("/v1/rolloutjobs", json=twin)
+    await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=2))
+    for path, goals in ((PATH, (2, 4)), (other, (5, 10))):
+        for step, goal in zip(("a", "b"), goals, strict=True):
+            opened = await served.admin.post(f"{path}/targets", json={"id": step})
+            assert (opened.status_code, opened.json()["goal"]) == (201, goal)
+    for path in (PATH, other):
+        full = await served.admin.post(f"{path}/targets", json={"id": "c"})
+        assert (full.status_code, full.json()["reason"]) == (409, "TooManyTargets")
+        assert (await served.admin.post(f"{path}/targets", json={"id": "b"})).status_code == 200
+    assert (await status_of(served.admin))["dynamicSampling"]["targetGroups"] == 4
 
 
 async def test_a_step_is_opened_once_by_many_callers(served: Any, dapo: Any) -> None:

@@ -155,6 +155,18 @@ async def test_stream(served: Any, make_manifest: Any, worker_of: Any) -> None:
     assert (late.status_code, late.json()["reason"]) == (409, "JobClosed")
 
 
+async def test_streams_have_tasks_of_their_own(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    for name in ("job", "other"):
+        await _post(served, make_manifest(name, tasks={"stream": True}))
+        push = f"/v1/rolloutjobs/{name}/tasks"
+        tasks = [{"id": one, "prompt": name} for one in ("a", "b")]
+        assert (await served.admin.post(push, json={"tasks": tasks})).json() == {"accepted": 2, "repeated": 0}
+        found = await served.admin.get(push, params={"id": ["b", "nobody", "a"]})
+        read = [json.loads(line) for line in found.content.splitlines()]
+        assert [(one["id"], one["prompt"]) for one in read] == [("b", name), ("a", name)]
+    assert await worker_of(served.worker).finish_all() == 4
+
+
 async def test_full_queue_answers_429(serving: Any, settings: Any, make_manifest: Any) -> None:
     async with serving(settings, max_queued=3) as served:
         assert (await _post(served, make_manifest())).status_code == 201
@@ -224,6 +236,23 @@ async def test_active_deadline(served: Any, make_manifest: Any) -> None:
     told = await _job(served)
     assert told["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
     assert told["status"]["counts"]["cancelled"] == 2
+
+
+async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_manifest: Any) -> None:
+    await _post(served, make_manifest(activeDeadlineSeconds=60))
+
+    def pass_(tx: Transaction, seconds: float) -> list[int]:
+        tx.now += seconds
+        cancellation.enforce(tx)
+        return cancellation.unfinished_cancellations(tx.conn)
+
+    await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
+    assert "startTime" not in (await _job(served))["status"]
+    assert await served.plane.database.write(partial(pass_, seconds=1000)) == []
+    await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": False, "priority": 2})
+    assert "startTime" in (await _job(served))["status"]
+    assert await served.plane.database.write(partial(pass_, seconds=50)) == []
+    assert len(await served.plane.database.write(partial(pass_, seconds=70))) == 1
 
 
 async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> None:

@@ -186,7 +186,9 @@ async def test_a_failed_stage_is_tried_again_in_its_sandbox(served: Any, worker:
     for stage in ("run", "eval"):
         (lease,) = await worker.lease(**{stage: 1})
         assert await worker.fail(lease) == "accepted"
-        assert await worker_of(served.worker, node="elsewhere").lease(init=1, run=1, eval=1) == []
+        elsewhere = worker_of(served.worker, node="elsewhere")
+        assert await elsewhere.lease(init=1, run=1, eval=1) == []
+        assert await elsewhere.lease(**{stage: 1}) == []
         (again,) = await worker.lease(**{stage: 1})
         assert again["attempt"] == 1
         kept = ("sandbox", "carry", "trajectory")
@@ -274,6 +276,9 @@ async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(
     (second,) = await worker.lease(init=1)
     assert second["rollout"] != first["rollout"]
     assert (await worker.heartbeat(first, second, sandboxes=["sb-first"]))["orphans"] == []
+    await worker.complete(worker.result(first))
+    told = await worker.heartbeat(second, sandboxes=["sb-first", "sb-second"])
+    assert told["orphans"] == ["sb-first"], "it was there before the only Init that is left"
 
 
 async def test_only_an_init_of_the_same_node_may_own_an_unknown_sandbox(
@@ -326,10 +331,29 @@ async def test_jobs_of_one_name_in_two_namespaces_are_leased_apart(
 ) -> None:
     await served.admin.post("/v1/rolloutjobs?namespace=team", json=make_manifest())
     body = {"worker": "w", "node": "n", "capacity": {"init": 8}}
-    for asked, number in (({"namespace": "team", "job": "job"}, 2), ({"namespace": "default"}, 1)):
+    for asked, number in (
+        ({"namespace": "nobody", "job": "job"}, 0),
+        ({"namespace": "team", "job": "job"}, 2),
+        ({"namespace": "nobody"}, 0),
+        ({"namespace": "default"}, 1),
+    ):
         answer = await served.worker.post("/v1/leases", json=body | asked)
         leases = answer.json()["leases"]
         assert [one["namespace"] for one in leases] == [asked["namespace"]] * number
+
+
+async def test_a_request_for_several_stages_is_bounded_as_a_whole_and_later_stages_come_first(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(67)]}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
+    worker = worker_of(served.worker)
+    for stage, count in (("init", 3), ("run", 1)):
+        leases = await worker.lease(**{stage: count})
+        assert await worker.complete(*map(worker.result, leases)) == ["accepted"] * count
+    stages = [lease["stage"] for lease in await worker.lease(init=64, run=64, eval=64)]
+    assert stages == ["eval"] + ["run"] * 2 + ["init"] * 61
+    assert len(await worker.lease(init=64, run=64, eval=64)) == 3
 
 
 async def test_cancelled_while_leased(served: Any, worker: Any) -> None:

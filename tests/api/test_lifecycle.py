@@ -64,6 +64,30 @@ async def test_segments_that_templates_began_are_counted(
     assert sorted(json.loads(line)["template_breaks"] for line in lines) == [0, 0, 1, 2]
 
 
+async def test_what_workers_measure_adds_up_over_stages_attempts_and_segments(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    tasks = {"inline": [{"id": "t0", "prompt": "p"}]}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
+    worker = worker_of(served.worker)
+    (lease,) = await worker.lease(init=1)
+    await worker.complete(worker.result(lease, times={"own_seconds": 0.5}))
+    (lease,) = await worker.lease(run=1)
+    await worker.fail(lease, times={"model_seconds": 4.0, "tool_seconds": 1.0})
+    (lease,) = await worker.lease(run=1)
+    result = worker.result(lease, times={"model_seconds": 2.0, "own_seconds": 0.25})
+    result["trajectory"]["segments"] *= 3
+    await worker.complete(result)
+    (lease,) = await worker.lease(eval=1)
+    await worker.complete(worker.result(lease, times={"tool_seconds": 8.0}))
+    record = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).json()
+    measured = {name: record["timings"][f"{name}_seconds"] for name in ("model", "tool", "own")}
+    assert measured == {"model": 6.0, "tool": 9.0, "own": 0.75}
+    assert [record["timings"][stage]["attempts"] for stage in ("init", "run", "eval")] == [1, 2, 1]
+    assert record["attempt"] == 1
+    assert "rollyard_sampled_tokens_total 6.0" in (await served.admin.get("/metrics")).text
+
+
 async def test_results_in_every_form(served: Any, make_manifest: Any, worker_of: Any, tmp_path: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     await worker_of(served.worker).finish_all(lambda lease: float(lease["sample_index"]))

@@ -199,7 +199,11 @@ async def test_leases_carry_a_bounded_number_of_bytes(
     async with serving(settings, page_bytes=12_000) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=big))
         worker = worker_of(served.worker)
-        seen = []
+        (first,) = await worker.lease(init=1)
+        await worker.complete(worker.result(first))
+        both = await worker.lease(init=16, run=16)
+        assert [one["stage"] for one in both] == ["run", "init"], "the stages share the room"
+        seen = [one["rollout"] for one in both]
         while leases := await worker.lease(init=16):
             assert len(leases) <= 2
             seen += [one["rollout"] for one in leases]

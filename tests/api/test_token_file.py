@@ -14,6 +14,7 @@ from rollyard_api.access.token_file import TokenFile
 from rollyard_api.core.problems import Unauthorized
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token
+from rollyard_crds.security.ready_token import ready_token
 
 OLD: dict[str, Any] = {"admin": "a", "worker": "w", "driver": "d"}
 
@@ -130,6 +131,24 @@ def test_tokens_of_a_role_are_bounded_and_of_one_role_only(tmp_path: Path) -> No
     path.write_text(json.dumps(OLD | {"metrics": ["m", "a"]}))
     with pytest.raises(TokenFileError, match="the tokens of two roles are the same"):
         load(path)
+
+
+@pytest.mark.parametrize("under", ["new", "old"])
+def test_tokens_made_under_a_worker_token_that_is_being_retired_stay_valid(
+    tmp_path: Path, under: str
+) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(OLD | {"worker": ["new", "old"]}))
+    tokens = load(path)
+    assert tokens.worker == "new"
+    job = tokens.caller(f"Bearer {job_token(under, 'team', 'a', 'u-1')}").job
+    assert job is not None
+    assert (job.namespace, job.name, job.uid) == ("team", "a", "u-1")
+    ready = tokens.caller(f"Bearer {ready_token(under, 'team', 'w-1')}")
+    assert (ready.role, ready.ready and ready.ready.worker, ready.job) == ("ready", "w-1", None)
+    for other in ("a", "d"):
+        with pytest.raises(Unauthorized):
+            tokens.caller(f"Bearer {job_token(other, 'team', 'a', 'u-1')}")
 
 
 async def test_a_running_control_plane_sees_the_change(

@@ -380,6 +380,10 @@ def test_each_role_may_make_the_calls_that_are_promised_and_no_others() -> None:
         ("POST", "/v1/workers/offers"),
     }
     assert not any("tasks" in path or "cursors" in path for _, path in having("driver"))
+    sending = {
+        call: rule.max_body for call, rule in rules.items() if rule.until is not None and call[0] == "POST"
+    }
+    assert {call for call, most in sending.items() if most is None} == {("POST", "/v1/leases/complete")}
     assert having("metrics") == {("GET", "/metrics")}
     assert having("ready") == {("POST", "/v1/workers/assignment")}
     opened = {call for call, rule in rules.items() if rule.open}

@@ -77,8 +77,16 @@ async def test_the_places_of_a_page_with_gaps(ended: Any) -> None:
     places = await after_each(ended.admin, "groups")
     few = await after_each(ended.admin, "groups", informative=True)
     assert few == [place for place, name in zip(places, names, strict=True) if name in ("t1", "t4")]
-    page = await ended.admin.get(f"{PATH}/trajectories", params={"limit": 5})
-    assert page.headers["rollyard-cursor"] == (await after_each(ended.admin, "trajectories"))[4]
+    ends = {"groups": places, "trajectories": await after_each(ended.admin, "trajectories")}
+    for what, query, place, finished in (
+        ("trajectories", {"limit": 5}, 4, False),
+        ("trajectories", {"limit": 5, "status": "failed"}, 11, True),
+        ("groups", {"limit": 1, "informative": True}, names.index("t1"), False),
+        ("groups", {"limit": 3, "informative": True}, 5, True),
+    ):
+        page = await ended.admin.get(f"{PATH}/{what}", params=query)
+        assert page.headers["rollyard-cursor"] == ends[what][place], (what, query)
+        assert page.headers["rollyard-finished"] == ("true" if finished else "false"), (what, query)
 
 
 async def test_a_cursor_moves_forward_only(ended: Any) -> None:

@@ -192,6 +192,7 @@ async def test_cancel_a_job(served: Any, make_manifest: Any, worker_of: Any) -> 
 
 async def test_cancel_a_group(served: Any, make_manifest: Any) -> None:
     await _post(served, make_manifest(samplesPerTask=2))
+    await _post(served, make_manifest("other", samplesPerTask=2))
     cancel = "/v1/rolloutjobs/job/cancel"
     answer = await served.admin.post(cancel, json={"group": "t1"})
     counts = answer.json()["status"]["counts"]
@@ -199,7 +200,11 @@ async def test_cancel_a_group(served: Any, make_manifest: Any) -> None:
     items = (await served.admin.get("/v1/rolloutjobs/job/rollouts")).json()["items"]
     assert {(one["group_id"], one["status"]) for one in items} == {("t0", "queued"), ("t1", "cancelled")}
     assert (await served.admin.post(cancel, json={"group": "t9"})).json()["reason"] == "GroupNotFound"
-    assert (await served.admin.post(cancel, json={"rollout": "r"})).json()["reason"] == "RolloutNotFound"
+    foreign = (await served.admin.get("/v1/rolloutjobs/other/rollouts")).json()["items"][0]["id"]
+    for rollout in ("r", foreign):
+        refused = await served.admin.post(cancel, json={"rollout": rollout})
+        assert (refused.status_code, refused.json()["reason"]) == (404, "RolloutNotFound")
+    assert (await _job(served, "other"))["status"]["counts"]["cancelled"] == 0
     assert (await served.admin.post(cancel, json={"grup": "t1"})).status_code == 422
 
 

@@ -14,7 +14,7 @@ import msgpack
 import pyarrow.parquet
 import pytest
 from rollyard_api.jobs import cancellation
-from rollyard_api.rollouts import lease_expiry
+from rollyard_api.rollouts import lease_expiry, wire
 from rollyard_api.storage.database import Transaction
 from rollyard_testing.pace import patience
 
@@ -426,6 +426,105 @@ async def test_wrong_results_are_refused_by_field(served: Any, worker: Any) -> N
     assert "finite number" in (await _refused(served, worker, evaluation, reward=None))[0]
     assert "finite number" in (await _refused(served, worker, evaluation, reward="1"))[0]
     assert (await _counts(served))["succeeded"] == 0
+
+
+_GOOD: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4],
+    "loss_mask": [1, 0],
+    "logprobs": [-0.5, 0],
+    "policy_versions": ["v1", ""],
+}
+
+
+def _trajectory(*segments: Any, turns: tuple[Any, ...] = (), **fields: Any) -> dict[str, Any]:
+    turn = {"segment": 0, "start": 0, "end": 1, "finish_reason": "stop"}
+    document = {"id": "r", "job": "job", "task_id": "t", "group_id": "t", "sample_index": 0}
+    return document | {"segments": [*segments], "turns": [turn | one for one in turns]} | fields
+
+
+@pytest.mark.parametrize(
+    "trajectory",
+    [
+        _trajectory(),
+        _trajectory(_GOOD, _GOOD),
+        _trajectory(_GOOD, _GOOD, turns=({}, {"segment": 1, "start": 1, "end": 2}, {"segment": 1, "end": 0})),
+        _trajectory(turns=({"end": 0, "finish_reason": "replayed"},)),
+    ],
+    ids=["no segments", "two segments", "turns of two segments", "a replayed turn without tokens"],
+)
+def test_trajectories_that_are_taken(trajectory: dict[str, Any]) -> None:
+    assert wire.trajectory_problems(trajectory, "t") == []
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "problem"),
+    [
+        (_trajectory(segments={}), "t.segments: must be a list"),
+        (_trajectory(_GOOD, [1]), "t.segments[1]: must be an object"),
+        (_trajectory(_GOOD, _GOOD | {"text": "x"}), "t.segments[1]: must have exactly"),
+        (_trajectory({k: v for k, v in _GOOD.items() if k != "policy_versions"}), "must have exactly"),
+        (_trajectory(_GOOD | {"prompt_ids": "12"}), "t.segments[0].prompt_ids: must be a list"),
+        (_trajectory(_GOOD | {"logprobs": [-0.5]}), "t.segments[0].logprobs has 1 entries"),
+        (_trajectory(_GOOD | {"policy_versions": ["v1"] * 3}), "policy_versions has 3 entries"),
+        (_trajectory(_GOOD | {"prompt_ids": [1, True]}), "prompt_ids: every entry must be of type int"),
+        (_trajectory(_GOOD | {"prompt_ids": [1, 2.0]}), "prompt_ids: every entry must be of type int"),
+        (_trajectory(_GOOD | {"loss_mask": [True, False]}), "loss_mask: every entry must be of type int"),
+        (_trajectory(_GOOD | {"policy_versions": ["v1", None]}), "policy_versions: every entry must be of"),
+        (_trajectory(_GOOD | {"loss_mask": [1, -1]}), "loss_mask: every entry must be 0 or 1"),
+        (_trajectory(_GOOD, _GOOD | {"logprobs": [-0.5, -0.5]}), "t.segments[1].logprobs: must be 0.0 where"),
+        (_trajectory(_GOOD | {"logprobs": [-math.inf, 0.0]}), "logprobs: every entry must be finite"),
+        (_trajectory(_GOOD | {"logprobs": [math.nan, 0.0]}), "logprobs: every entry must be finite"),
+        (_trajectory(_GOOD, turns=({}, {"segment": 1})), "t.turns[1].segment: there is no segment 1"),
+        (_trajectory(_GOOD, turns=({"segment": -1},)), "t.turns[0].segment"),
+        (_trajectory(_GOOD, turns=({"start": 2},)), "t.turns[0]: [2, 1) does not lie in segment 0"),
+        (_trajectory(_GOOD, turns=({"start": -1},)), "t.turns[0]"),
+        (_trajectory(_GOOD, turns=({"end": 3},)), "t.turns[0]: [0, 3) does not lie in segment 0"),
+        (_trajectory(turns=({"end": 0},)), "t.turns[0].segment: there is no segment 0"),
+        (_trajectory(turns=({"end": 1, "finish_reason": "replayed"},)), "there is no segment 0"),
+        (_trajectory(_GOOD, sample_index="first"), "t.sample_index"),
+    ],
+)
+def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str) -> None:
+    problems = wire.trajectory_problems(trajectory, "t")
+    assert problems
+    assert problem in problems[0]
+
+
+async def test_one_wrong_report_refuses_all_of_its_request(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest())
+    worker = worker_of(served.worker)
+    first, second = await worker.lease(init=2)
+    good, name = worker.result(first), "results[1]"
+    for wrong, problem in (
+        ({"rollout": 7}, f"{name}.rollout: must be a string"),
+        ({"token": True}, f"{name}.token: must be an integer"),
+        ({"stage": "end"}, f"{name}.stage: must be one of init, run, eval"),
+        ({"carry": [1]}, f"{name}.carry: must be an object"),
+        ({"carry": {"k": "x" * wire.MAX_CARRY_BYTES}}, f"{name}.carry: is longer than"),
+        ({"trajectory": {}}, f"{name}.trajectory: only the Run stage gives one"),
+        ({"reward_output": "x"}, f"{name}.reward_output: only the Eval stage gives one"),
+        ({"times": {"model_seconds": "long"}}, f"{name}.times.model_seconds"),
+        ({"colour": "red"}, f"{name}.colour: unknown field"),
+    ):
+        body = {"worker": "w", "results": [good, worker.result(second) | wrong]}
+        refused = await served.worker.post("/v1/leases/complete", json=body)
+        assert refused.status_code == 422, wrong
+        assert refused.json()["errors"][0].startswith(problem)
+    failure = {key: first[key] for key in ("rollout", "token", "stage")} | {"reason": "Broken"}
+    for path, fields in (
+        ("complete", {"results": []}),
+        ("complete", {"results": [good] * 65}),
+        ("complete", {"results": [good], "worker": ""}),
+        ("complete", {"results": [good], "more": 1}),
+        ("fail", {"failures": [failure] * 65}),
+        ("fail", {"failures": [failure, failure | {"stage": "end"}]}),
+    ):
+        refused = await served.worker.post(f"/v1/leases/{path}", json={"worker": "w"} | fields)
+        assert refused.status_code == 422, (path, fields)
+    assert await worker.complete(good, worker.result(second)) == ["accepted"] * 2, "nothing was taken before"
 
 
 async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) -> None:

@@ -237,6 +237,19 @@ async def test_a_bound_worker_works_for_its_job(bound: Any) -> None:
     assert (await bound.http.get("/v1/leases/job", params={"name": "job"})).status_code == 200
 
 
+async def test_what_a_bound_worker_lists_does_not_replace_the_list_of_others(
+    served: Any, bound: Any, worker_of: Any
+) -> None:
+    other = worker_of(served.worker, name="o")
+    (first,) = await other.lease(init=1, job="other")
+    assert (await other.heartbeat(first, sandboxes=["sb-left"]))["orphans"] == []
+    assert len(await bound.lease(init=1, job="job")) == 1
+    assert (await bound.heartbeat(sandboxes=["sb-mine"]))["orphans"] == []
+    assert await other.complete(other.result(first)) == ["accepted"]
+    told = await other.heartbeat(sandboxes=["sb-left"])
+    assert told["orphans"] == ["sb-left"], "it was listed before the Init that is left"
+
+
 async def test_a_bound_worker_reaches_no_other_job(served: Any, bound: Any, worker_of: Any) -> None:
     other = worker_of(served.worker, name="o")
     (lease,) = await other.lease(init=1, job="other")

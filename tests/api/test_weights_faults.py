@@ -508,11 +508,12 @@ async def _on_pools(served: Any, make_manifest: Any, worker_of: Any, **lags: int
 async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
     calm: Any, make_manifest: Any, worker_of: Any
 ) -> None:
-    """One rollout of each job is in Run, and the other one waits for Eval."""
+    """One rollout of each job is in Run, and the other one waits for Eval, or is there already."""
     lags = {"strict": 0, "lenient": 1, "unbounded": None, "q-strict": 0, "team": 0}
     held = await _on_pools(calm, make_manifest, worker_of, **lags)
     worker = worker_of(calm.worker)
     assert set(await worker.complete(*[worker.result(two) for _, two in held.values()])) == {"accepted"}
+    (evaluated,) = await worker.lease(eval=1, job="q-strict")
 
     async def kept() -> set[str]:
         leases = [one for one, _ in held.values()]
@@ -525,7 +526,8 @@ async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
     assert await kept() == set(lags) - {"strict"}
     assert await _updated(calm, "p", "http://p-1:8000", 2) == 2
     assert await kept() == set(lags) - {"strict", "lenient"}
-    assert await _updated(calm, "q", "http://q-0:8000", 1) == 2
+    assert await _updated(calm, "q", "http://q-0:8000", 1) == 1, "what is in Eval stays there"
+    assert await worker.complete(worker.result(evaluated)) == ["accepted"]
     assert await kept() == {"unbounded", "team"}
     assert await worker.heartbeat(*[one for one, _ in (held["unbounded"], held["team"])]) == {
         "lost": [],
@@ -535,7 +537,30 @@ async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
     # What waited for Eval of the others begins again, too.
     assert {one["job"] for one in await worker.lease(eval=16)} == {"unbounded", "team"}
     again = await worker.lease(init=16)
-    assert sorted(one["job"] for one in again) == ["lenient"] * 2 + ["q-strict"] * 2 + ["strict"] * 2
+    assert sorted(one["job"] for one in again) == ["lenient"] * 2 + ["q-strict"] + ["strict"] * 2
+
+
+async def test_a_rollout_that_leaves_run_after_too_many_updates_begins_again(
+    calm: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """An update that another backend of the pool got while it was in Run is noticed when it is complete."""
+    held = await _on_pools(
+        calm, make_manifest, worker_of, strict=0, lenient=1, unbounded=None, **{"q-strict": 0}
+    )
+    worker = worker_of(calm.worker)
+
+    def update(tx: Transaction) -> None:
+        tx.conn.execute(sa.update(pools).where(pools.c.namespace == "default").values(policy_index=1))
+        tx.conn.execute(sa.update(backends).where(backends.c.url.like("%-1:8000")).values(policy_index=1))
+
+    await calm.plane.database.write(update)
+    results = [worker.result(lease) for leases in held.values() for lease in leases[:1]]
+    assert await worker.complete(*results) == ["accepted"] * 4
+    assert sorted(one["job"] for one in await worker.lease(eval=16)) == ["lenient", "unbounded"]
+    again = await worker.lease(init=16)
+    assert sorted(one["job"] for one in again) == ["q-strict"] * 2 + ["strict"] * 2, (
+        "and what is in Run still"
+    )
 
 
 async def test_a_backend_that_gets_other_weights_takes_back_what_is_in_run_on_it(

@@ -116,6 +116,18 @@ async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> No
     assert not any(SECRET in text or "expected.txt" in text for text in lab.observed)
 
 
+async def test_what_the_tests_left_running_is_gone_in_the_next_step(lab: StageLab) -> None:
+    """The policy's own code, which the tests start, cannot wait for a time at which its reward would stay."""
+    steps = "".join(f'[[steps]]\nname = "{name}"\n' for name in "ab")
+    files = {f"steps/{name}/instruction.md": "Guess." for name in "ab"}
+    test = f"bash /work/a.sh\n{TEST}"
+    waits = "setsid nohup sleep 1000 > /dev/null 2>&1 & echo $! > /work/pid"
+    look = "if kill -0 $(cat pid); then echo it is there; else echo it is gone; fi"
+    found = await lab.play(task(test, TOML + steps, **files), [[f"echo '{waits}' > a.sh"], [look]])
+    deserves_nothing(found.reward)
+    assert "it is gone" in lab.observed[-1]
+
+
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
 ARTIFACTS = {
     "a link": "ln -s /etc/hostname /logs/artifacts/answer; ln -s / /logs/artifacts/root",

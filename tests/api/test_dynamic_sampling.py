@@ -318,6 +318,24 @@ async def test_the_steps_of_a_stream(served: Any, dapo: Any, worker_of: Any) -> 
     assert (await served.admin.post(f"{PATH}/targets", json={"id": "step-2", "groups": 2})).status_code == 200
 
 
+async def test_a_step_lets_go_on_what_has_begun_though_no_further_group_is_there(
+    served: Any, dapo: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=1))
+    await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(2)})
+    await served.admin.post(f"{PATH}/targets", json={"id": "a"})
+    worker = worker_of(served.worker)
+    evaluations = await begin(worker, 4)
+    await finish_group(worker, evaluations, "t0", 0.0, 1.0)
+    (kept, failed) = [x for x in evaluations if x["group_id"] == "t1"]
+    assert await worker.fail(failed, "SandboxLost", return_to="init") == "accepted"
+    assert await worker.lease(init=4) == [], "the step is met"
+    await served.admin.post(f"{PATH}/targets", json={"id": "b"})
+    (again,) = await worker.lease(init=4)
+    assert (again["group_id"], again["sample_index"]) == ("t1", failed["sample_index"])
+    assert await worker.complete(worker.result(kept, reward=0.0)) == ["accepted"]
+
+
 async def test_carried_groups_keep_the_policy_versions_of_both_steps(
     served: Any, dapo: Any, worker_of: Any
 ) -> None:

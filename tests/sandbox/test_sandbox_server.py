@@ -256,6 +256,8 @@ async def test_the_lease_ends_the_server_and_its_processes(start_server: Callabl
         left = (await client.info()).lease_seconds_left
         assert left is not None
         assert 50 < left <= 60
+        # A program that ends at its own time limit, which is after the end of the first lease.
+        assert (await client.run(["sleep", "300"], timeout=1.1)).timed_out
         waiting = asyncio.create_task(client.run(["sleep", "300"]))
         await client.renew(0.2)
         with pytest.raises(errors.ConnectionLost, match="lease has ended, because it was not renewed"):

@@ -238,8 +238,11 @@ def test_keys_lead_to_the_next_sample_and_back_up(
     expect(page.get_by_role("main").locator("dd").filter(has_text=other)).to_be_visible()
     page.keyboard.press("u")
     expect(page).to_have_url(re.compile(r"/groups/[^/]+$"))
+    # The address changes before the view that has the next key is there.
+    expect(page.locator("#group-title")).to_be_visible()
     page.keyboard.press("u")
     expect(page).to_have_url(served.job(JOB))
+    expect(page.locator("#job-title")).to_be_visible()
     page.keyboard.press("g")
     expect(page).to_have_url(f"{served.url}/")
     page.keyboard.press("?")

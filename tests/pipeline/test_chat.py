@@ -11,7 +11,8 @@ from rollyard_pipeline.chat import FormatCache
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer, load_folder, locate
 from rollyard_pipeline.errors import TemplateError, TokenizerUnavailable
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from rollyard_testing import spacemarks
+from tokenizers import Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -109,29 +110,9 @@ def test_text_that_spells_control_tokens_stays_text(tokenizer: ChatTokenizer) ->
         assert not set(tokenizer.encode(tokenizer.escape(hostile))) & set(tokenizer.special)
 
 
-def metaspace(legacy: bool) -> ChatTokenizer:
-    """Return a tokenizer as sentencepiece models have: spaces as a mark, one more in front, bytes where
-    needed.
-    """
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz[]/", "▁a", "▁seven", "se", "ve", "n", "seve", "seven"]:
-        vocabulary.setdefault(piece, len(vocabulary))
-    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n"), ("▁", "a"), ("▁", "seven")]
-    bpe = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    if legacy:
-        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in ("<s>", "</s>")])
-    return ChatTokenizer(bpe, {})
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_tokenizer_that_marks_spaces(legacy: bool) -> None:
-    tokenizer = metaspace(legacy)
+    tokenizer = spacemarks.tokenizer(legacy)
     whole = tokenizer.encode("<s>a seven</s>a seven")
     end = whole.index(2)
     assert tokenizer.encode_after(2, "a seven") == whole[end + 1 :]

@@ -13,12 +13,14 @@ from rollyard_crds.task import Message, Task
 from rollyard_inference.errors import ContextOverflow
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.chat import ChatFormat
+from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TokenIds, TrajectoryRecorder
 from rollyard_sandbox.errors import ConnectionLost, FileError, SandboxError, SandboxSabotaged
+from rollyard_testing import spacemarks
 
 NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
 END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in NAMES}
@@ -122,6 +124,32 @@ def test_an_end_of_turn_that_was_not_sampled_is_outside_text(
     place = segment.response_ids.index(end)
     assert place == len(cut)
     assert segment.loss_mask[place] == 0
+
+
+@pytest.mark.parametrize(
+    ("legacy", "end", "said"),
+    [(False, "</s>", "a seven</s>"), (True, "</s>", "a seven</s>"), (False, "[/out]", "a seven")],
+    ids=["after an end of turn", "legacy", "after plain text"],
+)
+def test_outside_text_has_no_mark_of_an_input_s_beginning(legacy: bool, end: str, said: str) -> None:
+    """Tokenizers of sentencepiece models put a space's mark in front of each input, and so of such text."""
+    tokenizer = spacemarks.tokenizer(legacy)
+    source = (
+        "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
+        + end
+        + "{% else %}[in]{{ m.content }}[/in]{% endif %}{% endfor %}"
+    )
+    chat = ChatFormat(tokenizer, ChatTemplate(source, {}))
+    start = tokenizer.encode("<s>")
+    ids = tokenizer.encode("<s>" + said)[len(start) :]
+    asked = {"role": "user", "content": "seven"}
+    played = play(chat, [asked], [(ids, [asked]), (ids, [])])
+    check_invariants(chat, played)
+    (segment,) = played.recorder.segments()
+    assert played.prompts[1].outside is not None
+    whole = tokenizer.encode(played.prompts[1].rendering.text)
+    assert segment.prompt_ids + segment.response_ids == [*whole, *ids]
+    assert list(played.prompts[1].outside) == whole[-len(played.prompts[1].outside) :]
 
 
 def test_stripped_thinking_begins_a_segment(formats: dict[str, ChatFormat]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from rollyard_crds.fields.allowed_hosts import HostRule, host_name, installers_rule
+from rollyard_crds.lease import SandboxHandle
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_pipeline.sandboxes.egress.addresses import is_own, why_refused
 from rollyard_pipeline.sandboxes.egress.client_hello import NotTls, server_name
@@ -23,6 +25,9 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.http_head import BadHead, parse_head
 from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, ConnectionPace, EgressLimits, Meter, Spent
+from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy
+from rollyard_sandbox.client.tunnel import SandboxTunnel
+from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.outside import HOST, PLANE, Outside, client_hello, with_extension
 from rollyard_testing.sandboxes.outside import PUBLIC as REACHED
@@ -455,3 +460,87 @@ async def test_the_bytes_of_all_connections_in_both_directions_are_counted_toget
         for _ in range(3):
             assert (await talk(getting(world))).endswith(b"x" * 2000)
         assert not (await talk(getting(world))).endswith(b"x" * 2000)
+
+
+class LentTo:
+    """A sandbox and its client, whose programs connect in the test's process."""
+
+    def __init__(self) -> None:
+        self.client = self
+        self.handle = SandboxHandle(provider="bubblewrap", id="s", node="n", address="unix:/x")
+        self.answers: list[str] = []
+        """The reasons with which the next calls are refused."""
+        self.asked = 0
+        self.tunnels: asyncio.Queue[socket.socket] = asyncio.Queue()
+
+    async def set_env(self, variables: dict[str, str]) -> None:
+        assert variables["http_proxy"] == "http://127.0.0.1:81"
+
+    async def tunnel(self) -> SandboxTunnel:
+        self.asked += 1
+        if self.answers:
+            raise ExecError("refused", reason=self.answers.pop(0))
+        worker, program = socket.socketpair()
+        self.tunnels.put_nowait(program)
+        return SandboxTunnel(81, *await asyncio.open_connection(sock=worker))
+
+    @asynccontextmanager
+    async def program(self, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
+        async with asyncio.timeout(patience(10)):
+            reader, writer = await asyncio.open_connection(sock=await self.tunnels.get())
+            writer.write(b"+" + sent)
+            yield reader
+            writer.close()
+
+    async def talk(self, sent: bytes) -> bytes:
+        async with self.program(sent) as reader:
+            return await reader.read(-1)
+
+
+async def test_each_connection_gives_its_place_back_however_it_ends(
+    world: Outside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = LentTo()
+    egress = world.egress(limits=EgressLimits(connections=1, waiting=1, worker_connections=1))
+    async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+        for _ in range(2):
+            assert (await one.talk(getting(world))).endswith(b"reached")
+        with monkeypatch.context() as broken:
+            broken.setattr(EgressProxy, "serve", lambda *_: 1 / 0)
+            assert await one.talk(b"") == b""
+        assert "ZeroDivisionError" in caplog.text
+        assert (await one.talk(getting(world))).endswith(b"reached")
+        one.tunnels.put_nowait(await one.tunnels.get())  # The last connection has ended.
+        # While another sandbox has the worker's only connection, this one is refused.
+        assert egress.begin()
+        assert await one.talk(getting(world)) == b""
+        egress.end()
+        world.pause = 1e4
+        world.arrived.clear()
+        async with one.program(getting(world)):
+            await world.arrived.wait()
+    assert egress.begin(), "with the lending, its connections have ended"
+    assert not egress.begin()
+    egress.close()
+
+
+async def test_a_lending_survives_what_passes_and_ends_where_a_server_takes_no_more(
+    world: Outside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.egress.egress._PAUSE", 0.0)
+    one = LentTo()
+    egress = world.egress(limits=EgressLimits(connections=1, waiting=1))
+    async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+        for refusals in (["TooManyTunnels"] * 9, ["SandboxError"] * 4, ["SandboxError"] * 4):
+            one.answers = refusals
+            assert (await one.talk(getting(world))).endswith(b"reached")
+    for last in (["SandboxError"] * 5, ["TooManyTunnels", "TurnedAway", "TunnelRefused"]):
+        one = LentTo()
+        async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+            (lending,) = (task for task in asyncio.all_tasks() if task.get_name() == "sandbox-network")
+            one.answers = [*last, "SandboxError"]
+            assert (await one.talk(getting(world))).endswith(b"reached")
+            async with asyncio.timeout(patience(10)):
+                await asyncio.wait([lending])
+        assert (one.asked, one.answers) == (1 + len(last), ["SandboxError"])
+    egress.close()

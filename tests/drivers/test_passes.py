@@ -17,7 +17,7 @@ from rollyard_crds import (
 )
 from rollyard_drivers.loop.passes import BackendReports, job_pass, pool_pass
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, Plan, PoolState, Profile
-from rollyard_drivers.reconcile.reconcile_pass import job_report, pool_report
+from rollyard_drivers.reconcile.reconcile_pass import job_report, pool_report, pool_state, routed_by
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile()
@@ -198,7 +198,10 @@ async def test_a_status_is_reported_in_the_control_planes_generations() -> None:
     assert {one.observed_generation for one in report.conditions} == {7}
     known.status = report
     assert job_report(known, status) is None
-    assert job_report(known, status.model_copy(update={"message": "other"})) is not None
+    for change in ({"message": "other"}, {"phase": "Failed"}, {"conditions": report.conditions[1:]}):
+        assert job_report(known, status.model_copy(update=change)) is not None, change
+    known.status = report.model_copy(update={"observed_generation": 6})
+    assert job_report(known, status) is not None, "the control plane waits for its newest generation"
 
 
 async def test_a_pools_status_is_reported_in_the_control_planes_generations() -> None:
@@ -212,4 +215,44 @@ async def test_a_pools_status_is_reported_in_the_control_planes_generations() ->
     assert {one.observed_generation for one in report.conditions} == {7}
     known.status = report
     assert pool_report(known, status) is None
-    assert pool_report(known, status.model_copy(update={"replicas": 9})) is not None
+    for change in ({"replicas": 9}, {"selector": "a=b"}, {"conditions": report.conditions[1:]}):
+        assert pool_report(known, status.model_copy(update=change)) is not None, change
+    known.status = report.model_copy(update={"observed_generation": 6})
+    assert pool_report(known, status) is not None, "the control plane waits for its newest generation"
+
+
+@pytest.mark.parametrize(
+    ("change", "reported", "routed"),
+    [
+        ({"url": "http://b:1"}, True, True),
+        ({"ready": False}, True, True),
+        ({"draining": True}, True, True),
+        ({"policy_version": "v2"}, True, False),
+        ({"message": "away"}, True, False),
+        ({"active_rollouts": 3}, False, False),
+    ],
+)
+async def test_which_changes_of_a_backend_are_reported_and_which_move_rollouts(
+    change: dict[str, object], reported: bool, routed: bool
+) -> None:
+    async def put(backends: Sequence[BackendStatus]) -> bool:
+        return True
+
+    before = BackendStatus(url="http://a:1", ready=True, policy_version="v1")
+    after = before.model_copy(update=change)
+    reports = BackendReports()
+    await reports.send([before], [before], put)
+    assert await reports.send([after], [before], put) == (True if reported else None)
+    assert (routed_by([before]) != routed_by([after])) == routed
+
+
+def test_what_a_job_is_told_of_its_pool_is_why_it_is_not_ready() -> None:
+    def told(kind: str, status: str, message: str) -> dict[str, str]:
+        at = "2025-01-01T00:00:00Z"
+        return {"type": kind, "status": status, "reason": "R", "message": message, "lastTransitionTime": at}
+
+    degraded, away = told("Degraded", "True", "slow"), told("Ready", "False", "no GPU")
+    status = BackendPoolStatus.model_validate({"conditions": [degraded, away], "readyReplicas": 2})
+    assert pool_state(status) == PoolState(2, "no GPU")
+    ready = BackendPoolStatus.model_validate({"conditions": [degraded, told("Ready", "True", "all")]})
+    assert pool_state(ready) == PoolState(0, "")

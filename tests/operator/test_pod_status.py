@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rollyard_operator.kube import labels
-from rollyard_operator.pods.status import observed_sandbox, observed_workload, start_trouble
+from rollyard_operator.pods.status import observed_sandbox, observed_workload, start_trouble, starting_address
 
 T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:02Z", "2026-01-01T00:05:00Z"
 AT0, AT1, AT2 = (datetime.fromisoformat(text) for text in (T0, T1, T2))
@@ -188,6 +188,7 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
         (HELD, {}, "starting", None, "scheduling gate"),
         (status("Running", started()), {}, "running", None, ""),
         (status("Running", started()), {"deletionTimestamp": T2}, "stopping", None, "deleted"),
+        (status("Failed", over(143, "Error")), {"deletionTimestamp": T2}, "stopping", None, ""),
         (status("Succeeded", over(0, "Completed")), {}, "exited", 0, ""),
         (
             status("Failed", over(2, "Error", TRACE)),
@@ -267,6 +268,36 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
             "unresponsive",
         ),
         ({"phase": "Unknown"}, {}, "exited", None, "Unknown"),
+        # What the kubelet says of the whole pod is no reason for an end that has one of its own.
+        (
+            status("Failed", over(3, "Error", "mine"), reason="Error", message="of the pod"),
+            {},
+            "exited",
+            3,
+            "mine",
+        ),
+        # The container that failed tells more than the one that was ended with it.
+        (
+            status(
+                "Failed",
+                over(0, "Completed", "good"),
+                initContainerStatuses=[over(4, "Error", "bad", "init")],
+            ),
+            {},
+            "exited",
+            4,
+            "bad",
+        ),
+        (status("Failed", over(128, "Error")), {}, "exited", 128, ""),
+        (status("Failed", over(193, "Error")), {}, "exited", 193, ""),
+        (status("Running", waiting("ContainerCreating")), {}, "starting", None, ""),
+        (
+            status("Failed", over(1, "Error", "own"), conditions=(condition("DisruptionTarget", "False"),)),
+            {},
+            "exited",
+            1,
+            "own",
+        ),
     ],
 )
 def test_a_workers_pod(what: Object, meta: Object, state: str, code: int | None, words: str) -> None:
@@ -374,6 +405,38 @@ def test_a_backend_may_listen_elsewhere() -> None:
             "OutOfDisk",
             "exceeds the total limit of containers 1Gi",
         ),
+        # Only an eviction says so; and one for what others have written is none of the sandbox's doing.
+        (
+            status(
+                "Failed",
+                over(137, "Error"),
+                reason="NodeLost",
+                message="Pod ephemeral local storage usage exceeds the total limit of containers 1Gi.",
+            ),
+            {},
+            "failed",
+            "SandboxLost",
+            "exceeds the total limit",
+        ),
+        (
+            status(
+                "Failed",
+                over(137, "Error"),
+                reason="Evicted",
+                message="The node was low on resource: ephemeral-storage.",
+            ),
+            {},
+            "failed",
+            "Evicted",
+            "low on resource",
+        ),
+        (
+            {"phase": "Failed", "reason": "OutOfcpu", "message": "Node didn't have enough resource: cpu"},
+            {},
+            "failed",
+            "SandboxLost",
+            "OutOfcpu: Node didn't have",
+        ),
         (
             status("Failed", initContainerStatuses=[over(1, "Error", "No space left on device", "runtime")]),
             {},
@@ -409,3 +472,31 @@ def test_a_sandbox_with_another_secret_is_unusable() -> None:
 def test_a_status_78_is_not_isolated_only_of_sandboxes() -> None:
     seen = observed_workload(_named(pod("stage-worker", status("Failed", over(78, "Error"))), "worker"))
     assert (seen.exit_code, seen.message) == (78, "")
+
+
+def test_only_a_sandbox_can_be_out_of_its_own_disk() -> None:
+    words = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."
+    what = status("Failed", over(137, "Error"), reason="Evicted", message=words)
+    seen = observed_workload(_named(pod("stage-worker", what), "worker"))
+    assert (seen.exit_code, seen.message) == (None, f"Evicted: {words}")
+
+
+@pytest.mark.parametrize(
+    ("what", "meta", "listens"),
+    [
+        (status("Running", started(), podIP="10.0.0.9"), {}, True),
+        (status("Running", started(), podIP="10.0.0.9", conditions=UNREADY), {}, True),
+        (status("Running", started(), podIP="10.0.0.9", conditions=READY), {}, False),
+        (status("Running", started()), {}, False),
+        (status("Pending", waiting("ContainerCreating"), podIP="10.0.0.9"), {}, False),
+        (status("Running", started("another"), podIP="10.0.0.9"), {}, False),
+        (status("Running", started(), podIP="10.0.0.9"), {"deletionTimestamp": T2}, False),
+        (status("Succeeded", started(), podIP="10.0.0.9"), {}, False),
+        (status("Failed", started(), podIP="10.0.0.9"), {}, False),
+    ],
+)
+def test_an_exec_server_may_listen_before_the_kubelet_has_noticed_it(
+    what: Object, meta: Object, listens: bool
+) -> None:
+    found = starting_address(_named(pod("sandbox", what, **meta), "sandbox"))
+    assert found == (("10.0.0.9", 7411) if listens else None)

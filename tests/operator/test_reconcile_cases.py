@@ -377,6 +377,41 @@ def test_a_hung_backend_counts_on_unless_it_ran_long(lived: float, counted: int)
     assert [one.again for one in gone] == [None], "nobody wants it again"
 
 
+@pytest.mark.parametrize(
+    ("since", "reported", "left"),
+    [
+        (None, {}, 600),
+        (None, {"draining": True}, 600),
+        (100, {"active_rollouts": 2, "draining": True}, 500),
+        # Until the control plane says that it drains, it may route a rollout there.
+        (100, {}, 500),
+        (100, {"draining": True}, 0),
+        (100, {"url": "http://127.0.0.1:2", "draining": True}, 500),
+        (599, {"active_rollouts": 2, "draining": True}, 1),
+        (600, {"active_rollouts": 2, "draining": True}, 0),
+        (601, {"active_rollouts": 2}, 0),
+    ],
+)
+@pytest.mark.parametrize("outdated", [False, True], ids=["surplus", "outdated"])
+def test_a_drain_ends_with_the_last_rollout_or_its_time(
+    since: float | None, reported: dict[str, Any], left: float, outdated: bool
+) -> None:
+    pool = pool_of(replicas=1 if outdated else 0)
+    (workload,) = pool_workloads(pool_of())
+    seen = ObservedWorkload(
+        workload.name, "old" if outdated else workload.spec_hash, "running", NOW, url="http://127.0.0.1:1",
+        draining_since=None if since is None else NOW - timedelta(seconds=since),
+    )  # fmt: skip
+    status = BackendStatus.model_validate({"url": seen.url, "ready": True} | reported)
+    pool.status.backends = [status]
+    plan = reconcile_pool(pool, ObservedPool((seen,)), NOW, Profile(drain_seconds=600.0))
+    assert plan.drain == ({workload.name} if left else set())
+    assert [one.name for one in plan.stop] == ([] if left else [workload.name])
+    if left:
+        assert plan.requeue_after == left
+        assert condition(plan, "Progressing").reason == "Draining"
+
+
 def test_why_a_pod_has_not_begun_is_told_once() -> None:
     pool = pool_of()
     (workload,) = pool_workloads(pool)

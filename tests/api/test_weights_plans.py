@@ -1039,6 +1039,70 @@ async def test_a_server_measures_what_it_has_only_while_that_is_certain(
     assert (await two.update(number))["state"] == "Succeeded"
 
 
+@pytest.mark.parametrize("measures", [True, False])
+async def test_earlier_weights_are_served_again_only_if_they_can_be_verified(
+    measures: bool, two: Pools, loader: WeightLoader
+) -> None:
+    """The update that is refused may be on the servers still, although the earlier one asks for no proof."""
+    first = (await two.post("v1", FULL, reference=reference(-2.0))).json()["id"]
+    await two.succeed(first)
+    number = await two.begin("v2", NEXT)
+    await two.step(number, two.urls[0], step="Verifying")
+    await two.refuse(number)
+    server = Server("unverified:v2", missing=() if measures else ("measure",))
+    server.loaded = "/next"
+    await loader.bring(await two.target(two.urls[0]), server)
+    found = (await two.status())["backends"][0]
+    if measures:
+        assert (found["weights"], found["policyVersion"], found["restartRequested"]) == (
+            *("Current", "v1"),
+            False,
+        )
+        assert not server.paused
+    else:
+        assert (found["weights"], found["restartRequested"]) == ("Failed", True)
+        assert server.paused, "it gives no more tokens"
+        assert server._label.startswith("unverified:")
+    assert [b["weights"] for b in (await two.status())["backends"][1:]] == ["Current"] * 4
+
+
+@pytest.mark.parametrize(
+    ("owner", "expires", "taken"),
+    [
+        (None, None, True),
+        ("me", 60.0, True),
+        ("me", -60.0, True),
+        ("other", 60.0, False),
+        ("other", -60.0, True),
+        ("other", None, True),
+    ],
+)
+async def test_an_update_is_taken_over_once_its_owner_is_silent(
+    owner: str | None, expires: float | None, taken: bool, two: Pools
+) -> None:
+    """As on PostgreSQL, where several control planes share the tables."""
+    numbers = [await two.begin("v1", FULL, pool) for pool in "pq"]
+    target = await two.target(two.urls[0])
+
+    def take(tx: Any) -> tuple[str, list[str | None]]:
+        until = None if expires is None else tx.now + expires
+        tx.conn.execute(sa.update(weight_updates).values(owner=owner, owner_expires=until))
+        try:
+            backend_weights.take_charge(replace(tx, sqlite=False), "me", target)
+            said = "taken"
+        except backend_weights.Superseded:
+            said = "superseded"
+        query = sa.select(weight_updates.c.owner).order_by(weight_updates.c.id)
+        owners = list(tx.conn.scalars(query))
+        expiry = tx.conn.scalar(sa.select(weight_updates.c.owner_expires).limit(1))
+        assert (expiry == tx.now + backend_weights.OWNER_SECONDS) == taken
+        return said, owners
+
+    said, owners = await two.served.plane.database.write(take)
+    assert len(numbers) == 2
+    assert (said, owners) == (("taken", ["me", owner]) if taken else ("superseded", [owner, owner]))
+
+
 async def test_a_control_plane_renews_only_its_own_updates(two: Pools) -> None:
     numbers = [await two.begin("v1", FULL, pool) for pool in "pq"]
     for number, owner in zip(numbers, ("me", "other"), strict=True):

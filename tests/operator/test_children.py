@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from rollyard_crds import RolloutJobStatus
 from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
@@ -174,10 +176,34 @@ async def test_of_several_pods_of_a_workload_one_that_works_is_kept(
 
 async def test_a_pod_that_was_deleted_is_stopping_before_the_watch_says_so(side: Side) -> None:
     side.kube.put(pod())
+    other = pod()
+    other["metadata"]["name"] = "another"
+    side.kube.put(other)
     side.kube.watchers.clear()
     seen = side.seen()
+    assert [one.state for one in side.children.observed(seen)] == ["starting"] * 2
     await side.carry_out(Plan(RolloutJobStatus(), stop=(Stop(NAME, 30.0),)), seen)
-    assert [one.state for one in side.children.observed(seen)] == ["stopping"]
+    states = {one.name: one.state for one in side.children.observed(seen)}
+    assert states == {NAME: "stopping", "another": "starting"}
+
+
+async def test_a_stop_says_how_the_next_launch_counts(side: Side) -> None:
+    """Nothing of the pod is left when its successor is made, which may be refused at first."""
+    side.kube.put(pod())
+    again = Launch(WORKLOAD, restarts=5, last_end="did not answer")
+    await side.carry_out(Plan(RolloutJobStatus(), stop=(Stop(NAME, 0.0, again),)), side.seen())
+    assert side.seen() == []
+    launch = Plan(RolloutJobStatus(), launch=(Launch(WORKLOAD),))
+    for refusal in (KubeError(503, "Unavailable", "later"), KubeError(403, "Forbidden", "quota"), None):
+        side.kube.refuse = lambda verb, obj, refusal=refusal: refusal
+        with suppress(KubeError):
+            await side.carry_out(launch, side.seen())
+    notes = side.kube.objects["Pod", "team", NAME]["metadata"]["annotations"]
+    assert (notes[labels.RESTARTS], notes[labels.LAST_END]) == ("5", "did not answer")
+    side.kube.remove("Pod", "team", NAME)
+    await side.carry_out(launch, side.seen())
+    notes = side.kube.objects["Pod", "team", NAME]["metadata"]["annotations"]
+    assert (notes[labels.RESTARTS], notes.get(labels.LAST_END)) == ("0", None)
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,13 @@ def test_a_link_is_replaced_and_what_it_names_is_kept(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         write_private(tmp_path / "second", "mine")
     assert other.read_text() == "of somebody else"
+
+
+def test_what_an_interrupted_write_left_behind_makes_no_file_readable(tmp_path: Path) -> None:
+    left = tmp_path / f".token.{os.getpid()}"
+    left.write_text("a longer text of before")
+    left.chmod(0o644)
+    write_private(tmp_path / "token", "mine")
+    assert (tmp_path / "token").read_text() == "mine"
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert not left.exists()

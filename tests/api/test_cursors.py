@@ -153,6 +153,8 @@ async def test_of_two_readers_with_one_name_the_second_is_told(ended: Any) -> No
     assert (unknown.status_code, unknown.json()["reason"]) == (409, "CursorMoved"), "there is none"
     back = await put(ended.admin, "trainer", places[0], expected=places[5], rewind=True)
     assert (back.status_code, back.json()["reason"]) == (409, "CursorMoved"), "rewinding does not replace it"
+    back = await put(ended.admin, "trainer", places[0], expected=won)
+    assert (back.status_code, back.json()["reason"]) == (409, "CursorBehind"), "nor does it replace rewinding"
     assert await kept(ended.admin) == {"trainer": won}
 
 

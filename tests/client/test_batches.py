@@ -420,6 +420,7 @@ async def test_padded_arrays(plane: Plane, call: str) -> None:
     short, long = [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 6]
     assert made.input_ids.tolist() == [short, long, short, long]
     assert made.attention_mask[0].tolist() == [1, 1, 1, 1, 1, 0]
+    assert (batch.arrays(pad_id=4).attention_mask == made.attention_mask).all(), "4 is a token too"
     assert made.loss_mask[1].tolist() == [0, 0, 0, 1, 0, 1]
     assert made.logprobs[1].tolist() == [0, 0, 0, -0.5, 0, -1.5]
     assert (made.input_ids.dtype, made.logprobs.dtype) == (np.int64, np.float32)

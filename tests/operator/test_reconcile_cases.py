@@ -236,6 +236,19 @@ def test_a_met_target_ends_the_job_once_the_surplus_has_ended() -> None:
     assert (plan.stop, plan.cancel, plan.status.phase) == ((), "", "Run")
 
 
+@pytest.mark.parametrize(("closed", "cancel"), [(True, ""), (False, "DeadlineExceeded")])
+def test_a_stream_that_ends_takes_no_further_tasks_though_all_its_rollouts_have_ended(
+    closed: bool, cancel: str
+) -> None:
+    job = job_of({"total": 3, "run": {"active": 3}}, activeDeadlineSeconds=30)
+    job.status = reconcile_job(job, ObservedJob(pool=PoolState(1)), NOW, LOCAL).status
+    job.status.counts = job_of({"total": 3, "succeeded": 3}).status.counts
+    plan = reconcile_job(
+        job, ObservedJob(pool=PoolState(1), closed=closed), NOW + timedelta(seconds=30), LOCAL
+    )
+    assert plan.cancel == cancel
+
+
 def test_deadline_counts_from_admission() -> None:
     job = job_of({"total": 3, "run": {"active": 3}}, activeDeadlineSeconds=30)
     job.status = reconcile_job(job, ObservedJob(pool=PoolState(1), closed=True), NOW, LOCAL).status

@@ -103,14 +103,17 @@ async def test_a_policy_cannot_trade_a_zero_for_a_failure(lab: StageLab, name: s
     assert (found.reward, found.reward_reason) == (0.0, reason)
 
 
+STEPS = "".join(f'[[steps]]\nname = "{name}"\n' for name in "ab")
+INSTRUCTIONS = {f"steps/{name}/instruction.md": "Guess." for name in "ab"}
+
+
 async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> None:
-    steps = "".join(f'[[steps]]\nname = "{name}"\n' for name in "ab")
-    files = {f"steps/{name}/instruction.md": "Guess." for name in "ab"}
     look = "ls -RA /tests /logs/verifier /solution; find / -name expected.txt -not -path '/proc/*'"
     daemon = "nohup setsid bash -c 'while :; do cp -r /tests /work/copy; done' > /dev/null 2>&1 &"
     plant = f"{ONE} > /logs/verifier/reward.json; {ONE} > one"
     found = await lab.play(
-        task(TEST, TOML + steps, **files), [[daemon, plant, DAEMON], [look, "cat copy/* /tests/* > answer"]]
+        task(TEST, TOML + STEPS, **INSTRUCTIONS),
+        [[daemon, plant, DAEMON], [look, "cat copy/* /tests/* > answer"]],
     )
     assert (found.reward, found.reward_reason, len(lab.said)) == (0.0, "", 2)
     assert not any(SECRET in text or "expected.txt" in text for text in lab.observed)
@@ -118,12 +121,10 @@ async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> No
 
 async def test_what_the_tests_left_running_is_gone_in_the_next_step(lab: StageLab) -> None:
     """The policy's own code, which the tests start, cannot wait for a time at which its reward would stay."""
-    steps = "".join(f'[[steps]]\nname = "{name}"\n' for name in "ab")
-    files = {f"steps/{name}/instruction.md": "Guess." for name in "ab"}
     test = f"bash /work/a.sh\n{TEST}"
     waits = "setsid nohup sleep 1000 > /dev/null 2>&1 & echo $! > /work/pid"
     look = "if kill -0 $(cat pid); then echo it is there; else echo it is gone; fi"
-    found = await lab.play(task(test, TOML + steps, **files), [[f"echo '{waits}' > a.sh"], [look]])
+    found = await lab.play(task(test, TOML + STEPS, **INSTRUCTIONS), [[f"echo '{waits}' > a.sh"], [look]])
     deserves_nothing(found.reward)
     assert "it is gone" in lab.observed[-1]
 

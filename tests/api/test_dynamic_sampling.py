@@ -269,6 +269,13 @@ async def test_an_infrastructure_failure_is_no_signal(served: Any, dapo: Any, wo
     assert (group["group_id"], len(group["trajectories"])) == ("t2", 2)
 
 
+async def open_step(http: Any, manifest: dict[str, Any], tasks: int) -> None:
+    """Create a stream with this number of tasks, and open its first step, "a"."""
+    await http.post("/v1/rolloutjobs", json=manifest)
+    await http.post(f"{PATH}/tasks", json={"tasks": tasks_of(tasks)})
+    await http.post(f"{PATH}/targets", json={"id": "a"})
+
+
 async def test_the_steps_of_a_stream(served: Any, dapo: Any, worker_of: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=1))
     worker = worker_of(served.worker)
@@ -321,9 +328,7 @@ async def test_the_steps_of_a_stream(served: Any, dapo: Any, worker_of: Any) -> 
 async def test_a_step_lets_go_on_what_has_begun_though_no_further_group_is_there(
     served: Any, dapo: Any, worker_of: Any
 ) -> None:
-    await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=1))
-    await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(2)})
-    await served.admin.post(f"{PATH}/targets", json={"id": "a"})
+    await open_step(served.admin, dapo(0, stream=True, targetGroups=1), 2)
     worker = worker_of(served.worker)
     evaluations = await begin(worker, 4)
     await finish_group(worker, evaluations, "t0", 0.0, 1.0)
@@ -339,9 +344,7 @@ async def test_a_step_lets_go_on_what_has_begun_though_no_further_group_is_there
 async def test_carried_groups_keep_the_policy_versions_of_both_steps(
     served: Any, dapo: Any, worker_of: Any
 ) -> None:
-    await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=1))
-    await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(2)})
-    await served.admin.post(f"{PATH}/targets", json={"id": "a"})
+    await open_step(served.admin, dapo(0, stream=True, targetGroups=1), 2)
     worker = worker_of(served.worker)
     leases = await worker.lease(init=4)
     await worker.complete(*[worker.result(lease) for lease in leases])
@@ -485,9 +488,7 @@ async def test_groups_that_wait_count_against_the_queue(
 async def test_a_cancelled_job_starts_no_more_groups_and_leaves_no_rows(
     served: Any, dapo: Any, worker_of: Any, eventually: Any
 ) -> None:
-    await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=2))
-    await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(6)})
-    await served.admin.post(f"{PATH}/targets", json={"id": "a"})
+    await open_step(served.admin, dapo(0, stream=True, targetGroups=2), 6)
     evaluations = await begin(worker_of(served.worker), 4)
     await finish_group(worker_of(served.worker), evaluations, "t0", 0.0, 1.0)
     document = (await served.admin.post(f"{PATH}/cancel", json={})).json()

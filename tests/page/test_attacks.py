@@ -15,16 +15,11 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from rollyard_testing.browser.plane import HALF, HOSTILE, Plane
 from rollyard_testing.browser.signin import Served, a_context, sign_in
-from rollyard_testing.browser.witness import attacks_seen
+from rollyard_testing.browser.witness import HIDDEN, attacks_seen
 from rollyard_testing.invariants import invariant
 from rollyard_testing.page.attacks import LARGE, NAMES, TEXTS
 
 pytestmark = pytest.mark.page
-
-UNSEEN = re.compile(
-    "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
-)
-"""Characters that show nothing, or that change how others are shown."""
 
 
 def _rollouts(served: Served) -> list[dict[str, Any]]:
@@ -56,16 +51,16 @@ def _settled(page: Page) -> None:
 def _shows_all(page: Page) -> None:
     """Check that nothing that is shown is invisible or turns the direction of text."""
     text = page.evaluate("document.body.innerText")
-    found = UNSEEN.search(text)
+    found = HIDDEN.search(text)
     assert found is None, f"{found[0]!r} in {text[max(0, found.start() - 40) : found.start() + 40]!r}"
     # Attributes that are read out or shown on hover are texts as well.
     titles = page.evaluate(
         "[...document.querySelectorAll('[title], [aria-label]')]"
         ".map(e => (e.getAttribute('title') ?? '') + (e.getAttribute('aria-label') ?? '')).join('\\n')"
     )
-    found = UNSEEN.search(titles)
+    found = HIDDEN.search(titles)
     assert found is None, f"{found[0]!r} in {titles[max(0, found.start() - 40) : found.start() + 40]!r}"
-    assert UNSEEN.search(page.title()) is None
+    assert HIDDEN.search(page.title()) is None
 
 
 @pytest.mark.parametrize("kind", TEXTS)

@@ -11,14 +11,11 @@ from urllib.parse import quote, urlsplit
 import pytest
 from playwright.sync_api import Page, Route, expect
 from rollyard_testing.browser.plane import ENDED, Plane
-from rollyard_testing.browser.witness import attacks_seen
+from rollyard_testing.browser.witness import HIDDEN, attacks_seen
 from rollyard_testing.invariants import invariant
 
 pytestmark = pytest.mark.page
 
-HIDDEN = re.compile(
-    "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
-)
 SHOWN = re.compile("⟦U\\+202E⟧(\\w+)⟦U\\+200B⟧")
 ID = "r-0-0"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from rollyard_crds.lease import CompleteRequest, OutcomeItem, OutcomeResponse, StageResult, StageTimes
@@ -25,28 +27,43 @@ class Counted(Plane):
         return await super().complete(request)
 
 
-async def reported(number: int, *, more: bool) -> list[list[str]]:
-    """Report this many outcomes, one a turn of the event loop, and return the rollouts of each request."""
-    control, answered = Counted(), asyncio.Semaphore(0)
+@asynccontextmanager
+async def reporting(
+    control: Plane, number: int, *, more: bool = False
+) -> AsyncIterator[tuple[Outbox, list[tuple[str, str]]]]:
+    """Yield an outbox that runs, and the rollouts and answers that it has passed on.
+
+    At the end of the block it must pass on this many.
+    """
+    answers: list[tuple[str, str]] = []
+    answered = asyncio.Semaphore(0)
 
     async def done(held: HeldLease, outcome: str) -> None:
-        assert outcome == "accepted"
+        answers.append((held.lease.rollout, outcome))
         answered.release()
 
     outbox = Outbox(control, "w", done, lambda: more)
     running = asyncio.create_task(outbox.run())
     try:
-        for index in range(number):
-            held = HeldLease(lease(index, "run"))
-            outbox.put(held, StageResult(rollout=f"r{index}", token=1, stage="run"))
-            assert held.reporting
-            await asyncio.sleep(0)
+        yield outbox, answers
         async with asyncio.timeout(patience(30)):
             for _ in range(number):
                 await answered.acquire()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def reported(number: int, *, more: bool) -> list[list[str]]:
+    """Report this many outcomes, one a turn of the event loop, and return the rollouts of each request."""
+    control = Counted()
+    async with reporting(control, number, more=more) as (outbox, answers):
+        for index in range(number):
+            held = HeldLease(lease(index, "run"))
+            outbox.put(held, StageResult(rollout=f"r{index}", token=1, stage="run"))
+            assert held.reporting
+            await asyncio.sleep(0)
+    assert {outcome for _, outcome in answers} == {"accepted"}
     assert [rollout for request in control.requests for rollout in request] == [
         f"r{index}" for index in range(number)
     ]
@@ -69,28 +86,13 @@ async def test_a_request_holds_no_more_than_a_batch() -> None:
 
 
 async def test_results_and_failures_are_reported_by_their_own_calls_in_the_order_of_arrival() -> None:
-    control, answered = Plane(spec()), asyncio.Semaphore(0)
-    told: list[tuple[str, str]] = []
-
-    async def done(held: HeldLease, outcome: str) -> None:
-        told.append((held.lease.rollout, outcome))
-        answered.release()
-
-    outbox = Outbox(control, "w", done, lambda: False)
-    kinds = "rrfrffr"
-    for index, kind in enumerate(kinds):
-        held = HeldLease(lease(index, "run"))
-        result = StageResult(rollout=f"r{index}", token=1, stage="run")
-        outbox.put(held, result if kind == "r" else hand_over(held.lease, StageTimes()))
-    running = asyncio.create_task(outbox.run())
-    try:
-        async with asyncio.timeout(patience(30)):
-            for _ in kinds:
-                await answered.acquire()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    assert sorted(told) == [(f"r{index}", "accepted") for index in range(len(kinds))]
+    control, kinds = Plane(spec()), "rrfrffr"
+    async with reporting(control, len(kinds)) as (outbox, answers):
+        for index, kind in enumerate(kinds):
+            held = HeldLease(lease(index, "run"))
+            result = StageResult(rollout=f"r{index}", token=1, stage="run")
+            outbox.put(held, result if kind == "r" else hand_over(held.lease, StageTimes()))
+    assert sorted(answers) == [(f"r{index}", "accepted") for index in range(len(kinds))]
     found = {one.rollout: "r" if isinstance(one, StageResult) else "f" for one in control.outcomes}
     assert "".join(found[f"r{index}"] for index in range(len(kinds))) == kinds
     assert len(control.outcomes) == len(kinds)
@@ -108,22 +110,7 @@ class Differing(Plane):
 
 
 async def test_each_outcome_has_its_own_answer_and_one_without_is_unknown() -> None:
-    answered = asyncio.Semaphore(0)
-    told: dict[str, str] = {}
-
-    async def done(held: HeldLease, outcome: str) -> None:
-        told[held.lease.rollout] = outcome
-        answered.release()
-
-    outbox = Outbox(Differing(spec()), "w", done, lambda: False)
-    for index in range(4):
-        outbox.put(HeldLease(lease(index, "run")), StageResult(rollout=f"r{index}", token=1, stage="run"))
-    running = asyncio.create_task(outbox.run())
-    try:
-        async with asyncio.timeout(patience(30)):
-            for _ in range(4):
-                await answered.acquire()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    assert told == {"r0": "accepted", "r1": "stale", "r2": "cancelled", "r3": "unknown"}
+    async with reporting(Differing(spec()), 4) as (outbox, answers):
+        for index in range(4):
+            outbox.put(HeldLease(lease(index, "run")), StageResult(rollout=f"r{index}", token=1, stage="run"))
+    assert dict(answers) == {"r0": "accepted", "r1": "stale", "r2": "cancelled", "r3": "unknown"}

@@ -66,6 +66,14 @@ async def test_a_lease_blames_no_backend_of_others(yard: Yard, holder: str) -> N
     assert set((await circuits(yard, "mine")).values()) == {"Closed"}
 
 
+async def test_a_lease_blames_no_backend_but_its_own(yard: Yard) -> None:
+    """Each rollout blames the other backend of its pool, on which it has never been."""
+    http = yard.client(yard.job_token("mine"))
+    for lease in await running(yard, http, OFTEN):
+        await blame(http, lease, SHARED if lease["backend"]["url"] == MINE else MINE)
+    assert set((await circuits(yard, "mine")).values()) == {"Closed"}
+
+
 async def test_a_backend_that_two_pools_name_is_blamed_in_the_rollouts_own(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     for lease in await running(yard, http, 4 * THRESHOLD):

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.app import build
+from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_inference.transports.with_httpx import HttpxTransport
@@ -28,6 +29,7 @@ from rollyard_testing.api.databases import (
     migrated_sqlite,
     postgres,
 )
+from rollyard_testing.api.weights import Pools
 from rollyard_testing.inference.misbehaving import MisbehavingServer
 from rollyard_testing.pace import patience
 
@@ -363,3 +365,29 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         popen.kill()
         popen.wait(patience(10))
+
+
+@pytest.fixture
+async def disk() -> AsyncIterator[Bulkhead]:
+    """Yield the bulkhead of threads that look into folders of weights."""
+    made = Bulkhead("folders of weights", threads=2, waiting=8, seconds=20.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def two(request: pytest.FixtureRequest, tmp_path: Path, serving: Serve) -> AsyncIterator[Pools]:
+    """Yield two pools of a control plane that does nothing to servers by itself."""
+    settings = Settings(
+        state_dir=tmp_path,
+        db=migrated_database(request, "sqlite", tmp_path),
+        sweep_seconds=3600.0,
+        circuit_seconds=3600.0,
+        stats_seconds=3600.0,
+        health_seconds=3600.0,
+        weights_seconds=3600.0,
+    )
+    async with serving(settings) as served:
+        made = Pools(served)
+        await made.make()
+        yield made

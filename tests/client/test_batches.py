@@ -181,6 +181,30 @@ def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
     assert next(results, None) is None
 
 
+async def test_a_result_that_cannot_be_read_stays_the_next_one() -> None:
+    """A reader that mends its code, or a newer one, begins with it; nothing was passed over."""
+
+    def page(_call: Any) -> Any:
+        return Page([b"1", b"?", b"3"], "c3", True, ["c1", "c2", "c3"])
+
+    async def sent(call: Any) -> Any:
+        return page(call)
+
+    def pages() -> Any:
+        return Cursor(lambda *_: None, int, follow=True)  # type: ignore[arg-type,return-value]
+
+    results = ResultIterator(pages(), page, None)
+    assert next(results) == 1
+    async_results = AsyncResultIterator(pages(), sent, None)
+    assert await anext(async_results) == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="invalid literal"):
+            next(results)
+        with pytest.raises(ValueError, match="invalid literal"):
+            await anext(async_results)
+        assert (results.cursor, async_results.cursor) == ("c1", "c1")
+
+
 async def test_an_iterator_asks_again_where_its_consumer_left_off() -> None:
     """The question failed, so that an answer to it is as good as none."""
     asked: list[Any] = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
 from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch
 from rollyard.integrations.sequences import is_scored, sequences
-from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_crds.trajectory import SamplingRecord, Segment, Trajectory, Turn
 from rollyard_testing.integrations.rollouts import PAD, Sampled, batches, sampled, trained
 
 
@@ -169,6 +169,27 @@ def test_slime_keeps_the_rows_of_a_rollout_together(batch: list[Trajectory]) -> 
             if row["status"] == "truncated":
                 assert one.truncated
             assert len(row["loss_mask"]) == len(row["rollout_log_probs"]) == row["response_length"] > 0
+
+
+@pytest.mark.parametrize("read", [*ONE_ROW_EACH, *ANY_ROWS])
+def test_tokens_of_servers_that_name_no_version_are_trained_on(
+    read: Callable[[list[Trajectory]], Sampled],
+) -> None:
+    """The loss mask decides, and not whether a token has a version."""
+    segment = Segment(
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5],
+        loss_mask=[1, 0, 1],
+        logprobs=[-1.0, 0.0, -0.5],
+        policy_versions=["", "", ""],
+    )
+    turns = [Turn(segment=0, start=place, end=place + 1, finish_reason="stop") for place in (0, 2)]
+    one = Trajectory(
+        id="a", job="j", task_id="t", group_id="g", sample_index=0, reward=1.0, segments=[segment],
+        turns=turns, sampling=SamplingRecord(temperature=0.5, top_p=1.0, max_tokens=8, seed=0),
+    )  # fmt: skip
+    assert read([one]) == sampled([one])
+    assert len(sampled([one])) == 2
 
 
 @settings(max_examples=EXAMPLES)

@@ -33,7 +33,10 @@ class Rollouts:
     def __init__(self, stages: Stages, plane: Plane, world: Outside) -> None:
         self.stages, self.plane, self.world = stages, plane, world
 
-    async def play(self, command: str, test: str, setup: str, **stage: Any) -> StageResult:
+    async def play(
+        self, command: str, test: str, setup: str, hosts: list[str] | None = None, **stage: Any
+    ) -> StageResult:
+        """Play it; `hosts` are those of the job that its task may reach, all of them without a list."""
         self.plane.spec = RolloutJobSpec.model_validate(
             {
                 "tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"},
@@ -46,8 +49,11 @@ class Rollouts:
         )  # fmt: skip
         calls = [{"name": "bash", "arguments": {"command": command}}]
         task = Task.model_validate(
-            {"id": "t", "prompt": "q", "test_script": test, "solution": calls, "sandbox": {"setup": setup}}
-        )
+            {
+                "id": "t", "prompt": "q", "test_script": test, "solution": calls,
+                "sandbox": {"setup": setup, "allowedHosts": hosts},
+            }
+        )  # fmt: skip
         init = await self._work("init", task)
         ran = await self._work("run", task, sandbox=init.sandbox, carry=init.carry)
         return await self._work(
@@ -102,6 +108,18 @@ async def test_init_and_run_have_it_and_eval_has_not(rollouts: Rollouts, sandbox
     assert (result.reward, result.reward_reason) == (1.0, "")
     asked = [each.split(b" ")[1] for each in world.received]
     assert asked == [b"/init", b"/run", b"/init"][: 3 if sandbox == "fresh" else 2]
+
+
+async def test_a_task_has_no_more_of_it_than_it_names(rollouts: Rollouts) -> None:
+    """The job permits a host, and the task none: neither Init nor Run reaches it."""
+    world = rollouts.world
+    result = await rollouts.play(
+        f"{fetch(world, 'run')}; true",
+        "[ ! -s init.txt ] && [ ! -s run.txt ]",
+        f"{fetch(world, 'init')}; true",
+        hosts=[],
+    )
+    assert (result.reward, result.reward_reason, world.received) == (1.0, "", [])
 
 
 @pytest.mark.parametrize("rollouts", ["process"], indirect=True)

@@ -294,6 +294,32 @@ async def test_a_rollout_that_is_held_again_goes_on_when_its_older_lease_is_lost
     assert provider.released == ["old"]
 
 
+async def test_a_lease_is_renewed_until_its_outcome_has_been_taken(
+    handler: type[Steered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would expire while its report is on the way, and its work would be done again."""
+    plane, answered = Plane(spec()), asyncio.Event()
+    complete = plane.complete
+
+    async def slow(request: Any) -> Any:
+        await answered.wait()
+        return await complete(request)
+
+    monkeypatch.setattr(plane, "complete", slow)
+    handler.gate.set()
+    async with working(plane, handler):
+        plane.offer(lease(1, "eval"))
+        await until(lambda: handler.entered == ["r1"])
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 2)
+        assert [[ref.rollout for ref in beat.leases] for beat in plane.beats[seen:]] == [["r1"]] * (
+            len(plane.beats) - seen
+        )
+        answered.set()
+        await plane.wait_for(1)
+        await until(lambda: not plane.beats[-1].leases)
+
+
 async def test_outcomes_wait_for_a_control_plane_that_is_away(handler: type[Steered]) -> None:
     plane = Plane(spec())
     async with working(plane, handler):

@@ -6,14 +6,19 @@ import errno
 import os
 import struct
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_sandbox import errors, proof
 from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.execution.shell import parse_report, single_quoted, typed_line
 from rollyard_sandbox.frames import FrameReader, encode
+from rollyard_sandbox.server.operations import Operations
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,3 +181,24 @@ def test_a_secret_has_its_whole_length(size: int) -> None:
 def test_unknown_reasons_are_kept() -> None:
     raised = errors.from_wire("FromTheFuture", "text")
     assert (type(raised), raised.reason) == (errors.SandboxError, "FromTheFuture")
+
+
+def test_no_evaluation_begins_beside_a_process_that_survives(tmp_path: Path) -> None:
+    """It does not matter how many others were killed."""
+    control: Any = SimpleNamespace(kill_all=lambda: 3, survivors=lambda: 1)
+    protections: Any = SimpleNamespace(namespaces=None)
+    operations = Operations(
+        EventLoop(), workdir=str(tmp_path), max_sessions=1, max_output=100, own_namespace=False,
+        protections=protections, secret=None, control=control,
+    )  # fmt: skip
+    said: list[Any] = []
+    connection: Any = SimpleNamespace(
+        in_flight={},
+        refuse=lambda _request, error: said.append(error.reason),
+        answer=lambda _request, fields, _body: said.append(os.path.isdir(fields["folder"])),
+    )
+    operations.handle(connection, {"id": 1, "op": "begin_eval"}, b"")
+    control.survivors = lambda: 0
+    operations.handle(connection, {"id": 2, "op": "begin_eval"}, b"")
+    operations._places.remove()
+    assert said == ["ProcessesSurvive", True]

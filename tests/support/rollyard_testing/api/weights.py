@@ -1,0 +1,102 @@
+"""Pools whose weights are updated in the tables alone, and sources of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+from rollyard_api.storage.schema import backends, weight_updates
+from rollyard_api.storage.schema import pools as pools_table
+from rollyard_api.weights import (
+    backend_targets,
+    update_records,
+)
+from rollyard_api.weights.backend_targets import BackendTarget
+
+FULL, NEXT = {"checkpoint": {"path": "/full"}}, {"checkpoint": {"path": "/next"}}
+ONE, TWO = ({"lora": {"name": name, "path": f"/{name}"}} for name in ("one", "two"))
+PUSHED = {"pushed": True}
+"""Sources of weights."""
+
+
+class Pools:
+    """Two pools, `p` and `q`, of the same five servers."""
+
+    def __init__(self, served: Any) -> None:
+        self.served, self.urls = served, [f"http://s{number}" for number in range(1, 6)]
+
+    async def make(self) -> None:
+        for name in "pq":
+            manifest = {
+                "apiVersion": "rollyard.dev/v1alpha1",
+                "kind": "BackendPool",
+                "metadata": {"name": name},
+                "spec": {"model": "m", "engine": {"type": "vllm"}},
+            }
+            assert (await self.served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
+            body = {"backends": [{"url": url, "ready": True} for url in self.urls]}
+            answer = await self.served.driver.put(f"/v1/backendpools/{name}/backends", json=body)
+            assert answer.status_code == 200, answer.text
+
+    async def post(self, version: str, source: dict[str, Any], pool: str = "p", **fields: Any) -> Any:
+        body = {"policyVersion": version, "source": source, "inFlight": "restart", **fields}
+        return await self.served.admin.post(f"/v1/backendpools/{pool}/weights", json=body)
+
+    async def begin(self, version: str, source: dict[str, Any], pool: str = "p") -> int:
+        answer = await self.post(version, source, pool)
+        assert answer.status_code == 202, answer.text
+        number: int = answer.json()["id"]
+        return number
+
+    async def update(self, number: int, pool: str = "p") -> dict[str, Any]:
+        found: dict[str, Any] = (
+            await self.served.admin.get(f"/v1/backendpools/{pool}/weights/{number}")
+        ).json()
+        return found
+
+    async def status(self, pool: str = "p") -> dict[str, Any]:
+        found: dict[str, Any] = (await self.served.admin.get(f"/v1/backendpools/{pool}")).json()["status"]
+        return found
+
+    async def index(self, number: int) -> int:
+        query = sa.select(weight_updates.c.policy_index).where(weight_updates.c.id == number)
+        found: int = await self.served.plane.database.read(lambda conn: conn.scalar(query))
+        return found
+
+    async def set(self, pool: str, url: str, **values: Any) -> None:
+        """Set columns of a backend."""
+        ids = sa.select(pools_table.c.id).where(pools_table.c.name == pool).scalar_subquery()
+        change = sa.update(backends).where(backends.c.pool_id == ids, backends.c.url == url).values(**values)
+        await self.served.plane.database.write(lambda tx: tx.conn.execute(change) and None)
+
+    async def step(self, number: int, url: str, **values: Any) -> None:
+        """Set a backend's part of an update."""
+        await self.write(update_records.note, update_id=number, url=url, **values)
+
+    async def target(self, url: str) -> BackendTarget:
+        """Return what the coordinator reads of a backend of `p`."""
+        found: list[BackendTarget] = await self.served.plane.database.read(backend_targets.read)
+        return next(one for one in found if one.key == (1, url))
+
+    async def write(self, op: Callable[..., Any], **values: Any) -> None:
+        await self.served.plane.database.write(partial(op, **values))
+
+    async def settle(self, pool: int = 1) -> None:
+        await self.write(update_records.settle, pool_id=pool)
+
+    async def succeed(self, number: int) -> None:
+        """Let every backend have the weights."""
+        index = await self.index(number)
+        version = (await self.update(number))["policyVersion"]
+        for url in self.urls:
+            await self.set("p", url, policy_index=index, policy_version=version, weights="Current")
+            await self.step(number, url, step="Done", verified=True)
+        await self.settle()
+        assert (await self.update(number))["state"] == "Succeeded"
+
+    async def refuse(self, number: int, refused_by: str = "") -> None:
+        await self.write(
+            update_records.refuse, pool_id=1, update_id=number, message="wrong", refused_by=refused_by
+        )

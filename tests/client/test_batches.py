@@ -181,6 +181,16 @@ def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
     assert next(results, None) is None
 
 
+def test_a_page_without_results_ends_only_what_is_not_followed() -> None:
+    def results(follow: bool) -> list[int]:
+        pages = [Page([b"1"], "c1", False, ["c1"]), Page([], "c1", False), Page([b"2"], "c2", True, ["c2"])]
+        cursor = Cursor(lambda *_: None, int, follow=follow)  # type: ignore[arg-type,return-value]
+        return list(ResultIterator(cursor, lambda _call: pages.pop(0), None))  # type: ignore[arg-type]
+
+    assert results(follow=True) == [1, 2], "a long poll has come to its end, and the job has not"
+    assert results(follow=False) == [1]
+
+
 async def test_a_result_that_cannot_be_read_stays_the_next_one() -> None:
     """A reader that mends its code, or a newer one, begins with it; nothing was passed over."""
 

@@ -36,8 +36,9 @@ class Plane:
 async def test_a_death_is_reported_once_and_says_whether_the_worker_was_useful() -> None:
     deaths, plane = Deaths(), Plane("a")
     for _ in range(3):
-        found = await deaths.noted(OWNER, [seen("a"), seen("b"), seen("c", "running")], plane.report)
-        assert [one.useful for one in found] == [True, False, False]
+        alive = [seen("c", "running"), seen("d", "stopping")]  # One that drains still works on its leases.
+        found = await deaths.noted(OWNER, [seen("a"), seen("b"), *alive], plane.report)
+        assert [one.useful for one in found] == [True, False, False, False]
     assert plane.reports == [WorkerDied(namespace="n", job="job", worker=name) for name in ("a", "b")]
     # The successor runs, and the memory of its predecessor goes.
     await deaths.noted(OWNER, [seen("d", "running")], plane.report)

@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.execution.shell import parse_report, single_quoted, typed_line
 from rollyard_sandbox.frames import FrameReader, encode
 from rollyard_sandbox.server.operations import Operations
+from rollyard_testing.pace import patience
 
 
 @settings(max_examples=60, deadline=None)
@@ -202,3 +204,17 @@ def test_no_evaluation_begins_beside_a_process_that_survives(tmp_path: Path) -> 
     operations.handle(connection, {"id": 2, "op": "begin_eval"}, b"")
     operations._places.remove()
     assert said == ["ProcessesSurvive", True]
+
+
+def test_a_signal_that_a_process_of_this_namespace_sends_does_not_come_from_outside() -> None:
+    """It has a number here. In a process of its own, because the signal is blocked from then on."""
+    code = """
+import os, signal
+from rollyard_sandbox.isolation.signal_senders import OutsideSignals
+outside = OutsideSignals([signal.SIGTERM])
+os.kill(os.getpid(), signal.SIGTERM)
+signal.raise_signal(signal.SIGTERM)
+print(outside.read())
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(30))
+    assert (said.stdout, said.returncode) == ("set()\n", 0), said.stderr

@@ -22,6 +22,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.invariants import deserves_nothing
+from rollyard_testing.pace import patience
 
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}
@@ -155,7 +156,9 @@ async def sandbox(
 async def reward(
     sandbox: tuple[ExecClient, str], answer: str, tests: dict[str, Any], limit: float = 2.0
 ) -> float:
-    task = Task.model_validate({"id": "a", "prompt": "?", "tests": {**tests, "time_limit_seconds": limit}})
+    task = Task.model_validate(
+        {"id": "a", "prompt": "?", "tests": {**tests, "time_limit_seconds": patience(limit)}}
+    )
     client, workdir = sandbox
     context = StageContext(task, SPEC, "r", 0, 30.0, client, workdir, carry={ANSWER: answer})
     return (await evaluate(CodeHandler(), context, 45.0)).reward

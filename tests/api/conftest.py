@@ -99,20 +99,28 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
 Serve = Callable[..., Any]
 
 
+def quiet_settings(state_dir: Path, db: str, **more: Any) -> Settings:
+    """Return settings with which a control plane sweeps and looks after servers only when it is asked to."""
+    return Settings(
+        state_dir=state_dir,
+        db=db,
+        sweep_seconds=3600.0,
+        health_seconds=3600.0,
+        circuit_seconds=3600.0,
+        stats_seconds=3600.0,
+        **more,
+    )
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Return settings with a new database of each kind. The tests call the sweeper themselves.
 
     Those on PostgreSQL are a part of their own.
     """
-    db = migrated_database(request, request.param, tmp_path)
-    return Settings(
-        state_dir=tmp_path,
-        db=db,
-        sweep_seconds=3600.0,
-        health_seconds=3600.0,
-        circuit_seconds=3600.0,
-        stats_seconds=3600.0,
+    return quiet_settings(
+        tmp_path,
+        migrated_database(request, request.param, tmp_path),
         speeds_seconds=3600.0,
         fleet_seconds=0.0,
         folding_seconds=3600.0,
@@ -378,16 +386,8 @@ async def disk() -> AsyncIterator[Bulkhead]:
 @pytest.fixture
 async def two(request: pytest.FixtureRequest, tmp_path: Path, serving: Serve) -> AsyncIterator[Pools]:
     """Yield two pools of a control plane that does nothing to servers by itself."""
-    settings = Settings(
-        state_dir=tmp_path,
-        db=migrated_database(request, "sqlite", tmp_path),
-        sweep_seconds=3600.0,
-        circuit_seconds=3600.0,
-        stats_seconds=3600.0,
-        health_seconds=3600.0,
-        weights_seconds=3600.0,
-    )
-    async with serving(settings) as served:
+    db = migrated_database(request, "sqlite", tmp_path)
+    async with serving(quiet_settings(tmp_path, db, weights_seconds=3600.0)) as served:
         made = Pools(served)
         await made.make()
         yield made

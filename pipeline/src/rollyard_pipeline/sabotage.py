@@ -39,6 +39,8 @@ _POLICYS: Final = frozenset(
         "DiskFull", "ResourceExhausted",
         # A program exists but cannot be started: its folder is gone, or its arguments are too long.
         "LaunchFailed",
+        # Something in the sandbox has confused its server, which logs it as our bug.
+        "ServerFault",
         # What the policy said or left does not fit into a request.
         "CommandTooLarge",
     }

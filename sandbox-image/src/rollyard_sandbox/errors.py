@@ -17,6 +17,7 @@ __all__ = [
     "ProtocolError",
     "SandboxError",
     "SandboxSabotaged",
+    "ServerFault",
     "SessionBusy",
     "TokenRefused",
     "TooManySessions",
@@ -101,6 +102,12 @@ class SandboxSabotaged(SandboxError):
     reason = "SandboxSabotaged"
 
 
+class ServerFault(SandboxError):
+    """The exec server met an exception that it does not know, in one request. It has survived it."""
+
+    reason = "ServerFault"
+
+
 class FileError(SandboxError):
     """A file operation failed. The reason is FileNotFound, IsADirectory, PermissionDenied, DiskFull, …"""
 
@@ -140,6 +147,7 @@ _CLASSES: dict[str, type[SandboxError]] = {
         IPythonUnavailable,
         FileError,
         SandboxSabotaged,
+        ServerFault,
     )
 }
 _CLASSES.update(dict.fromkeys(_FILE_REASONS.values(), FileError))

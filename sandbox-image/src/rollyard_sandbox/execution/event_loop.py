@@ -10,6 +10,7 @@ import heapq
 import os
 import select
 import signal
+import sys
 from time import monotonic
 
 from rollyard_sandbox.isolation.signal_senders import OutsideSignals
@@ -18,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MAX_FAULTS = 100
+"""How many exceptions of callbacks are survived, so that one that comes back at once does not spin for ever."""
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
@@ -50,6 +53,7 @@ class EventLoop:
         self._from_threads: list[Callable[[], None]] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._running = False
+        self._faults = 0
         self._signals: dict[int, Callable[[], None]] = {}
         self.watch(self._wake_read, self._woken)
 
@@ -123,7 +127,10 @@ class EventLoop:
                 return True
             callback = self._children.pop(pid, None)
             if callback is not None:
-                callback(status)
+                try:
+                    callback(status)
+                except Exception:
+                    self._survive()
 
     def stop(self) -> None:
         """End `run` after the current round."""
@@ -141,13 +148,30 @@ class EventLoop:
             for fd, events in poll(timeout):
                 handler = handlers.get(fd)
                 if handler is not None:
-                    handler(events)
+                    try:
+                        handler(events)
+                    except Exception:
+                        self._survive()
             if timers:
                 now = monotonic()
                 while self._timers and self._timers[0].when <= now:
                     callback = heapq.heappop(self._timers).callback
                     if callback is not None:
-                        callback()
+                        try:
+                            callback()
+                        except Exception:
+                            self._survive()
+
+    def _survive(self) -> None:
+        """Print the exception that is being handled: a bug of ours, for which nobody else's work may be lost.
+
+        Raises:
+            Exception: The same, if there have been more than `MAX_FAULTS`.
+        """
+        self._faults += 1
+        if self._faults > MAX_FAULTS:
+            raise
+        sys.excepthook(*sys.exc_info())
 
     def _woken(self, events: int) -> None:
         try:
@@ -161,4 +185,7 @@ class EventLoop:
                 handler()
         calls, self._from_threads = self._from_threads, []
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception:
+                self._survive()

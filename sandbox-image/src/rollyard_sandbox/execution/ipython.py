@@ -15,6 +15,7 @@ import sys
 from functools import partial
 from time import monotonic
 
+from rollyard_sandbox import folders
 from rollyard_sandbox.errors import IPythonUnavailable, SandboxError, SessionBusy
 from rollyard_sandbox.execution.capture import Capture
 from rollyard_sandbox.execution.commands import Outcome
@@ -162,14 +163,21 @@ class Kernel:
                 refusal = IPythonUnavailable(problem)
                 send_signal((self.pid,), signal.SIGKILL)
             else:
-                self._run(wire, cell)
+                try:
+                    self._run(wire, cell)
+                except Exception:
+                    # A bug of ours, which must not leave the cell without an end.
+                    sys.excepthook(*sys.exc_info())
+                    send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+                    cell.outcome.killed = cell.outcome.shell_restarted = True
             self._loop.call_from_thread(partial(_deliver, cell, refusal))
         if wire is not None:
             wire.close()
         os.close(self.wake)
-        from shutil import rmtree
-
-        rmtree(self.directory, ignore_errors=True)
+        try:
+            folders.remove(self.directory)
+        except OSError:
+            return  # The sandbox's own folders are removed with it.
 
     def _run(self, wire: JupyterWire, cell: Cell) -> None:
         outcome = cell.outcome

@@ -94,9 +94,12 @@ class JupyterWire:
         Returns:
             False if `deadline` (of the monotonic clock) or a wake-up came first.
         """
+        late = 0
         while not (self._replied and self._idle):
             ready = dict(self._poller.poll(_milliseconds(deadline)))
-            if not ready:
+            # What was sent in time is still read, but a kernel that never stops sending ends nobody's wait.
+            late += monotonic() >= deadline
+            if not ready or late > _HIGH_WATER:
                 return False
             if self._iopub in ready:
                 self._published(self._receive(self._iopub), capture)
@@ -104,7 +107,8 @@ class JupyterWire:
                 message = self._receive(self._shell)
                 if self._parent(message) == self._request:
                     self._replied = True
-                    self.succeeded = message["content"].get("status") == "ok"
+                    content = message.get("content")
+                    self.succeeded = isinstance(content, dict) and content.get("status") == "ok"
             if self._wake in ready and len(ready) == 1:
                 # The wake-up is handled last, because what the kernel sent before it died must not be lost.
                 self._clear_wake()
@@ -118,19 +122,25 @@ class JupyterWire:
         self._context.term()
 
     def _published(self, message: dict[str, Any], capture: Capture) -> None:
-        kind, content = message.get("msg_type"), message.get("content", {})
+        # The kernel's own code may send anything, so no field is taken for what the protocol says it is.
+        kind, content = message.get("msg_type"), message.get("content")
+        if not isinstance(content, dict):
+            return
         if kind == "stream":
             # Output of earlier cells is included, because a thread that they started may still print.
-            capture.add(content["text"].encode("utf-8", "surrogateescape"))
+            capture.add(_bytes(_text(content.get("text"))))
         elif kind in ("execute_result", "display_data", "update_display_data"):
-            text = content["data"].get("text/plain", "")
+            data = content.get("data")
+            text = _text(data.get("text/plain")) if isinstance(data, dict) else ""
             if kind == "execute_result" and self._parent(message) == self._request:
-                self.result = text
+                self.result = text.encode("utf-8", "replace").decode()
             capture.add((text + "\n").encode("utf-8", "replace"))
         elif kind == "error":
-            capture.add((_ANSI.sub("", "\n".join(content["traceback"])) + "\n").encode("utf-8", "replace"))
+            lines = content.get("traceback")
+            text = "\n".join(map(_text, lines)) if isinstance(lines, list) else ""
+            capture.add((_ANSI.sub("", text) + "\n").encode("utf-8", "replace"))
         elif kind == "status" and self._parent(message) == self._request:
-            self._idle |= content["execution_state"] == "idle"
+            self._idle |= content.get("execution_state") == "idle"
 
     def _send(self, kind: str, content: dict[str, Any]) -> str:
         message = self._session.send(self._shell, kind, content)
@@ -145,20 +155,33 @@ class JupyterWire:
         try:
             _, parts = self._session.feed_identities(parts)
             message = self._session.deserialize(parts)
-        except (ValueError, TypeError):
+        except Exception:  # The parts are the kernel's, and the session looks into them.
             return {}
-        assert isinstance(message, dict)
-        return message
+        return message if isinstance(message, dict) else {}
 
     @staticmethod
     def _parent(message: dict[str, Any]) -> str:
-        return str(message.get("parent_header", {}).get("msg_id", ""))
+        header = message.get("parent_header")
+        return _text(header.get("msg_id")) if isinstance(header, dict) else ""
 
     def _clear_wake(self) -> None:
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             return
+
+
+def _text(value: object) -> str:
+    """Return `value` if it is a text, and otherwise an empty one."""
+    return value if isinstance(value, str) else ""
+
+
+def _bytes(text: str) -> bytes:
+    """Return the bytes that a program has printed, of which those that are not UTF-8 come as surrogates."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")  # No bytes are decoded to this text.
 
 
 def _milliseconds(deadline: float) -> int:

@@ -13,6 +13,7 @@ import os
 import stat
 from time import monotonic
 
+from rollyard_sandbox import folders
 from rollyard_sandbox.errors import SandboxSabotaged, file_error
 
 TYPE_CHECKING = False
@@ -137,9 +138,10 @@ class EvalPlaces:
             self._mounted = False
             self._namespaces.remove_place()
         if self._current is not None:
-            from shutil import rmtree
-
-            rmtree(self._current, ignore_errors=True)
+            try:
+                folders.remove(self._current)
+            except OSError:
+                pass  # What is left is in nobody's way: the next place has a name of its own.
             self._current = None
 
     def _make_in(self, parent: str) -> PrivatePlace:
@@ -182,7 +184,7 @@ class EvalPlaces:
         if path != self._candidates[-1].path:
             # Others use this disk, too. Only what lies in the work folder certainly belongs to the sandbox.
             return ""
-        own = _bytes_below(path, device)
+        own = _bytes_below(path)
         if own * 2 >= size:
             return f"{path} is full, and the sandbox's own files take {own} of the disk's {size} bytes"
         return ""
@@ -212,18 +214,12 @@ def _is_memory(device: int) -> bool:
     return bool(found) and all(kind == "tmpfs" for kind in found)
 
 
-def _bytes_below(path: str, device: int) -> int:
+def _bytes_below(path: str) -> int:
     """Return how many bytes the files below `path` take on their disk, as far as counted in two seconds."""
     total, deadline = 0, monotonic() + _LOOK_SECONDS
-    for folder, folders, names in os.walk(path):
+    for info in folders.sizes(path):
+        if not stat.S_ISDIR(info.st_mode):
+            total += info.st_blocks * 512 // max(1, info.st_nlink)
         if monotonic() > deadline:
             break
-        for name in names:
-            try:
-                info = os.lstat(os.path.join(folder, name))
-            except OSError:
-                continue  # A file that cannot be examined does not count.
-            if info.st_dev == device:
-                total += info.st_blocks * 512 // max(1, info.st_nlink)
-        folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
     return total

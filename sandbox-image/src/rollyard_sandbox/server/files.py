@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
+from rollyard_sandbox import folders
 from rollyard_sandbox.errors import BadRequest, FileError, file_error
 
 TYPE_CHECKING = False
@@ -56,11 +57,11 @@ def write(path: str, data: bytes, mode: int) -> None:
         FileError: The path is a directory, the disk is full, the file may not be written, …
     """
     try:
-        target = os.path.realpath(path)
+        target = folders.followed(path)
         if os.path.isdir(target):
             raise FileError(f"{path}: is a directory", reason="IsADirectory")
         parent = os.path.dirname(target)
-        os.makedirs(parent, exist_ok=True)
+        folders.make(parent)
         temporary = os.path.join(parent, f".{os.urandom(8).hex()}.part")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -117,12 +118,7 @@ def remove(path: str) -> None:
         FileError: The path does not exist or may not be removed.
     """
     try:
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            from shutil import rmtree
-
-            rmtree(path)
-        else:
-            os.unlink(path)
+        folders.remove(path)
     except OSError as error:
         raise file_error(error, path) from None
     except ValueError as error:

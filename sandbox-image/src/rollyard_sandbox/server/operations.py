@@ -12,6 +12,7 @@ from rollyard_sandbox.errors import (
     NoCommandRunning,
     ProtocolError,
     SandboxError,
+    ServerFault,
     TooManySessions,
 )
 from rollyard_sandbox.execution.bash_session import BashSession
@@ -134,6 +135,10 @@ class Operations:
         except OSError as error:
             # The handler ran out of descriptors, processes or memory: it has met the sandbox's limits.
             connection.refuse(request, LaunchError(f"{operation}: {error}", reason="ResourceExhausted"))
+        except Exception as error:
+            # No request ends the server, because the policy would gain a new try from its end.
+            sys.excepthook(*sys.exc_info())
+            connection.refuse(request, ServerFault(f"{operation}: {type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Clean up when the server ends, after every process has been killed."""

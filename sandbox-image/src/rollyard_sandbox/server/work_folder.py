@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 
+from rollyard_sandbox import folders
 from rollyard_sandbox.errors import BadRequest, FileError, file_error
 
 TYPE_CHECKING = False
@@ -27,7 +28,6 @@ FILE, FOLDER, LINK, OTHER, UNREADABLE = b"f", b"d", b"l", b"o", b"u"
 """The kinds of records in a listing; `u` is a folder that may not be listed."""
 
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def tree(workdir: str, path: bytes) -> bytes:
@@ -50,7 +50,7 @@ def tree(workdir: str, path: bytes) -> bytes:
             finally:
                 os.close(parent)
         else:
-            folder = os.open(workdir, _FOLDER_FLAGS)
+            folder = os.open(workdir, folders.FOLDER_FLAGS)
             try:
                 listing.fill(folder, b"", 0)
             finally:
@@ -76,7 +76,7 @@ class _Listing:
             self._record(LINK, False, 0, path, os.readlink(name, dir_fd=parent))
         elif stat.S_ISDIR(info.st_mode):
             try:
-                folder = os.open(name, _FOLDER_FLAGS, dir_fd=parent)
+                folder = os.open(name, folders.FOLDER_FLAGS, dir_fd=parent)
             except PermissionError:
                 self._record(UNREADABLE, False, 0, path)
                 return
@@ -269,7 +269,7 @@ def _open_file(workdir: str, path: bytes) -> int:
 def _parent(workdir: str, path: bytes, *, make: bool = False) -> tuple[int, bytes]:
     """Return a descriptor of the folder that holds `path`, and the last part of the path."""
     *above, last = path.split(b"/")
-    folder = os.open(workdir, _FOLDER_FLAGS)
+    folder = os.open(workdir, folders.FOLDER_FLAGS)
     for part in above:
         try:
             inner = _folder(folder, part, make=make)
@@ -281,26 +281,20 @@ def _parent(workdir: str, path: bytes, *, make: bool = False) -> tuple[int, byte
 
 def _folder(parent: int, last: bytes, *, make: bool) -> int:
     try:
-        return os.open(last, _FOLDER_FLAGS, dir_fd=parent)
+        return os.open(last, folders.FOLDER_FLAGS, dir_fd=parent)
     except OSError as error:
         if not make or error.errno not in _NO_FOLDER:
             raise
     _clear(parent, last)
     os.mkdir(last, 0o755, dir_fd=parent)
-    return os.open(last, _FOLDER_FLAGS, dir_fd=parent)
+    return os.open(last, folders.FOLDER_FLAGS, dir_fd=parent)
 
 
 def _clear(parent: int, last: bytes) -> None:
     try:
-        is_folder = stat.S_ISDIR(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode)
+        folders.remove(last, parent=parent)
     except FileNotFoundError:
         return
-    if is_folder:
-        from shutil import rmtree
-
-        rmtree(last, dir_fd=parent)
-    else:
-        os.unlink(last, dir_fd=parent)
 
 
 def _too_many(path: bytes) -> FileError:

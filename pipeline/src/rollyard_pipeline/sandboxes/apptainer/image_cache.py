@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from rollyard_sandbox import folders
+
 from rollyard_pipeline.sandboxes.apptainer.images import Image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
 from rollyard_pipeline.sandboxes.apptainer.shared_lock import STALE_SECONDS, shared_lock
@@ -285,17 +287,13 @@ def _used(path: Path) -> bool:
 def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_size for folder, _, files in os.walk(path) for name in files
-    )
+    return sum(info.st_size for info in folders.sizes(str(path)))
 
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        for folder, _, _ in os.walk(path):
-            with contextlib.suppress(OSError):
-                os.chmod(folder, 0o700)  # An image may contain folders that their owner may not change.
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folders.remove(str(path))
         if path.exists() and (program := shutil.which("unshare")) is not None:
             # A build with --fakeroot that was killed leaves files of the user's further ids (/etc/subuid).
             argv = [program, "--map-root-user", "--map-auto", "rm", "-rf", "--", str(path)]

@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollyard_crds.security.private_folder import make_private_folder
+from rollyard_sandbox import folders
 from rollyard_sandbox.proof import SECRET_BYTES
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
@@ -219,9 +219,9 @@ class SandboxFolder:
         """
         for name in os.listdir(self.path):
             path = self.path / name
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if name.startswith(".new-") and now - path.stat().st_mtime > 60:
-                    shutil.rmtree(path, ignore_errors=True)
+                    folders.remove(str(path))
                 elif name.startswith(".oom-") and now - path.stat().st_mtime > _REMEMBERED_SECONDS:
                     path.unlink()
 
@@ -240,8 +240,9 @@ class SandboxFolder:
     def remove(self, sandbox_id: str) -> None:
         """Remove the folder with everything in it. A missing folder is no error."""
         if _is_id(sandbox_id):
-            shutil.rmtree(self.folder(sandbox_id), ignore_errors=True)
-            shutil.rmtree(self._hidden(sandbox_id), ignore_errors=True)
+            for folder in (self.folder(sandbox_id), self._hidden(sandbox_id)):
+                with contextlib.suppress(OSError):
+                    folders.remove(str(folder))
 
     def folder(self, sandbox_id: str) -> Path:
         """Return the path of a sandbox's own folder, which need not exist."""

@@ -1,0 +1,172 @@
+"""Folders that a hostile program may have left: made, added up and removed without recursion.
+
+Neither the depth of a tree nor a chain of links is a limit of Python's stack here, so no program can end its
+exec server, or the worker that cleans up after it, by nesting folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""The flags with which a folder is opened, and a link to one is not."""
+MAX_LINKS = 40
+"""How many symbolic links in a row are followed, as in Linux (path_resolution(7))."""
+
+
+def make(path: str) -> None:
+    """Make a folder with all that are missing above it.
+
+    Raises:
+        OSError: One of them cannot be made, or a file is in its place.
+    """
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        above = os.path.dirname(path.rstrip("/"))
+        if above in ("", path):
+            break
+        path = above
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if not os.path.isdir(folder):  # Something else may have made the folder meanwhile.
+                raise
+
+
+def followed(path: str) -> str:
+    """Return the path at which a chain of symbolic links from `path` ends, whether or not it exists.
+
+    The folders above are left to the kernel, which follows links by itself.
+
+    Raises:
+        OSError: There are more than `MAX_LINKS` links.
+    """
+    for _ in range(MAX_LINKS + 1):
+        try:
+            target = os.readlink(path)
+        except OSError:
+            return path  # It is no link, or the kernel will refuse it by itself.
+        path = os.path.join(os.path.dirname(path), target)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+
+def remove(path: str | bytes, *, parent: int | None = None) -> None:
+    """Remove a file, a symbolic link, or a folder with its contents; no link is followed.
+
+    A folder inside a folder is first moved to the top of the tree. So two descriptors are enough for every
+    depth, and no path is ever longer than a name. What cannot be removed is left out, and the rest is removed.
+
+    Args:
+        path: What to remove.
+        parent: The descriptor of the open folder to which `path` is relative.
+
+    Raises:
+        OSError: The path does not exist, or (the first of several) something cannot be removed.
+    """
+    if not stat.S_ISDIR(os.stat(path, dir_fd=parent, follow_symlinks=False).st_mode):
+        os.unlink(path, dir_fd=parent)
+        return
+    problems: list[OSError] = []
+    top = _opened(path, parent)
+    try:
+        waiting = _emptied(top, problems)
+        while waiting:
+            name = waiting.pop()
+            try:
+                folder = _opened(name, top)
+                try:
+                    for inner in _emptied(folder, problems):
+                        try:
+                            waiting.append(_lifted(inner, folder, top))
+                        except OSError as error:
+                            problems.append(error)
+                finally:
+                    os.close(folder)
+                os.rmdir(name, dir_fd=top)
+            except OSError as error:
+                problems.append(error)
+    finally:
+        os.close(top)
+    if problems:
+        raise problems[0]
+    os.rmdir(path, dir_fd=parent)
+
+
+def sizes(path: str) -> Iterator[os.stat_result]:
+    """Yield the lstat of everything below `path` on its disk, as far as it can be seen."""
+    try:
+        device = os.lstat(path).st_dev
+    except OSError:
+        return
+    waiting = [path]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    try:
+                        info = entry.stat(follow_symlinks=False)
+                    except OSError:
+                        continue  # It has been removed meanwhile, or its path is longer than the kernel permits.
+                    if info.st_dev != device:
+                        continue  # Something else is mounted here.
+                    yield info
+                    if stat.S_ISDIR(info.st_mode):
+                        waiting.append(entry.path)
+        except OSError:
+            continue
+
+
+def _emptied(folder: int, problems: list[OSError]) -> list[str]:
+    """Remove what is no folder from an open folder, and return the names of the folders in it."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+                continue
+            try:
+                os.unlink(entry.name, dir_fd=folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                problems.append(error)
+    return folders
+
+
+def _opened(name: str | bytes, parent: int | None) -> int:
+    """Open a folder with the right to change it, which its owner may have taken from itself."""
+    try:
+        folder = os.open(name, FOLDER_FLAGS, dir_fd=parent)
+    except PermissionError:
+        handle = os.open(name, os.O_PATH | FOLDER_FLAGS, dir_fd=parent)
+        try:
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        finally:
+            os.close(handle)
+        folder = os.open(name, FOLDER_FLAGS, dir_fd=parent)
+    if os.fstat(folder).st_mode & 0o300 != 0o300:
+        try:
+            os.fchmod(folder, 0o700)
+        except OSError:
+            return folder  # Somebody else's folder: what follows is refused where it matters.
+    return folder
+
+
+def _lifted(name: str, folder: int, top: int) -> str:
+    """Move the folder `name` from the open `folder` to `top`, and return its new name."""
+    new = os.urandom(16).hex()
+    try:
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+    except PermissionError:
+        os.close(_opened(name, folder))  # A folder that may not be changed cannot be moved, either.
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+    return new

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import MAGIC_NUMBER
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.quantity import parse_quantity
@@ -110,8 +110,8 @@ class _Trial:
     source: str
     timed_out: bool = False
     why: str = ""
-    clean: bool = True
-    """Whether no process of the policy has run since the last private place was made."""
+    used: Literal["", "policy", "author"] = ""
+    """Whose processes have run in the current private place."""
     ends: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -174,6 +174,10 @@ class _Trial:
                     return decided
             answered = [list(pair) for pair in zip(calls, results, strict=True)]
             verdict = await self._authors("judge", {**request, "answered": answered, "collect": False})
+            if verdict is not None and verdict["passed"] and verdict["made"] < len(answered):
+                # Other results may have led past a call. If these do, the test is asked again with them.
+                calls = None
+                continue
             if verdict is None or not verdict["more"]:
                 if verdict is not None and verdict["error"]:
                     self._also(f"the test raised {verdict['error']}")
@@ -206,10 +210,9 @@ class _Trial:
 
     async def _policys(self, what: str, request: dict[str, Any]) -> str | None:
         """Return what a process with the policy's program says, or None unless it ends in time and with 0."""
-        self.clean = False
-        assert self.ctx.place is not None
+        place = await self._private("policy")
         limit = min(self.tests.time_limit_seconds, self.ends - time.monotonic())
-        result = await self._run(what, {**request, "source": self.source}, self.ctx.place.tmp, limit)
+        result = await self._run(what, {**request, "source": self.source}, place.tmp, limit)
         if result is None or result.timed_out:
             self.timed_out, self.why = True, "the program did not end in time"
             return None
@@ -220,8 +223,11 @@ class _Trial:
         return result.text()
 
     async def _authors(self, what: str, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what a program of the task's author says, in a sandbox without processes of the policy."""
-        place = await self._private()
+        """Return what a program of the task's author says, or None if it says nothing.
+
+        No process of the policy exists meanwhile.
+        """
+        place = await self._private("author")
         limit = min(_JUDGE_SECONDS, self.ends - time.monotonic())
         result = await self._run(what, request, place.home, limit)
         if result is None or result.timed_out:
@@ -231,19 +237,25 @@ class _Trial:
         if result.exit_code != 0 or result.truncated_bytes:
             self._also(f"the program of the test ended with exit status {result.exit_code}")
             return None
-        answer = json.loads(result.text())
+        try:
+            answer = json.loads(result.text())
+        except ValueError:
+            self._also("the program of the test ended before it gave a verdict")  # By os._exit, for example.
+            return None
         return answer if isinstance(answer, dict) else None
 
     def _also(self, words: str) -> None:
         self.why = f"{self.why}\n{words}".strip()
 
-    async def _private(self) -> EvalPlace:
+    async def _private(self, whose: Literal["policy", "author"]) -> EvalPlace:
+        """Return a private place in which no process of the other one has run, and kill those that do."""
         assert self.ctx.place is not None
-        if not self.clean:
+        if self.used not in ("", whose):
             place = await self.ctx.sandbox.begin_eval()
             if place.sabotage:
                 raise SandboxSabotaged("; ".join(place.sabotage))
-            self.ctx.place, self.clean = place, True
+            self.ctx.place = place
+        self.used = whose
         return self.ctx.place
 
     async def _run(self, what: str, request: dict[str, Any], cwd: str, limit: float) -> ExecResult | None:

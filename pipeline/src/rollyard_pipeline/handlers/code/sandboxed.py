@@ -210,6 +210,9 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             if "v" in result:
                 return decode(result["v"])
             kind = getattr(builtins, result["e"], Exception)
+            if kind in (StopIteration, StopAsyncIteration):
+                # It would end an iterator of the test in silence. A generator turns it into this (PEP 479).
+                raise RuntimeError("the function raised " + kind.__name__)
             raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception)("raised")
         missing.append(place)
         if looking:
@@ -231,11 +234,12 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         error = ""
     except Unanswered:
         error = "Unanswered"
-    except Exception as raised:
+    except BaseException as raised:  # A test that ends Python has not said that all is well.
         error = type(raised).__name__
     # A test may have caught Unanswered itself.
     passed = not (looking or error or missing)
-    return {"passed": passed, "more": bool(missing), "calls": calls if looking else [], "error": error}
+    shown = calls if looking else []
+    return {"passed": passed, "more": bool(missing), "calls": shown, "made": len(calls), "error": error}
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from rollyard_crds.base import NAME_PATTERN
 from starlette.responses import Response
 
 from rollyard_api.jobs import blobs
-from rollyard_api.routes.common import Plane, answer
+from rollyard_api.routes.common import Plane, StrictRoute, answer
 
 PREFIX: Final = "/v1/blobs/"
 
-router = APIRouter(prefix=PREFIX.rstrip("/"), tags=["blobs"])
+router = APIRouter(prefix=PREFIX.rstrip("/"), tags=["blobs"], route_class=StrictRoute)
 
 Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 # No job can have a namespace with another name, so no job could use such an upload.

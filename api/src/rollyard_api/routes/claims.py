@@ -15,6 +15,7 @@ from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.rollouts import claims
 from rollyard_api.routes.common import (
     Plane,
+    StrictRoute,
     Wait,
     answer,
     body_of,
@@ -27,7 +28,7 @@ from rollyard_api.routes.common import (
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import ClaimRow
 
-router = APIRouter(prefix="/v1/claims", tags=["claims"])
+router = APIRouter(prefix="/v1/claims", tags=["claims"], route_class=StrictRoute)
 
 
 async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> ClaimRow | None:

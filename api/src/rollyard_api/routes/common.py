@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import difflib
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
@@ -15,7 +18,7 @@ from rollyard_api.access import job_scope
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.job_scope import BoundJob
 from rollyard_api.core.codec import check_plain, decode, dumps
-from rollyard_api.core.problems import Forbidden
+from rollyard_api.core.problems import Forbidden, Invalid
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import ClaimRow
 
@@ -23,7 +26,41 @@ MAX_WAIT = 60.0
 """The longest time that a long poll may take, in seconds."""
 
 Namespace = Annotated[str, Query(max_length=63)]
+DefaultNamespace = Annotated[str | None, Query(max_length=63)]
+"""The namespace of a manifest that names none."""
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
+
+
+class StrictRoute(APIRoute):
+    """A route that refuses query parameters which it does not have, so that no typing error is ignored.
+
+    Raises:
+        Invalid: There is one. The message suggests the parameter that was probably meant.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the route's handler behind the check."""
+        handle = super().get_route_handler()
+        known = sorted(_query_names(self.dependant))
+
+        async def checked(request: Request) -> Response:
+            problems = [_unknown(name, known) for name in request.query_params if name not in known]
+            if problems:
+                raise Invalid(problems[0], errors=problems)
+            return await handle(request)
+
+        return checked
+
+
+def _query_names(dependant: Dependant) -> set[str]:
+    names = {field.alias for field in dependant.query_params}
+    return names.union(*map(_query_names, dependant.dependencies))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+    return f"{name[:80]}: unknown query parameter; {hint}"
 
 
 def plane_of(request: Request) -> ControlPlane:

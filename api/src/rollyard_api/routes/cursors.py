@@ -13,11 +13,11 @@ from starlette.responses import Response
 from rollyard_api.core.cursors import MAX_LENGTH
 from rollyard_api.core.validation import validated
 from rollyard_api.jobs import jobs
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema, plane_of
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import acknowledged
 
-router = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"])
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"], route_class=StrictRoute)
 
 CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
 

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from rollyard_api.core.codec import dumps
 from rollyard_api.jobs import job_views, jobs
 from rollyard_api.jobs.events import Event, SlowConsumer
-from rollyard_api.routes.common import Namespace, plane_of
+from rollyard_api.routes.common import Namespace, StrictRoute, plane_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.trajectories.delivery import Delivery
 
-router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
 
 COUNTS_SECONDS = 1.0
 """The seconds between two reads of the counts of a job whose events a client follows."""

@@ -21,10 +21,20 @@ from rollyard_api.core.validation import validated
 from rollyard_api.jobs import cancellation, job_views, jobs, registration, targets, tasks
 from rollyard_api.jobs.jobs import NewJob
 from rollyard_api.jobs.tasks import TaskRow
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
+from rollyard_api.routes.common import (
+    DefaultNamespace,
+    Namespace,
+    Plane,
+    StrictRoute,
+    answer,
+    body_of,
+    body_schema,
+    plane_of,
+    role_of,
+)
 from rollyard_api.service import ControlPlane
 
-router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=StrictRoute)
 
 
 class JobPatch(BaseModel):
@@ -61,21 +71,22 @@ MAX_TASKS_READ = 32
 MAX_YAML_BYTES = 4 << 20
 
 
-async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool"]) -> Any:
-    """Return the JSON or YAML body as a checked manifest; `?namespace=` is the default namespace."""
+async def manifest_of(
+    request: Request, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None
+) -> Any:
+    """Return the JSON or YAML body as a checked manifest, with `namespace` as the default namespace."""
     if "yaml" in request.headers.get("content-type", ""):
         body = await request.body()
         if len(body) > MAX_YAML_BYTES:
             raise TooLarge(f"a manifest in YAML may have {MAX_YAML_BYTES} bytes; send JSON")
         try:
             # YAML is parsed in a thread, because it takes seconds where JSON takes milliseconds.
-            key = request.query_params.get("namespace") or ""
-            document = await plane_of(request).parsing.run(partial(load_one, body), key)
+            document = await plane_of(request).parsing.run(partial(load_one, body), namespace or "")
         except YamlError as error:
             raise Malformed(f"the body is no YAML that is taken: {error}") from error
     else:
         document = await body_of(request)
-    return checked(document, kind, request.query_params.get("namespace"))
+    return checked(document, kind, namespace)
 
 
 def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None) -> Any:
@@ -96,7 +107,9 @@ def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace
     return manifest
 
 
-def registered(document: Any, kind: Literal["RolloutJob", "BackendPool"], request: Request, name: str) -> Any:
+def registered(
+    document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None, name: str
+) -> Any:
     """Return the manifest of a PUT, with the metadata that is kept.
 
     Its name and namespace must be those of the request.
@@ -104,7 +117,6 @@ def registered(document: Any, kind: Literal["RolloutJob", "BackendPool"], reques
     Raises:
         Invalid: The document is refused; `errors` names each field.
     """
-    namespace = request.query_params.get("namespace")
     manifest = checked(document, kind, namespace)
     meta = manifest.metadata
     problems = [
@@ -156,10 +168,10 @@ async def _registered_tasks(plane: ControlPlane, job: RolloutJob, given: Any) ->
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob))
-async def submit(request: Request) -> Response:
+async def submit(request: Request, namespace: DefaultNamespace = None) -> Response:
     """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
     plane = plane_of(request)
-    job: RolloutJob = await manifest_of(request, "RolloutJob")
+    job: RolloutJob = await manifest_of(request, "RolloutJob", namespace)
     missing = entrypoints.problems(job.spec, plane.installed)
     if missing:
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
@@ -199,7 +211,7 @@ class Registration(BaseModel):
 
 
 @router.put("/{name}", openapi_extra=body_schema(Registration))
-async def register(request: Request, name: str) -> Response:
+async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new job of the same name, which replaces the
@@ -207,7 +219,7 @@ async def register(request: Request, name: str) -> Response:
     """
     plane = plane_of(request)
     asked = validated(Registration, await body_of(request))
-    job: RolloutJob = registered(asked.manifest, "RolloutJob", request, name)
+    job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
     if asked.tasks is not None and job.spec.tasks.config_map_ref is None:
         text = "tasks: belong to a job whose spec.tasks is a configMapRef"
         raise Invalid(text, reason="InvalidTasks", errors=[text])

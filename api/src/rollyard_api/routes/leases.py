@@ -40,6 +40,7 @@ from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
     Namespace,
     Plane,
+    StrictRoute,
     answer,
     body_of,
     body_schema,
@@ -57,7 +58,7 @@ from rollyard_api.views.rollout import live
 
 log = logging.getLogger("rollyard.api")
 
-router = APIRouter(prefix="/v1/leases", tags=["leases"])
+router = APIRouter(prefix="/v1/leases", tags=["leases"], route_class=StrictRoute)
 
 WATCHED_SINCE = 3
 """The number of the first client that accepts `watched` in the answer to a heartbeat."""

@@ -19,10 +19,20 @@ from rollyard_api.core.problems import Invalid, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.jobs import registration
 from rollyard_api.jobs.job_views import OBJECT_UID
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
+from rollyard_api.routes.common import (
+    DefaultNamespace,
+    Namespace,
+    Plane,
+    StrictRoute,
+    answer,
+    body_of,
+    body_schema,
+    plane_of,
+    role_of,
+)
 from rollyard_api.routes.jobs import manifest_of, registered
 
-router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"])
+router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"], route_class=StrictRoute)
 
 
 class Backends(Model):
@@ -43,10 +53,10 @@ def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
 
 
 @router.post("", openapi_extra=body_schema(BackendPool))
-async def create(request: Request) -> Response:
+async def create(request: Request, namespace: DefaultNamespace = None) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
     plane = plane_of(request)
-    pool: BackendPool = await manifest_of(request, "BackendPool")
+    pool: BackendPool = await manifest_of(request, "BackendPool", namespace)
     pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
     made = await plane.database.write(partial(pools.create, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=pool.metadata.name)
@@ -54,14 +64,14 @@ async def create(request: Request) -> Response:
 
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool))
-async def register(request: Request, name: str) -> Response:
+async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
     old one, from a changed one.
     """
     plane = plane_of(request)
-    pool: BackendPool = registered(await body_of(request), "BackendPool", request, name)
+    pool: BackendPool = registered(await body_of(request), "BackendPool", namespace, name)
     made = await plane.database.write(partial(registration.register_pool, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=name)
     return answer(await plane.database.read(read), 201 if made else 200)

@@ -17,7 +17,7 @@ from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import Invalid, TooLarge
 from rollyard_api.core.states import ENDED
 from rollyard_api.jobs import jobs
-from rollyard_api.routes.common import Namespace, Wait, answer, is_older_client, plane_of
+from rollyard_api.routes.common import Namespace, StrictRoute, Wait, answer, is_older_client, plane_of
 from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.routes.result_pages import ResultPage, result_page
@@ -27,7 +27,7 @@ from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 
-router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
 
 Cursor = Annotated[str, Query()]
 

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from rollyard_api.browsers import origins
 from rollyard_api.browsers.sessions import BrowserSession
 from rollyard_api.core.problems import Forbidden, Invalid, QueryRefused, Unauthorized
-from rollyard_api.routes.common import Plane, answer, body_of, body_schema, caller_of, plane_of
+from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body_schema, caller_of, plane_of
 
-router = APIRouter(prefix="/v1", tags=["sign-in"])
+router = APIRouter(prefix="/v1", tags=["sign-in"], route_class=StrictRoute)
 
 log = logging.getLogger("rollyard.api")
 

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import job_views
-from rollyard_api.routes.common import Plane, Wait, answer
+from rollyard_api.routes.common import Plane, StrictRoute, Wait, answer
 
-router = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"])
+router = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"], route_class=StrictRoute)
 
 
 @router.get("", responses={200: {"model": UnfinishedJobs}})

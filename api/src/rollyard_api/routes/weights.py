@@ -24,6 +24,7 @@ from rollyard_api.routes.common import (
     MAX_WAIT,
     Namespace,
     Plane,
+    StrictRoute,
     Wait,
     answer,
     body_of,
@@ -36,7 +37,7 @@ from rollyard_api.storage.schema import backends
 from rollyard_api.weights import checkpoints, update_records
 from rollyard_api.weights.backend_targets import PAUSED
 
-router = APIRouter(prefix="/v1/backendpools", tags=["weights"])
+router = APIRouter(prefix="/v1/backendpools", tags=["weights"], route_class=StrictRoute)
 
 
 class WeightUpdates(Model):

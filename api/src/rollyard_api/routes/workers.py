@@ -20,9 +20,9 @@ from rollyard_api.core.problems import Conflict, Forbidden
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import ready_topic
 from rollyard_api.rollouts import assignments, worker_deaths
-from rollyard_api.routes.common import answer, body_of, body_schema, caller_of, plane_of
+from rollyard_api.routes.common import StrictRoute, answer, body_of, body_schema, caller_of, plane_of
 
-router = APIRouter(prefix="/v1/workers", tags=["workers"])
+router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRoute)
 
 
 @router.post(

@@ -11,12 +11,12 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
-from rollyard_api.routes.common import Plane
+from rollyard_api.routes.common import Plane, StrictRoute
 from rollyard_api.service import ControlPlane
 from rollyard_api.trajectories.delivery import Delivery
 from rollyard_api.views.fleet.feed import JobName
 
-router = APIRouter(prefix="/v1", tags=["views"])
+router = APIRouter(prefix="/v1", tags=["views"], route_class=StrictRoute)
 
 _JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
 

@@ -10,12 +10,12 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.jobs import jobs
-from rollyard_api.routes.common import Plane, answer
+from rollyard_api.routes.common import Plane, StrictRoute, answer
 from rollyard_api.views.fleet import job_list
 from rollyard_api.views.fleet.job_list import JobSort, JobState
 from rollyard_api.views.job import rollout_list
 
-router = APIRouter(prefix="/v1", tags=["views"])
+router = APIRouter(prefix="/v1", tags=["views"], route_class=StrictRoute)
 
 MAX_ROWS = 200
 """The largest number of slim rows in an answer."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rollyard_api.jobs import jobs
 from rollyard_api.rollouts.admission import prefix_of
-from rollyard_api.routes.common import Namespace, Plane, answer
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
@@ -21,7 +21,7 @@ from rollyard_api.views.job.gantt import GanttSort
 from rollyard_api.views.job.grid import GridSort, GroupFilter
 from rollyard_api.views.job.rollout_list import Status
 
-router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"])
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"], route_class=StrictRoute)
 
 FOLDS = 20
 """The number of transactions with which a request folds what has just ended, before it answers."""

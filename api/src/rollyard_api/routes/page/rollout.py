@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
-from rollyard_api.routes.common import Namespace, Plane, answer
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
 from rollyard_api.routes.page.records import compact_record
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import JobRow
@@ -22,7 +22,9 @@ from rollyard_api.views.rollout import differences, messages, tokens
 from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout.texts import Pieces, TextsMissing
 
-router = APIRouter(prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"])
+router = APIRouter(
+    route_class=StrictRoute, prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"]
+)
 
 _Number = Annotated[int, Query(ge=0, le=1 << 31)]
 

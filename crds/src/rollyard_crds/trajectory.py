@@ -146,6 +146,9 @@ class SamplingRecord(Record):
     logprobs_mode: str = "processed_logprobs"
 
 
+_LEFT_OUT: Final = ("attempts", "attempts_dropped", "reward_reason", "reward_output")
+
+
 class Trajectory(Record):
     """One rollout that has ended. `reward` is null unless an evaluation gave it."""
 
@@ -185,6 +188,14 @@ class Trajectory(Record):
     template_breaks: int = 0
     """Segments begun because the chat template would have rewritten history."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def line(self) -> bytes:
+        """Return the record as a line of JSON without its newline, as the REST calls and all files have it.
+
+        Fields that most records leave empty are left out where they are.
+        """
+        empty = {name for name in _LEFT_OUT if not getattr(self, name)}
+        return self.model_dump_json(exclude=empty).encode()
 
     @property
     def sampled_tokens(self) -> int:

@@ -78,7 +78,7 @@ def _lines(client: Client, name: str, namespace: str, file: IO[bytes], packed: b
     count = 0
     with _packed(file, packed) as out:
         for trajectory in client.trajectories(name, follow=follow, namespace=namespace):
-            out.write(trajectory.model_dump_json().encode() + b"\n")
+            out.write(trajectory.line() + b"\n")
             count += 1
     return count
 

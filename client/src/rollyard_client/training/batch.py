@@ -216,11 +216,11 @@ def gather(
             read = [(group, form.versions(group)) for group in form.groups(page)]
             found.take(read, page.cursor, page.finished)
             if found.missing and left <= 0 and (found.cursor == before or left <= -BACKLOG_SECONDS):
+                older = f", and {found.stale_groups} more are older than max_lag" if max_lag is not None else ""
                 raise WaitTimeout(
                     f"RolloutJob {job!r}: {len(found.groups)} of {groups} groups"
-                    f"{' with a signal' if informative else ''} have ended within {timeout:g} s, "
-                    f"and {found.stale_groups} more are older than max_lag; nothing was acknowledged, so the "
-                    "next call begins with the same groups"
+                    f"{' with a signal' if informative else ''} have ended within {timeout:g} s{older}; "
+                    "nothing was acknowledged, so the next call begins with the same groups"
                 )
 
 

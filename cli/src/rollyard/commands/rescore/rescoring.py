@@ -88,7 +88,7 @@ def rescore(
                 nonlocal failed
                 for before, now in _rescored(client, name, namespace, rescorer, runner):
                     failed += now.status != before.status
-                    yield now.model_dump_json().encode()
+                    yield now.line()
 
             count = write_lines(lines(), output)
         finally:

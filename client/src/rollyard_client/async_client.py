@@ -325,7 +325,7 @@ class AsyncClient(AsyncResultReader):
         policy_version: str,
         *,
         checkpoint: str | None = None,
-        lora: tuple[str, str] | None = None,
+        lora: tuple[str, str] | Mapping[str, str] | None = None,
         pushed: bool = False,
         mode: PauseMode = "abort",
         in_flight: Literal["continue", "restart"] = "continue",
@@ -339,7 +339,7 @@ class AsyncClient(AsyncResultReader):
 
         Args:
             checkpoint: A model folder that the servers can read.
-            lora: The name of an adapter and its folder.
+            lora: The name of an adapter and its folder, as a pair or as `name` and `path`.
             pushed: The weights are in the servers already.
             mode: What happens to requests in flight: `abort`, `wait` or `keep`.
             in_flight: Whether rollouts in the stage Run continue from their tokens or start again.
@@ -348,6 +348,7 @@ class AsyncClient(AsyncResultReader):
 
         Raises:
             pydantic.ValidationError: Not exactly one source is given, or a field is wrong.
+            Invalid: `lora` is no pair of texts.
             Conflict: The version names other weights already, or a server cannot do what is asked.
         """
         asked = crds.WeightUpdateRequest.model_validate(
@@ -355,7 +356,7 @@ class AsyncClient(AsyncResultReader):
                 "policy_version": policy_version,
                 "source": {
                     "checkpoint": None if checkpoint is None else {"path": checkpoint},
-                    "lora": None if lora is None else {"name": lora[0], "path": lora[1]},
+                    "lora": weights.adapter(lora),
                     "pushed": pushed,
                 },
                 "mode": mode,

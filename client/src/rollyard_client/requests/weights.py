@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
 
 from rollyard_client.call import Call, as_json, encode, segment
+from rollyard_client.errors import Invalid
 from rollyard_client.requests.pools import POOLS
 
 if TYPE_CHECKING:
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 
 def _update(answer: httpx.Response) -> WeightUpdate:
     return crds.WeightUpdate.model_validate_json(answer.content)
+
+
+def adapter(lora: tuple[str, str] | Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return an adapter, given as a pair or with the names of its fields, as a weight update has it.
+
+    Raises:
+        Invalid: It is neither.
+    """
+    if lora is None or isinstance(lora, Mapping):
+        return None if lora is None else dict(lora)
+    if not isinstance(lora, tuple) or len(lora) != 2 or not all(isinstance(part, str) for part in lora):
+        raise Invalid(f"lora: must be a pair of the adapter's name and its folder (got {lora!r})")
+    return {"name": lora[0], "path": lora[1]}
 
 
 def update_weights(name: str, namespace: str, asked: WeightUpdateRequest) -> Call[WeightUpdate]:

@@ -216,7 +216,9 @@ def gather(
             read = [(group, form.versions(group)) for group in form.groups(page)]
             found.take(read, page.cursor, page.finished)
             if found.missing and left <= 0 and (found.cursor == before or left <= -BACKLOG_SECONDS):
-                older = f", and {found.stale_groups} more are older than max_lag" if max_lag is not None else ""
+                older = (
+                    f", and {found.stale_groups} more are older than max_lag" if max_lag is not None else ""
+                )
                 raise WaitTimeout(
                     f"RolloutJob {job!r}: {len(found.groups)} of {groups} groups"
                     f"{' with a signal' if informative else ''} have ended within {timeout:g} s{older}; "

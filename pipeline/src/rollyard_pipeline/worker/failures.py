@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
+from typing import Final
+
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import StageName
 from rollyard_inference.errors import BackendError
@@ -11,6 +16,7 @@ from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _MESSAGE_LIMIT = 4096  # StageFailure has the same limit.
+_LIBRARY: Final = sysconfig.get_paths()["stdlib"] + "/"
 
 
 def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
@@ -28,7 +34,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
             # A fresh sandbox may succeed where the exec server failed.
             reason, return_to, message = error.reason, "init", str(error)
         case _:
-            reason, message = "InternalError", f"{type(error).__name__}: {error}"
+            reason, message = "InternalError", f"{type(error).__name__}: {error}{_place(error)}"
     return StageFailure(
         rollout=lease.rollout,
         token=lease.token,
@@ -40,6 +46,15 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
         counts=counts,
         times=times,
     )
+
+
+def _place(error: Exception) -> str:
+    """Return where an exception was raised: the last line outside of Python's own library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_LIBRARY, "<"))]
+    if not own:
+        return ""
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name})"
 
 
 def hand_over(lease: Lease, times: StageTimes) -> StageFailure:

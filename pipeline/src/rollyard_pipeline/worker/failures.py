@@ -16,7 +16,10 @@ from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _MESSAGE_LIMIT = 4096  # StageFailure has the same limit.
-_LIBRARY: Final = sysconfig.get_paths()["stdlib"] + "/"
+_OWN: Final = (
+    os.path.dirname(os.path.dirname(__file__)) + "/",
+    sysconfig.get_paths()["stdlib"] + "/asyncio/",
+)
 
 
 def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
@@ -49,12 +52,13 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
 
 
 def _place(error: Exception) -> str:
-    """Return where an exception was raised: the last line outside of Python's own library."""
+    """Return where an exception was raised, as far as its author can see: in the file that Rollyard called."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_LIBRARY, "<"))]
-    if not own:
+    if not frames:
         return ""
-    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name})"
+    outside = [frame.filename for frame in frames if not frame.filename.startswith(_OWN)]
+    shown = [frame for frame in frames if frame.filename == outside[0]] if outside else frames
+    return f" ({os.path.basename(shown[-1].filename)}, line {shown[-1].lineno}, in {shown[-1].name})"
 
 
 def hand_over(lease: Lease, times: StageTimes) -> StageFailure:

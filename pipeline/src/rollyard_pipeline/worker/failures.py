@@ -52,7 +52,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
 
 
 def _place(error: Exception) -> str:
-    """Return where an exception was raised, as far as its author can see: in the file that Rollyard called."""
+    """Return where an exception was raised, as its author sees it: in the file that Rollyard has called."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""

@@ -181,6 +181,68 @@ async def test_no_program_keeps_its_sandbox_from_answering(
         assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "assert all(map(candidate, [3, 4]))",
+        "for given, wanted in zip(map(candidate, [3, 4]), [26, 33]): assert given == wanted",
+        "for given in map(candidate, [3, 4]): assert given in (26, 33)",
+        "assert not any(map(lambda i: candidate(i) != i * i + 17, [3, 4]))",
+        "assert [given for given in map(candidate, [3, 4])] != [0, 0]",
+    ],
+)
+async def test_no_exception_ends_an_iterator_of_the_test_in_silence(
+    sandbox: tuple[ExecClient, str], program: str
+) -> None:
+    """An iterator that raises StopIteration has come to its end, and a loop over it is content."""
+    tests = {"entry_point": "f", "cases": [{"program": program}]}
+    for raised in ("StopIteration", "StopIteration(26)", "StopAsyncIteration", "GeneratorExit", "Quiet"):
+        source = f"class Quiet(StopIteration): pass\ndef f(*given): raise {raised}"
+        deserves_nothing(await reward(sandbox, source, tests))
+    assert await reward(sandbox, RIGHT, tests) == 1.0
+
+
+@pytest.mark.parametrize(
+    "ends", ["sys.exit(0)", "raise KeyboardInterrupt", "os._exit(0)", "raise SystemExit", "exit()"]
+)
+async def test_a_test_that_ends_python_has_not_passed(sandbox: tuple[ExecClient, str], ends: str) -> None:
+    program = f"import os, sys\nif candidate(3) != 26: {ends}\nassert candidate(4) == 33"
+    tests = {"entry_point": "f", "cases": [{"program": program}]}
+    for wrong in ("def f(i): return 0", "def f(i): return 26"):
+        deserves_nothing(await reward(sandbox, wrong, tests))
+    assert await reward(sandbox, RIGHT, tests) == 1.0
+
+
+async def test_every_call_of_a_test_is_made(sandbox: tuple[ExecClient, str]) -> None:
+    """Which calls are made depends on the results, in tests that are right as well."""
+    tests = {"entry_point": "f", "cases": [{"program": "assert not candidate(1) or candidate(2) == 4"}]}
+    assert await reward(sandbox, "def f(i): return i * i if i > 1 else 0", tests) == 1.0
+    assert await reward(sandbox, "def f(i): return i * i", tests) == 1.0
+    deserves_nothing(await reward(sandbox, "def f(i): return i", tests))
+
+
+async def test_nothing_that_a_test_wrote_is_there_for_the_program(sandbox: tuple[ExecClient, str]) -> None:
+    """The first pass of a test, which finds out its calls, may write files with its answers."""
+    wrote = """
+import os, tempfile
+for name in ("key", os.path.join(os.environ["HOME"], "key"), os.path.join(tempfile.gettempdir(), "key")):
+    open(name, "w").write(str([3 * 3 + 17, 4 * 4 + 17]))
+numbers = [3, 4]
+for i in numbers:
+    assert candidate(i) == i * i + 17
+"""
+    searches = """
+import glob, os
+def f(i):
+    for root in {os.getcwd(), os.environ["HOME"], os.environ["TMPDIR"]}:
+        for name in glob.glob(os.path.join(os.path.dirname(root), "**", "key"), recursive=True):
+            return eval(open(name).read())[i - 3]
+"""
+    tests = {"entry_point": "f", "cases": [{"program": wrote}, {"program": wrote}]}
+    deserves_nothing(await reward(sandbox, searches, tests))
+    assert await reward(sandbox, RIGHT, tests) == 1.0
+
+
 async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClient, str]) -> None:
     planted = await sandbox[0].bash(PLANTED)
     assert planted.exit_code == 0, planted.text()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import FileError
 from rollyard_testing.pace import patience
 
 
@@ -246,3 +247,78 @@ async def until_gone(pid: int) -> None:
         except OSError:
             return
         await asyncio.sleep(0.01)
+
+
+DEEP = """
+import os, sys
+folder = os.open(sys.argv[1], os.O_RDONLY)
+for _ in range(5000):
+    os.mkdir("d", dir_fd=folder)
+    below = os.open("d", os.O_RDONLY, dir_fd=folder)
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=below))
+    os.close(folder)
+    folder = below
+"""
+
+
+async def test_deep_folders_are_removed(client: ExecClient) -> None:
+    """No path reaches their end, and Python could not enter each of them within the one before."""
+    inside = client.work_folder()
+    for remove in (lambda: client.remove("top"), lambda: inside.remove([b"top"])):
+        await client.bash("mkdir top")
+        made = await client.run(["python3", "-c", DEEP, "top"], timeout=patience(60))
+        assert made.exit_code == 0, made.text()
+        await remove()
+        assert (await client.bash("ls -a")).text().split() == [".", ".."]
+    await usable(client)
+
+
+@pytest.mark.parametrize("mode", ["000", "555"])
+async def test_folders_that_may_not_be_entered_or_changed_are_removed(client: ExecClient, mode: str) -> None:
+    await client.bash(f"mkdir -p top/a/b/c; touch top/a/b/file; chmod {mode} top/a/b/c top/a/b top/a")
+    await client.remove("top")
+    assert (await client.bash("ls")).text() == ""
+
+
+async def test_removal_follows_no_link(client: ExecClient) -> None:
+    await client.bash(
+        "mkdir -p kept/in top/sub; touch kept/file; ln -s ../../kept top/sub/link; ln -s kept top/l"
+    )
+    await client.remove("top")
+    assert (await client.bash("find . | sort")).text().split() == [".", "./kept", "./kept/file", "./kept/in"]
+
+
+async def test_a_path_of_a_thousand_folders_is_made(client: ExecClient) -> None:
+    await client.write_file("a/" * 1000 + "x", b"deep")
+    assert (await client.read_file("a/" * 1000 + "x")).data == b"deep"
+    with pytest.raises(FileError) as refused:
+        await client.write_file("a/" * 2500 + "x", b"too deep")
+    assert refused.value.reason == "NameTooLong"
+    await usable(client)
+
+
+async def test_a_long_chain_of_links_is_refused(client: ExecClient) -> None:
+    await client.bash("for i in {1..1500}; do ln -s $((i+1)) $i; done; ln -s target near; touch 1501")
+    with pytest.raises(FileError) as refused:
+        await client.write_file("1", b"x")
+    assert refused.value.reason == "SymlinkLoop"
+    await client.write_file("near", b"through a link")
+    assert (await client.bash("cat target; readlink near")).text() == "through a linktarget\n"
+    await usable(client)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800", "\udc80/x"])
+async def test_a_path_that_is_none_is_a_file_that_is_not_there(client: ExecClient, path: str) -> None:
+    for call in (
+        client.read_file(path),
+        client.write_file(path, b""),
+        client.list_dir(path),
+        client.remove(path),
+    ):
+        if path == "\udc80/x":  # These are bytes that are not UTF-8, which are a name as any other.
+            with contextlib.suppress(FileError):
+                await call
+            continue
+        with pytest.raises(FileError):
+            await call
+    await usable(client)

@@ -117,3 +117,31 @@ async def test_a_module_in_the_work_folder_does_not_break_the_kernel(client: Exe
     await client.write_file("json.py", b"raise SystemExit('hijacked')")
     await client.write_file("mine.py", b"VALUE = 5")
     assert (await client.ipython("import mine; mine.VALUE")).result == "5"
+
+
+STRANGE = (
+    "'stream', {'nope': 1}", "'stream', {'text': 7}", "'stream', {'text': '\\ud800'}", "'stream', []",
+    "'error', {'traceback': 5}", "'error', {'traceback': [{}]}", "'execute_result', {'data': 3}",
+    "'execute_result', {'data': {'text/plain': []}}", "'status', {}", "'status', {'execution_state': {}}",
+)  # fmt: skip
+
+
+async def test_a_kernel_may_send_what_it_likes(kernel: ExecClient) -> None:
+    """Code in a cell has the kernel's key; what it sends is read with care, and the time limit holds."""
+    for strange in STRANGE:
+        sent = await kernel.ipython(
+            f"k = get_ipython().kernel; k.session.send(k.iopub_socket, {strange}); print('sent')",
+            timeout=patience(10),
+        )
+        assert (sent.exit_code, sent.timed_out, sent.text()[-5:]) == (0, False, "sent\n"), strange
+    limited = await kernel.ipython("time.sleep(100)", timeout=0.5)
+    assert (limited.timed_out, limited.killed) == (True, False)
+
+
+async def test_a_kernel_that_never_stops_sending_is_interrupted_in_time(kernel: ExecClient) -> None:
+    result = await kernel.ipython(
+        "k = get_ipython().kernel\nwhile True: k.session.send(k.iopub_socket, 'nothing', {})", timeout=1.0
+    )
+    assert result.timed_out
+    assert result.seconds < patience(20)
+    assert (await kernel.ipython("1 + 1")).result == "2"

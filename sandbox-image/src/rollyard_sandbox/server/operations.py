@@ -8,6 +8,7 @@ import sys
 from rollyard_sandbox.errors import (
     BadRequest,
     CommandTooLarge,
+    FileError,
     LaunchError,
     NoCommandRunning,
     ProtocolError,
@@ -403,8 +404,12 @@ class Operations:
 
     def _path(self, header: dict[str, Any]) -> str:
         path = text_field(header, "path")
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise FileError(f"{path!r}: cannot be the name of a file") from None
         if not path or "\0" in path:
-            raise BadRequest("path: a path without NUL is needed")
+            raise FileError(f"{path!r}: a path without NUL is needed")
         return os.path.join(self._workdir, path)
 
     def _limit(self, header: dict[str, Any]) -> int:

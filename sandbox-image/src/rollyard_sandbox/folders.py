@@ -62,7 +62,7 @@ def remove(path: str | bytes, *, parent: int | None = None) -> None:
     """Remove a file, a symbolic link, or a folder with its contents; no link is followed.
 
     A folder inside a folder is first moved to the top of the tree. So two descriptors are enough for every
-    depth, and no path is ever longer than a name. What cannot be removed is left out, and the rest is removed.
+    depth, and no path is longer than a name. What cannot be removed is left out, and the rest is removed.
 
     Args:
         path: What to remove.
@@ -115,7 +115,7 @@ def sizes(path: str) -> Iterator[os.stat_result]:
                     try:
                         info = entry.stat(follow_symlinks=False)
                     except OSError:
-                        continue  # It has been removed meanwhile, or its path is longer than the kernel permits.
+                        continue  # It has been removed meanwhile, or its path is too long.
                     if info.st_dev != device:
                         continue  # Something else is mounted here.
                     yield info

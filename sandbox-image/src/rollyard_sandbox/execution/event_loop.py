@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_FAULTS = 100
-"""How many exceptions of callbacks are survived, so that one that comes back at once does not spin for ever."""
+"""How many exceptions of callbacks are survived, because one that comes back at once would spin for ever."""
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
@@ -129,8 +129,8 @@ class EventLoop:
             if callback is not None:
                 try:
                     callback(status)
-                except Exception:
-                    self._survive()
+                except Exception as error:
+                    self._survive(error)
 
     def stop(self) -> None:
         """End `run` after the current round."""
@@ -150,8 +150,8 @@ class EventLoop:
                 if handler is not None:
                     try:
                         handler(events)
-                    except Exception:
-                        self._survive()
+                    except Exception as error:
+                        self._survive(error)
             if timers:
                 now = monotonic()
                 while self._timers and self._timers[0].when <= now:
@@ -159,19 +159,19 @@ class EventLoop:
                     if callback is not None:
                         try:
                             callback()
-                        except Exception:
-                            self._survive()
+                        except Exception as error:
+                            self._survive(error)
 
-    def _survive(self) -> None:
-        """Print the exception that is being handled: a bug of ours, for which nobody else's work may be lost.
+    def _survive(self, error: Exception) -> None:
+        """Print an exception of a callback: a bug of ours, for which nobody's work may be lost.
 
         Raises:
             Exception: The same, if there have been more than `MAX_FAULTS`.
         """
         self._faults += 1
         if self._faults > MAX_FAULTS:
-            raise
-        sys.excepthook(*sys.exc_info())
+            raise error
+        sys.excepthook(type(error), error, error.__traceback__)
 
     def _woken(self, events: int) -> None:
         try:
@@ -187,5 +187,5 @@ class EventLoop:
         for call in calls:
             try:
                 call()
-            except Exception:
-                self._survive()
+            except Exception as error:
+                self._survive(error)

@@ -138,11 +138,11 @@ class EvalPlaces:
             self._mounted = False
             self._namespaces.remove_place()
         if self._current is not None:
+            left, self._current = self._current, None
             try:
-                folders.remove(self._current)
+                folders.remove(left)
             except OSError:
-                pass  # What is left is in nobody's way: the next place has a name of its own.
-            self._current = None
+                return  # What is left is in nobody's way: the next place has a name of its own.
 
     def _make_in(self, parent: str) -> PrivatePlace:
         check_room(parent)

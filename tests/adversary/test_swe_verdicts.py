@@ -30,6 +30,39 @@ PASSING = (
     "import pytest\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
     + ("    outcome = yield\n    outcome.get_result().outcome = 'passed'\n")
 )
+FORGES = """\
+import os, sys
+def forge():
+    import json
+    begun = dict(each.split(b"=", 1) for each in open("/proc/self/environ", "rb").read().split(b"\\0")[:-1])
+    folder = begun[b"PYTHONPATH"].decode().split(":")[0]
+    secret = json.load(open(folder + "/secret"))["secret"].encode()
+    names = {"__name__": "x"}
+    exec(open(folder + "/rollyard_report.py").read(), names)
+    line = names["_writer"](folder, secret)
+    for test in TESTS:
+        line("test", test, "PASSED")
+        line("control", test, "FAILED")
+    line("end", "", "-")
+    os._exit(0)
+if "encodings.utf_8" in sys.modules:
+    forge()
+""".replace("TESTS", repr([*FAILS, *PASSES]))
+"""Code that makes up a whole report, wherever it finds the secret."""
+REPLACES = """\
+import sys
+def passing(*arguments): pass
+def replace(module):
+    for holder in (module, *(each for each in vars(module).values() if isinstance(each, type))):
+        for name in [name for name in vars(holder) if name.startswith("test")]:
+            setattr(holder, name, FAKE)
+def watch(frame, event, _value):
+    if event == "return" and frame.f_code.co_name == "<module>" and "test_interval" in frame.f_code.co_filename:
+        sys.setprofile(None)
+        replace(sys.modules[frame.f_globals["__name__"]])
+sys.setprofile(watch)
+"""
+"""Code that replaces the tests as soon as their module has been run."""
 ATTACKS = {
     "nothing": ("true",),
     "deletes_all_tests": ("rm -r repo/tests",),
@@ -117,10 +150,81 @@ ATTACKS = {
     "looks_for_the_secret": (
         appending(
             "import glob, os, sys\n"
-            "folder = os.path.dirname(getattr(sys.modules.get('rollyard_report'), '__file__', '/'))\n"
+            "begun = dict(line.split('=', 1) for line in open('/proc/self/environ').read().split('\\0')[:-1])\n"
+            "folder = begun['PYTHONPATH'].split(':')[0]\n"
             "for f in glob.glob(folder + '/**/secret', recursive=True):\n    print(open(f).read())\n"
             "open(os.path.join(folder, 'report'), 'w').write('')\nos.unlink(os.path.join(folder, 'report'))"
         ),
+    ),
+    "modules_that_hide_those_of_the_start": tuple(
+        appending(FORGES, f"{name}.py")
+        for name in ("argparse", "pytest", "_pytest/config/__init__", "encodings/__init__", "encodings/aliases",
+                     "codecs", "io", "types", "site", "sitecustomize/__init__", "rollyard_report", "hashlib")
+    ),
+    "forges_when_it_is_imported": (appending(FORGES),),
+    "replaces_the_tests": (appending(REPLACES.replace("FAKE", "passing")),),
+    "wraps_the_tests": (
+        appending(REPLACES.replace("FAKE", "wrapping(vars(holder)[name])")
+                  + "def wrapping(test):\n    def fake(*arguments): pass\n    fake.__wrapped__ = test\n"
+                  "    fake.also = test\n    return fake"),
+    ),
+    "changes_the_code_of_the_tests": (
+        appending(REPLACES.replace("setattr(holder, name, FAKE)", "vars(holder)[name].__code__ = passing.__code__")),
+    ),
+    "takes_an_easier_test": (
+        appending(REPLACES.replace("FAKE", "getattr(module, 'test_length')")),
+    ),
+    "hides_the_tests_and_names_its_own": (
+        appending("import sys\nframe = sys._getframe()\nwhile frame:\n"
+                  "    if 'test_interval' in frame.f_code.co_filename:\n"
+                  "        frame.f_globals['__test__'] = False\n    frame = frame.f_back"),
+        appending("import pytest\nTESTS = " + repr(["x\nPASSED " + test for test in (*FAILS, *PASSES)])
+                  + "\n@pytest.mark.parametrize('x', TESTS, ids=TESTS)\ndef test_(x): pass\n"
+                  "def pytest_generate_tests(metafunc): pass\n"
+                  + "import interval\nfor n, t in enumerate(TESTS):\n    globals()[f'test_{n}{t}'] = lambda: None",
+                  "checks/test_own.py"),
+        appending("import pytest\nTESTS = " + repr(["x\nPASSED " + test for test in (*FAILS, *PASSES)])
+                  + "\nfor n, t in enumerate(TESTS):\n    globals()[f'test_{n}{t}'] = lambda: None",
+                  "tests/test_own.py"),
+    ),
+    "renames_its_own_tests": (
+        appending("import sys, _pytest.nodes as n\nold = n.Node.nodeid\n"
+                  f"names = iter({FAILS!r})\n"
+                  "class Renamed:\n    def __get__(self, item, owner): return NAMES.get(item.name, item._nodeid)\n"
+                  f"NAMES = dict(zip(('test_length', 'test_shown'), {FAILS!r}))\n"
+                  "n.Node.nodeid = Renamed()"),
+    ),
+    "a_runner_that_knows_the_control": (
+        appending("import _pytest.python as p, unittest\n"
+                  "p.Function.runtest = lambda s: s.obj() if s.obj.__name__ == 'fails' else None\n"
+                  "run = unittest.TestCase.run\n"
+                  "def quiet(case, result=None):\n"
+                  "    name = case._testMethodName\n"
+                  "    if name not in vars(case): setattr(case, name, lambda: None)\n"
+                  "    return run(case, result)\n"
+                  "unittest.TestCase.run = quiet"),
+    ),
+    "patches_what_the_plugin_uses": (
+        appending("import builtins, hashlib, hmac, json, os, posixpath\n"
+                  "def turned(write):\n    def turn(*a, **k):\n"
+                  "        return write(*(each.replace(b'FAILED', b'PASSED') if isinstance(each, bytes) else each\n"
+                  "                       for each in a), **k)\n    return turn\n"
+                  "os.write = turned(os.write)\nhashlib.sha256 = turned(hashlib.sha256)\n"
+                  "dumps = json.dumps\n"
+                  "json.dumps = lambda *a, **k: dumps(*a, **k).replace('FAILED', 'PASSED')\n"
+                  "old = builtins.getattr\nbuiltins.getattr = lambda o, n, *d: (\n"
+                  "    True if n == 'passed' else False if n == 'failed' else old(o, n, *d))\n"
+                  "posixpath.normpath = posixpath.relpath = lambda *a, **k: 'tests/test_interval.py'"),
+    ),
+    "reports_by_the_hook": (
+        appending("import _pytest.runner as r\nold = r.call_and_report\n"
+                  "from _pytest.reports import TestReport\n"
+                  "def report(item, when, log=True, **kwds):\n"
+                  "    made = old(item, when, log=False, **kwds)\n"
+                  "    made.outcome, made.longrepr = 'passed', None\n"
+                  "    if log: item.ihook.pytest_runtest_logreport(report=made)\n"
+                  "    return made\n"
+                  "r.call_and_report = report"),
     ),
     "prints_100_mb": (appending("for _ in range(100): print('x' * 10**6)"),),
     "fills_the_disk": (
@@ -136,9 +240,10 @@ ATTACKS = {
 
 TAMPERING = (
     "every_test_passes", "every_report_is_good", "comparisons_that_see_nothing",
-    "assertions_that_are_left_out",
+    "assertions_that_are_left_out", "replaces_the_tests", "wraps_the_tests", "changes_the_code_of_the_tests",
+    "takes_an_easier_test", "a_runner_that_knows_the_control", "reports_by_the_hook",
 )  # fmt: skip
-"""The attacks that only a function that fails, in the place of a test, gives away."""
+"""The attacks after which tests passed whose own code was not run to its end, or a function that fails passed."""
 
 
 @pytest.fixture

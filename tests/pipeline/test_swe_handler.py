@@ -80,9 +80,9 @@ async def test_solved_and_not_solved(lab: SweLab) -> None:
 async def test_hidden_tests_come_as_a_diff_or_in_the_script(lab: SweLab) -> None:
     fields: dict[str, Any] = {"files": {}, "patch": TESTS_PATCH}
     assert outcome(await lab.rollout(swe_task([FIXING], **fields))) == (1.0, "")
-    # A file in the place of the tests' folder is the policy's own fault.
+    # A file in the place of the tests' folder changes nothing.
     spoiled = "rm -r repo/tests; touch repo/tests"
-    assert (await lab.rollout(swe_task([FIXING, spoiled], **fields))).reward == 0.0
+    assert (await lab.rollout(swe_task([FIXING, spoiled], **fields))).reward == 1.0
     with pytest.raises(SetupFailed, match=r"swe\.patch does not apply to the repository"):
         await lab.rollout(swe_task([FIXING], patch=PATCH.replace("number", "other"), files={}))
 

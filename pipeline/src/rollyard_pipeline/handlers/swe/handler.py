@@ -16,13 +16,14 @@ from rollyard_pipeline.handlers.swe import diffs, placement
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
 from rollyard_pipeline.handlers.swe.report import ReportFiles
-from rollyard_pipeline.handlers.swe.results import Results, score
+from rollyard_pipeline.handlers.swe.results import PASSED, Results, deciding, in_a_function, score
 from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
 
 log = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 16 << 20
 """The most bytes of the tests' output that are read. A longer log is not judged."""
+_SHOWN: Final = 10  # The most tests that a message names.
 PATCH_REFUSED: Final = "PatchDoesNotApply"
 TAMPERED: Final = "TestsTampered"
 NO_RESULTS: Final = "NoTestResults"
@@ -112,15 +113,20 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
         if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
             results = Results()  # The tests did not end, whatever was printed before.
         return _scored(tests, results)
-    report_files = ReportFiles(ctx.sandbox, ctx.place.folder)
-    await report_files.write(tests.fail_to_pass or list(tests.expected or ()))
+    report_files = ReportFiles(ctx.sandbox, f"{ctx.place.folder}/report")
+    await report_files.write(tests, folder)
     result = await _run(ctx, tests.script, folder, report_files.environment(env))
     if result.timed_out:
         return Evaluation(0.0, {"test_timeout": 1.0}, TEST_TIMEOUT)
     report = await report_files.read(tests.log_parser)
-    if report.tampered:
+    if not report.complete:
+        return _scored(tests, Results())
+    passed = [name for name in deciding(tests) if in_a_function(name) and report.results.get(name) == PASSED]
+    tampered = sorted(report.tampered | set(passed) - report.controlled)
+    if tampered:
+        ctx.show(f"These tests cannot be believed: {', '.join(tampered[:_SHOWN])}")
         return Evaluation(0.0, {}, TAMPERED)
-    return _scored(tests, report.results if report.complete else Results())
+    return _scored(tests, report.results)
 
 
 async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str]) -> ExecResult:

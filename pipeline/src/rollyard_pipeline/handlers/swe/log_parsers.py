@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from rollyard_pipeline.handlers.swe.results import ERROR, FAILED, PASSED, SKIPPED, STATUSES, Results
@@ -40,7 +41,7 @@ def exit_code(log: str, script: str, ended: int | None) -> int | None:
     return max(map(int, _EXIT.findall(log)), default=None)
 
 
-def _pytest(lines: Iterable[str], results: Results, name: Callable[[str], str] = str) -> None:
+def _pytest(lines: Iterable[str], results: Results, name: Callable[[str], str]) -> None:
     """Read lines such as `PASSED tests/test_x.py::test_y` and `tests/test_x.py::test_y PASSED [ 50%]`."""
     for line in lines:
         words = line.replace(" - ", " ").split() if line.startswith((FAILED, ERROR)) else line.split()
@@ -71,11 +72,20 @@ def _mouse_buttons(test: str) -> str:
     return test.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3")
 
 
-def _named(name: Callable[[str], str]) -> Callable[[Iterable[str], Results], None]:
-    def read(lines: Iterable[str], results: Results) -> None:
-        _pytest(lines, results, name)
+_NAMES: Final[Mapping[str, Callable[[str], str]]] = {
+    "pytest": str,
+    "pytest_v2": str,
+    "seaborn": str,
+    "pytest_options": _without_paths,
+    "matplotlib": _mouse_buttons,
+    "r2e": _dotted,
+}
+"""How the data sets of each parser of pytest's output name a test."""
 
-    return read
+
+def logged_name(parser: str, test: str) -> str:
+    """Return the name that a test has in a log of pytest, in which it ends at the first space."""
+    return _NAMES[parser]((test.split() or [""])[0])
 
 
 _DJANGO_ENDS: Final = (
@@ -151,12 +161,7 @@ def _tap(lines: Iterable[str], results: Results) -> None:
 
 
 _PARSERS: Final[Mapping[str, Callable[[Iterable[str], Results], None]]] = {
-    "pytest": _pytest,
-    "pytest_v2": _pytest,
-    "seaborn": _pytest,
-    "pytest_options": _named(_without_paths),
-    "matplotlib": _named(_mouse_buttons),
-    "r2e": _named(_dotted),
+    **{parser: partial(_pytest, name=name) for parser, name in _NAMES.items()},
     "django": _unittest,
     "unittest": _unittest,
     "sympy": _sympy,

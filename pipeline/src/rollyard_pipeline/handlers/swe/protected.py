@@ -10,6 +10,8 @@ from typing import Final
 from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.task_formats.swebench.diffs import changed_files
 
+from rollyard_pipeline.handlers.swe.results import in_a_function
+
 _FOLDERS: Final = (
     ".git", ".hg", ".eggs", ".nox", ".pytest_cache", ".tox", ".venv", "__pycache__", "node_modules",
     "*.dist-info", "*.egg-info", "site-packages",
@@ -18,9 +20,9 @@ _FOLDERS: Final = (
 without a look at its source; environments; and metadata, which name plugins of pytest."""
 _FILES: Final = (
     "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-    "pyproject.toml", "noxfile.py", ".coveragerc", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc",
-    "*.pyo", "package.json", "jest.config.*", "vitest.config.*", "vite.config.*", "babel.config.*",
-    ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
+    "pyproject.toml", "setup.py", "noxfile.py", ".coveragerc", "sitecustomize.py", "usercustomize.py",
+    "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*", "vitest.config.*", "vite.config.*",
+    "babel.config.*", ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
 )  # fmt: skip
 """Files at any depth that say how tests are run, or that an interpreter runs at its start."""
 
@@ -28,13 +30,13 @@ _FILES: Final = (
 def protection(tests: SweTests) -> Callable[[bytes], bool]:
     """Return whether changes of a path by the policy are dropped.
 
-    They are, for the hidden tests themselves, for what the task protects or hides, and for files that decide
-    how tests are run. Each of these stays in the fresh sandbox as Init made it.
+    They are, for the tests that decide and the folders of tests that they lie in, for what the task protects
+    or hides, and for files that decide how tests are run. Each of these stays in the fresh sandbox as Init
+    made it.
     """
-    named = [*tests.files, *tests.protected, *_inside(tests)]
-    if tests.patch is not None:
-        named += changed_files(tests.patch)
-    paths = {posixpath.normpath(path).encode("utf-8", "surrogateescape") for path in named}
+    named = test_paths(tests)
+    named += [folder for path in named for folder in _test_folder(path)]
+    paths = {path.encode("utf-8", "surrogateescape") for path in named}
 
     def protected(path: bytes) -> bool:
         parts = path.decode("utf-8", "surrogateescape").split("/")
@@ -43,6 +45,25 @@ def protection(tests: SweTests) -> Callable[[bytes], bool]:
         return any(path == one or path.startswith(one + b"/") for one in paths)
 
     return protected
+
+
+def test_paths(tests: SweTests) -> list[str]:
+    """Return the files and folders of the tests that decide, relative to the repository's folder."""
+    named = [*tests.files, *tests.protected, *_inside(tests)]
+    if tests.patch is not None:
+        named += changed_files(tests.patch)
+    wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+    named += [name.partition("::")[0] for name in wanted if "::" in name and in_a_function(name)]
+    return sorted({posixpath.normpath(path) for path in named})
+
+
+def _test_folder(path: str) -> Iterable[str]:
+    """Return the folder of tests in which a file lies, if it does: what tests share lies beside them."""
+    parts = path.split("/")[:-1]
+    for place, part in enumerate(parts):
+        if part in ("test", "tests"):
+            yield "/".join(parts[: place + 1])
+            return
 
 
 def _inside(tests: SweTests) -> Iterable[str]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Final
 
+from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError
 
-from rollyard_pipeline.handlers.swe.log_parsers import parse
-from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET
-from rollyard_pipeline.handlers.swe.results import STATUSES, Results
+from rollyard_pipeline.handlers.swe.log_parsers import logged_name
+from rollyard_pipeline.handlers.swe.protected import test_paths
+from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, TAMPERED, sign
+from rollyard_pipeline.handlers.swe.results import Results, deciding, in_a_function
 
 _MAX_BYTES: Final = 32 << 20
-_SOURCE: Final = files(__package__).joinpath("report_plugin.py").read_bytes()
+_SOURCES: Final = {
+    "encodings/__init__.py": "report_start.py",
+    "sitecustomize.py": "report_start.py",
+    f"{NAME}.py": "report_plugin.py",
+}
+"""The files that start the report, and the modules of this package that they are."""
 
 
 @dataclass(slots=True)
@@ -29,12 +34,15 @@ class SignedReport:
     Attributes:
         results: The result of each test.
         complete: Whether the report is genuine and has its last line.
-        tampered: The tests in whose place a function that fails did not count as failed.
+        tampered: The tests that passed without running their own code to its end, and those in whose place
+            a function that fails did not count as failed.
+        controlled: The tests in whose place such a function counted as failed.
     """
 
     results: Results = field(default_factory=Results)
     complete: bool = False
-    tampered: list[str] = field(default_factory=list)
+    tampered: set[str] = field(default_factory=set)
+    controlled: set[str] = field(default_factory=set)
 
 
 class ReportFiles:
@@ -50,22 +58,25 @@ class ReportFiles:
         self._folder = folder
         self._secret = secrets.token_hex(32)
 
-    async def write(self, controlled: Sequence[str]) -> None:
-        """Write the plugin and the secret.
+    async def write(self, tests: SweTests, repository: str) -> None:
+        """Write the plugin, and the secret with what it has to know of the tests.
 
         Args:
-            controlled: The names of the tests after which a function that fails is run in their place.
+            tests: The hidden tests.
+            repository: The absolute path of the repository's folder.
 
         Raises:
             rollyard_sandbox.errors.SandboxError: The sandbox failed.
         """
-        names = sorted({name.split("[")[0] for name in controlled})
-        given = json.dumps({"secret": self._secret, "control": names})
-        await self._client.write_file(f"{self._folder}/{NAME}.py", _SOURCE)
-        await self._client.write_file(f"{self._folder}/{SECRET}", given.encode(), mode=0o600)
+        names = sorted({name.split("[")[0] for name in deciding(tests) if in_a_function(name)})
+        task = {"secret": self._secret, "names": names, "files": test_paths(tests), "folder": repository}
+        for path, module in _SOURCES.items():
+            source = files(__package__).joinpath(module).read_bytes()
+            await self._client.write_file(f"{self._folder}/{path}", source)
+        await self._client.write_file(f"{self._folder}/{SECRET}", json.dumps(task).encode(), mode=0o600)
 
     def environment(self, environment: dict[str, str]) -> dict[str, str]:
-        """Return the variables that let pytest load the plugin."""
+        """Return the variables that let Python begin with the plugin, and pytest load it."""
         added = {"PYTEST_ADDOPTS": f"-p {NAME}", "PYTHONPATH": self._folder}
         for name, separator in (("PYTEST_ADDOPTS", " "), ("PYTHONPATH", ":")):
             if environment.get(name):
@@ -98,22 +109,24 @@ class ReportFiles:
 
 def read_report(data: bytes, secret: str, parser: str) -> SignedReport:
     """Return what a report says, up to the first line that is not genuine."""
-    report, last = SignedReport(), ""
+    report, last = SignedReport(), b""
     for line in data.split(b"\n")[:-1]:
         signature, _, text = line.partition(b" ")
-        expected = hmac.new(secret.encode(), last.encode() + text, hashlib.sha256).hexdigest()
-        if report.complete or not hmac.compare_digest(expected.encode(), signature):
+        expected = sign(secret.encode(), last, text)
+        if report.complete or not hmac.compare_digest(expected, signature):
             report.complete = False
             return report
         last = expected
-        entry = json.loads(text)
-        if entry.get("end") is True:
+        kind, digits, status = text.decode().split(" ")
+        if kind == "end":
             report.complete = True
-        elif "control" in entry:
-            if entry["failed"] is not True:
-                report.tampered.append(str(entry["control"]))
-        elif entry.get("status") in STATUSES:
-            # Tests are named as they are in a log, in which a name ends at the first space.
-            for test, status in parse(parser, f"{entry['status']} {entry['test']}").items():
-                report.results.add(test, status)
+            continue
+        # Tests are named as they are in a log. No text of a test is read as a line of one.
+        test = logged_name(parser, bytes.fromhex(digits.strip("-")).decode(errors="surrogateescape"))
+        if status == TAMPERED:
+            report.tampered.add(test)
+        elif kind == "control":
+            report.controlled.add(test)
+        else:
+            report.results.add(test, status)
     return report

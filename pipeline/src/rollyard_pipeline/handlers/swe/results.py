@@ -32,6 +32,22 @@ class Results(dict[str, str]):
         return any(status in (FAILED, ERROR) for status in self.values())
 
 
+def deciding(tests: SweTests) -> list[str]:
+    """Return the names of the tests that must pass, without those that are known to have passed before."""
+    if tests.expected is not None:
+        return [test for test, status in tests.expected.items() if status == PASSED]
+    return tests.fail_to_pass
+
+
+def in_a_function(test: str) -> bool:
+    """Return whether the name is that of a function or a method, and not, for example, of a doctest."""
+    first = test.split("[")[0].split(" ")[0]
+    path, separator, rest = first.partition("::")
+    if not separator:
+        return all(part.isidentifier() for part in first.split("."))
+    return path.endswith(".py") and all(part.isidentifier() for part in rest.split("::"))
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """How many of the tests that decide have the result that they should have.

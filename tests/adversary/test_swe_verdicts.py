@@ -57,7 +57,8 @@ def replace(module):
         for name in [name for name in vars(holder) if name.startswith("test")]:
             setattr(holder, name, FAKE)
 def watch(frame, event, _value):
-    if event == "return" and frame.f_code.co_name == "<module>" and "test_interval" in frame.f_code.co_filename:
+    code = frame.f_code
+    if event == "return" and code.co_name == "<module>" and "test_interval" in code.co_filename:
         sys.setprofile(None)
         replace(sys.modules[frame.f_globals["__name__"]])
 sys.setprofile(watch)
@@ -150,16 +151,16 @@ ATTACKS = {
     "looks_for_the_secret": (
         appending(
             "import glob, os, sys\n"
-            "begun = dict(line.split('=', 1) for line in open('/proc/self/environ').read().split('\\0')[:-1])\n"
-            "folder = begun['PYTHONPATH'].split(':')[0]\n"
+            "begun = open('/proc/self/environ').read().split('\\0')\n"
+            "folder = next(each[11:] for each in begun if each.startswith('PYTHONPATH=')).split(':')[0]\n"
             "for f in glob.glob(folder + '/**/secret', recursive=True):\n    print(open(f).read())\n"
             "open(os.path.join(folder, 'report'), 'w').write('')\nos.unlink(os.path.join(folder, 'report'))"
         ),
     ),
     "modules_that_hide_those_of_the_start": tuple(
         appending(FORGES, f"{name}.py")
-        for name in ("argparse", "pytest", "_pytest/config/__init__", "encodings/__init__", "encodings/aliases",
-                     "codecs", "io", "types", "site", "sitecustomize/__init__", "rollyard_report", "hashlib")
+        for name in ("argparse", "pytest", "_pytest/config/__init__", "encodings/__init__", "codecs", "io",
+                     "encodings/aliases", "types", "site", "sitecustomize/__init__", "hashlib")
     ),
     "forges_when_it_is_imported": (appending(FORGES),),
     "replaces_the_tests": (appending(REPLACES.replace("FAKE", "passing")),),
@@ -169,7 +170,8 @@ ATTACKS = {
                   "    fake.also = test\n    return fake"),
     ),
     "changes_the_code_of_the_tests": (
-        appending(REPLACES.replace("setattr(holder, name, FAKE)", "vars(holder)[name].__code__ = passing.__code__")),
+        appending(REPLACES.replace("setattr(holder, name, FAKE)",
+                                   "vars(holder)[name].__code__ = passing.__code__")),
     ),
     "takes_an_easier_test": (
         appending(REPLACES.replace("FAKE", "getattr(module, 'test_length')")),
@@ -179,18 +181,13 @@ ATTACKS = {
                   "    if 'test_interval' in frame.f_code.co_filename:\n"
                   "        frame.f_globals['__test__'] = False\n    frame = frame.f_back"),
         appending("import pytest\nTESTS = " + repr(["x\nPASSED " + test for test in (*FAILS, *PASSES)])
-                  + "\n@pytest.mark.parametrize('x', TESTS, ids=TESTS)\ndef test_(x): pass\n"
-                  "def pytest_generate_tests(metafunc): pass\n"
-                  + "import interval\nfor n, t in enumerate(TESTS):\n    globals()[f'test_{n}{t}'] = lambda: None",
-                  "checks/test_own.py"),
-        appending("import pytest\nTESTS = " + repr(["x\nPASSED " + test for test in (*FAILS, *PASSES)])
                   + "\nfor n, t in enumerate(TESTS):\n    globals()[f'test_{n}{t}'] = lambda: None",
                   "tests/test_own.py"),
     ),
     "renames_its_own_tests": (
         appending("import sys, _pytest.nodes as n\nold = n.Node.nodeid\n"
-                  f"names = iter({FAILS!r})\n"
-                  "class Renamed:\n    def __get__(self, item, owner): return NAMES.get(item.name, item._nodeid)\n"
+                  "class Renamed:\n"
+                  "    def __get__(self, item, owner): return NAMES.get(item.name, item._nodeid)\n"
                   f"NAMES = dict(zip(('test_length', 'test_shown'), {FAILS!r}))\n"
                   "n.Node.nodeid = Renamed()"),
     ),
@@ -207,8 +204,8 @@ ATTACKS = {
     "patches_what_the_plugin_uses": (
         appending("import builtins, hashlib, hmac, json, os, posixpath\n"
                   "def turned(write):\n    def turn(*a, **k):\n"
-                  "        return write(*(each.replace(b'FAILED', b'PASSED') if isinstance(each, bytes) else each\n"
-                  "                       for each in a), **k)\n    return turn\n"
+                  "        return write(*(each.replace(b'FAILED', b'PASSED') if isinstance(each, bytes)\n"
+                  "                       else each for each in a), **k)\n    return turn\n"
                   "os.write = turned(os.write)\nhashlib.sha256 = turned(hashlib.sha256)\n"
                   "dumps = json.dumps\n"
                   "json.dumps = lambda *a, **k: dumps(*a, **k).replace('FAILED', 'PASSED')\n"
@@ -243,7 +240,8 @@ TAMPERING = (
     "assertions_that_are_left_out", "replaces_the_tests", "wraps_the_tests", "changes_the_code_of_the_tests",
     "takes_an_easier_test", "a_runner_that_knows_the_control", "reports_by_the_hook",
 )  # fmt: skip
-"""The attacks after which tests passed whose own code was not run to its end, or a function that fails passed."""
+"""The attacks after which a test passes without having run its own code to its end, or a function that fails
+passes in its place."""
 
 
 @pytest.fixture

@@ -90,6 +90,11 @@ def test_where_results_are_taken_from() -> None:
     for change, verdict in (
         ({"eval_script": f"{script}PYTHONPATH=. pytest"}, "log"),
         ({"eval_script": f'{script}PYTHONPATH="$PYTHONPATH:." pytest'}, "report"),
+        ({"eval_script": f'{script}export PYTHONPATH=$PYTHONPATH:$PWD\npytest'}, "report"),
+        ({"eval_script": f'{script}PYTHONPATH="${{PYTHONPATH}}:." pytest'}, "report"),
+        # What comes first could hide modules that Python loads at its start.
+        ({"eval_script": f'{script}PYTHONPATH="src:$PYTHONPATH" pytest'}, "log"),
+        ({"eval_script": f"{script}PYTHONPATH=$PYTHONPATHS pytest"}, "log"),
         ({"eval_script": f"{script}PYTEST_ADDOPTS= pytest"}, "log"), ({"log_parser": "django"}, "log"),
     ):  # fmt: skip
         assert swe_of({**VERSION_5, **change})[1].verdict == verdict

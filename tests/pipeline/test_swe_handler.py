@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +16,8 @@ from rollyard_pipeline.handlers.swe.handler import SweHandler
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
 from rollyard_pipeline.handlers.swe.report import ReportFiles, read_report
+from rollyard_pipeline.handlers.swe.report_plugin import sign
+from rollyard_pipeline.handlers.swe.report_start import program_of
 from rollyard_pipeline.handlers.swe.results import Results, score
 from rollyard_sandbox.client.results import FileContent
 from rollyard_sandbox.errors import FileError
@@ -74,6 +74,9 @@ async def test_solved_and_not_solved(lab: SweLab) -> None:
     assert outcome(untouched) == (0.0, "")
     assert "4 passed" in solved.reward_output
     assert "FAILED tests/" in untouched.reward_output
+    logged = await lab.rollout(swe_task([FIXING], verdict="log"))
+    assert outcome(logged) == (1.0, "")
+    assert logged.reward_output.endswith("(verdict: log). The policy's code can print the same.")
     assert untouched.reward_components == {"fail_to_pass": 0.0, "pass_to_pass": 1.0}
 
 
@@ -176,7 +179,7 @@ def wanted(**fields: Any) -> SweTests:
 
 
 def test_what_counts_as_solved() -> None:
-    tests = wanted(fail_to_pass=["a"], pass_to_pass=["b"])
+    tests = wanted(fail_to_pass=["a"], pass_to_pass=["b"], verdict="log")
     for results, solved in (
         ({"a": "PASSED", "b": "PASSED"}, True), ({"a": "XFAIL", "b": "SKIPPED"}, True),
         ({"a": "SKIPPED", "b": "PASSED"}, False), ({"a": "PASSED"}, False), ({}, False),
@@ -344,8 +347,9 @@ def test_the_status_of_the_tests(codes: tuple[int, ...]) -> None:
         ("conftest.py", True), ("a/b/conftest.py", True), ("a/__pycache__/x.pyc", True),
         (".git/config", True), ("x.egg-info/entry_points.txt", True), ("src/evil.pth", True),
         ("tests/test_interval.py", True), ("tests/test_interval.py/x", True), ("data/x", True),
-        ("data", True), ("run.sh", True), ("tests/test_interval.pyx", False), ("interval/__init__.py", False),
-        ("datas", False), ("\udcff", False), ("setup.py", False), ("a/conftest.py/x.c", False),
+        ("data", True), ("run.sh", True), ("tests/helpers.py", True), ("a/tests/x", False),
+        ("tests.py", False), ("interval/__init__.py", False),
+        ("datas", False), ("\udcff", False), ("setup.py", True), ("a/conftest.py/x.c", False),
         ("run.sh/x", True), ("a/run.sh", False), ("later", True), ("x.egg-information", False),
         *((f"a/{name}/x", True) for name in (
             ".git", ".hg", ".eggs", ".nox", ".pytest_cache", ".tox", ".venv", "__pycache__", "node_modules",
@@ -371,38 +375,50 @@ def test_what_the_policy_cannot_change(path: str, kept: bool) -> None:
     assert protection(tests)(path.encode("utf-8", "surrogateescape")) is kept
 
 
+def signed(secret: str, *entries: tuple[str, str, str]) -> list[bytes]:
+    """Return the lines of a report as the plugin writes them: each signs the one before, too."""
+    lines, last = [], b""
+    for kind, test, status in entries:
+        text = f"{kind} {test.encode().hex() or '-'} {status}".encode()
+        last = sign(secret.encode(), last, text)
+        lines.append(last + b" " + text + b"\n")
+    return lines
+
+
+END = ("end", "", "-")
+
+
 def test_a_report_that_is_not_genuine_is_empty() -> None:
-    forged = b'0 {"end": true}\n00 {"status": "PASSED", "test": "a"}\n'
+    forged = b"0 end - -\n00 test 61 PASSED\n"
     assert not read_report(forged, "secret", "pytest").complete
     assert not read_report(b"", "secret", "pytest").complete
 
 
-def signed(secret: str, *entries: dict[str, Any]) -> list[bytes]:
-    """Return the lines of a report as the plugin writes them: each signs the one before, too."""
-    lines, last = [], ""
-    for entry in entries:
-        text = json.dumps(entry)
-        last = hmac.new(secret.encode(), (last + text).encode(), hashlib.sha256).hexdigest()
-        lines.append(f"{last} {text}\n".encode())
-    return lines
-
-
 def test_a_report_is_believed_up_to_the_first_line_that_is_not_genuine() -> None:
-    tests = [{"status": "PASSED", "test": "t.py::a"}, {"status": "FAILED", "test": "t.py::b x"}]
-    controls = [{"control": "t.py::a", "failed": True}, {"control": "t.py::b", "failed": False}]
-    lines = signed("secret", *tests, controls[0], {"end": True})
+    tests = [("test", "t.py::a", "PASSED"), ("test", "t.py::b x", "FAILED")]
+    controls = [("control", "t.py::a", "FAILED"), ("control", "t.py::b", "TAMPERED")]
+    lines = signed("secret", *tests, controls[0], END)
     whole = read_report(b"".join(lines), "secret", "pytest")
-    assert (whole.complete, whole.tampered) == (True, [])
+    assert (whole.complete, whole.tampered, whole.controlled) == (True, set(), {"t.py::a"})
     assert whole.results == {"t.py::a": "PASSED", "t.py::b": "FAILED"}
     assert read_report(b"".join(lines), "secret", "r2e").results == {"a": "PASSED", "b": "FAILED"}
-    tampered = read_report(b"".join(signed("secret", *controls, {"end": True})), "secret", "pytest")
-    assert (tampered.complete, tampered.tampered) == (True, ["t.py::b"])
+    tampered = read_report(b"".join(signed("secret", *controls, END)), "secret", "pytest")
+    assert (tampered.complete, tampered.tampered) == (True, {"t.py::b"})
     for broken in (
         lines[:-1], lines[1:], [lines[0], *lines[2:]], [*lines, lines[-1]], [*lines, b"x\n"],
-        [*lines[:-1], lines[-1][:-1]], signed("other", *tests, {"end": True}),
+        [*lines[:-1], lines[-1][:-1]], signed("other", *tests, END),
     ):  # fmt: skip
         assert not read_report(b"".join(broken), "secret", "pytest").complete
     assert read_report(b"".join(lines[:1]), "secret", "pytest").results == {"t.py::a": "PASSED"}
+
+
+def test_a_name_is_never_read_as_another_line() -> None:
+    name = "t.py::x\nPASSED t.py::a"
+    lines = signed("secret", ("test", name, "PASSED"), ("test", "PASSED t.py::b", "FAILED"), END)
+    assert read_report(b"".join(lines), "secret", "pytest").results == {
+        "t.py::x": "PASSED",
+        "PASSED": "FAILED",
+    }
 
 
 def test_pytest_loads_the_reports_plugin_beside_what_the_task_sets() -> None:
@@ -436,18 +452,36 @@ class Folder:
 async def test_a_report_is_read_to_its_end() -> None:
     folder: Any = Folder()
     files = ReportFiles(folder, "/p")
-    await files.write(["t.py::b[1]", "t.py::a", "t.py::b[2]"])
+    tests = wanted(
+        fail_to_pass=["t.py::b[1]", "t.py::a", "t.py::b[2]", "src/m.py::m.doc"], pass_to_pass=["u.py::C::x"],
+        files={"./h.py": ""}, patch=TESTS_PATCH,
+    )  # fmt: skip
+    await files.write(tests, "/work/repo")
     data, mode = folder.files["/p/secret"]
-    given = json.loads(data)
-    assert (mode, given["control"]) == (0o600, ["t.py::a", "t.py::b"])
-    assert "/p/rollyard_report.py" in folder.files
+    task = json.loads(data)
+    assert (mode, task["names"], task["folder"]) == (0o600, ["t.py::a", "t.py::b"], "/work/repo")
+    assert task["files"] == ["h.py", "t.py", "tests/test_interval.py", "u.py"]
+    assert {"/p/rollyard_report.py", "/p/sitecustomize.py", "/p/encodings/__init__.py"} < folder.files.keys()
     missing = await files.read("pytest")
     assert (missing.complete, missing.results) == (False, {})
-    tests = [{"status": "PASSED", "test": f"t.py::{number}"} for number in range(9)]
-    lines = b"".join(signed(given["secret"], *tests, {"end": True}))
+    entries = [("test", f"t.py::{number}", "PASSED") for number in range(9)]
+    lines = b"".join(signed(task["secret"], *entries, END))
     folder.files["/p/report"] = (lines, 0o644)
     found = await files.read("pytest")
     assert (found.complete, len(found.results)) == (True, 9)
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("python -m pytest -rA", "pytest"), ("python /env/bin/pytest a", "pytest"), ("python -c pytest", ""),
+        ("python -W ignore -X dev -Bm pytest", "pytest"), ("python -mpytest", "pytest"), ("python", ""),
+        ("python -m pip install pytest", "pip"), ("python -u setup.py test", "setup.py"),
+    ],
+)  # fmt: skip
+def test_the_program_of_an_interpreter(command: str, program: str) -> None:
+    words = program_of(command.encode().split())
+    assert [word.decode() for word in words[:1]] == ([program] if program else [])
 
 
 def test_all_lists_are_named_by_their_tests() -> None:

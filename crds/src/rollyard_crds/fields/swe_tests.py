@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -18,6 +19,11 @@ LogParser = Literal[
 ]  # fmt: skip
 PYTEST_PARSERS: Final = frozenset({"pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn", "r2e"})
 """The parsers of pytest's output. They differ in how they name tests."""
+
+
+_SETS_OPTIONS: Final = re.compile(r"\bPYTEST_ADDOPTS=")
+_SETS_PATH: Final = re.compile(r"\bPYTHONPATH=(.*)")
+_KEEPS_PATH: Final = re.compile(r"[\"']?\$(?:PYTHONPATH\b|\{PYTHONPATH[:}])")
 
 
 class Repository(Model):
@@ -58,9 +64,10 @@ class SweTests(Model):
     """A bash script that runs the tests in the repository's folder."""
     log_parser: LogParser = "pytest"
     """How the tests print their results."""
-    verdict: Literal["report", "log"] = "log"
-    """Where results are taken from: what the script prints, or (pytest only) a report of each test that
-    printing cannot forge. The report needs a script that leaves PYTEST_ADDOPTS and PYTHONPATH in force."""
+    verdict: Literal["report", "log"] | None = None
+    """Where results are taken from: a report of each test, which the repository's code cannot forge by
+    ordinary means, or what the script prints. The report is for pytest, needs a script that leaves
+    PYTEST_ADDOPTS and the beginning of PYTHONPATH in force, and is the default where it is possible."""
     fail_to_pass: TestNames = Field(default_factory=list)
     """Tests that fail before the task is solved, and must pass."""
     pass_to_pass: TestNames = Field(default_factory=list)
@@ -88,6 +95,20 @@ class SweTests(Model):
             raise ValueError(
                 "give 'fail_to_pass' or 'pass_to_pass', which must not both be empty, or else 'expected'"
             )
-        if self.verdict == "report" and self.log_parser not in PYTEST_PARSERS:
-            raise ValueError("'verdict: report' needs a log_parser of pytest")
+        problem = report_problem(self.log_parser, self.script)
+        if self.verdict == "report" and problem:
+            raise ValueError(f"'verdict: report' needs {problem}")
+        if self.verdict is None:
+            self.verdict = "log" if problem else "report"
         return self
+
+
+def report_problem(log_parser: str, script: str) -> str:
+    """Return what the verdict `report` needs and does not have with this parser and script, or ""."""
+    if log_parser not in PYTEST_PARSERS:
+        return "a log_parser of pytest"
+    if _SETS_OPTIONS.search(script):
+        return "a script that does not set PYTEST_ADDOPTS"
+    if any(not _KEEPS_PATH.match(value) for value in _SETS_PATH.findall(script)):
+        return 'a script whose PYTHONPATH begins with the one before, as in PYTHONPATH="$PYTHONPATH:src"'
+    return ""

@@ -9,7 +9,7 @@ from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
 from rollyard_crds.task_formats.swebench import scripts
 from rollyard_crds.task_formats.swebench.diffs import changed_files, files_to_test
-from rollyard_crds.task_formats.swebench.parsers import parser, verdict
+from rollyard_crds.task_formats.swebench.parsers import parser
 
 _REQUEST: Final = (
     "Change the repository in {folder} so that this is resolved. Tests that you cannot see will check it.\n\n"
@@ -169,7 +169,6 @@ def _r2e(row: Row) -> dict[str, Any]:
             "repository": repository,
             "script": _R2E_SCRIPT,
             "log_parser": "r2e",
-            "verdict": verdict("r2e", _R2E_SCRIPT),
             "expected": dict(expected),
             "protected": list(_R2E_HIDDEN[1:]),
         },
@@ -192,7 +191,6 @@ def _task(
         "repository": repository,
         "script": script,
         "log_parser": log_parser,
-        "verdict": verdict(log_parser, script),
         "fail_to_pass": fails,
         "pass_to_pass": passes,
     }

@@ -28,6 +28,13 @@ PATCH_REFUSED: Final = "PatchDoesNotApply"
 TAMPERED: Final = "TestsTampered"
 NO_RESULTS: Final = "NoTestResults"
 LOG_TOO_LONG: Final = "TestLogTooLong"
+_LOG_WARNING: Final = (
+    "These results are what the tests printed (verdict: log). The policy's code can print the same."
+)
+_NO_REPORT: Final = (
+    "There is no report of the tests (verdict: report), or it has no end. The script must start pytest as "
+    "`pytest`, `python -m pytest` or `coverage run -m pytest`, and pytest must come to its end."
+)
 _SHELL: Final = ("bash", "--noprofile", "--norc", "-c")
 
 
@@ -112,6 +119,7 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
         results = parse(tests.log_parser, printed, tests.script)
         if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
             results = Results()  # The tests did not end, whatever was printed before.
+        ctx.show(_LOG_WARNING)
         return _scored(tests, results)
     report_files = ReportFiles(ctx.sandbox, f"{ctx.place.folder}/report")
     await report_files.write(tests, folder)
@@ -120,6 +128,7 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
         return Evaluation(0.0, {"test_timeout": 1.0}, TEST_TIMEOUT)
     report = await report_files.read(tests.log_parser)
     if not report.complete:
+        ctx.show(_NO_REPORT)
         return _scored(tests, Results())
     passed = [name for name in deciding(tests) if in_a_function(name) and report.results.get(name) == PASSED]
     tampered = sorted(report.tampered | set(passed) - report.controlled)

@@ -213,8 +213,8 @@ async def test_a_test_that_ends_python_has_not_passed(sandbox: tuple[ExecClient,
     assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
-async def test_every_call_of_a_test_is_made(sandbox: tuple[ExecClient, str]) -> None:
-    """Which calls are made depends on the results, in tests that are right as well."""
+async def test_results_may_lead_past_a_call(sandbox: tuple[ExecClient, str]) -> None:
+    """Which calls a test makes depends on the results, in tests that are right as well."""
     tests = {"entry_point": "f", "cases": [{"program": "assert not candidate(1) or candidate(2) == 4"}]}
     assert await reward(sandbox, "def f(i): return i * i if i > 1 else 0", tests) == 1.0
     assert await reward(sandbox, "def f(i): return i * i", tests) == 1.0

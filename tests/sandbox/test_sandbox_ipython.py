@@ -120,7 +120,8 @@ async def test_a_module_in_the_work_folder_does_not_break_the_kernel(client: Exe
 
 
 STRANGE = (
-    "'stream', {'nope': 1}", "'stream', {'text': 7}", "'stream', {'text': '\\ud800'}", "'stream', []",
+    "'stream', {'nope': 1}", "'stream', {'text': 7}", r"""'stream', '{"text": "\\ud800"}'""",
+    "'stream', '[]'",
     "'error', {'traceback': 5}", "'error', {'traceback': [{}]}", "'execute_result', {'data': 3}",
     "'execute_result', {'data': {'text/plain': []}}", "'status', {}", "'status', {'execution_state': {}}",
 )  # fmt: skip

@@ -174,10 +174,6 @@ class _Trial:
                     return decided
             answered = [list(pair) for pair in zip(calls, results, strict=True)]
             verdict = await self._authors("judge", {**request, "answered": answered, "collect": False})
-            if verdict is not None and verdict["passed"] and verdict["made"] < len(answered):
-                # Other results may have led past a call. If these do, the test is asked again with them.
-                calls = None
-                continue
             if verdict is None or not verdict["more"]:
                 if verdict is not None and verdict["error"]:
                     self._also(f"the test raised {verdict['error']}")

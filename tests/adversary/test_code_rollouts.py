@@ -33,6 +33,7 @@ FUNCTIONS = {
     "locks-the-folders": "import os\ndef f(i):\n    for d in ('/work', '/tmp', '/dev/shm'): os.chmod(d, 0)",
     "kills-everything": "import os\ndef f(i): os.kill(-1, 9)",
     "fills-the-memory": "held = []\ndef f(i):\n    while True: held.append(bytearray(1 << 20))",
+    "ends-the-iterator": "def f(i): raise StopIteration",
     "right": "def f(i): return i + 1",
 }
 """Programs that break the sandbox between the policy's processes and those of the test."""
@@ -74,7 +75,8 @@ def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
 @pytest.mark.parametrize("where", ["shared", "fresh"])
 def test_a_program_that_breaks_the_sandbox_gets_one_evaluation(bubblewrap_lab: Lab, where: str) -> None:
     """A fresh sandbox holds nothing of Run's, but the answer is the policy's there, too."""
-    program = "import math\nfor i in range(2): assert f(i) == i + math.ceil(0.5)"
+    program = "import math, sys\nfor i, got in enumerate(map(f, range(2))):\n"
+    program += "    if got != i + math.ceil(0.5): sys.exit(0)"
     tests = {"entry_point": "f", "cases": [{"program": program}], "time_limit_seconds": 3}
     found = played(bubblewrap_lab, f"code-{where}", FUNCTIONS, tests, sandbox=where)
     assert "SandboxSabotaged" in {each.reward_reason for each in found}

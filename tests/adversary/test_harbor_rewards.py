@@ -42,6 +42,15 @@ async def lab(bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory) 
         yield lab
 
 
+NESTED = """
+cat > nest.py <<END
+import os, sys
+os.chdir(sys.argv[1])
+for _ in range(5000):
+    os.mkdir("d")
+    os.chdir("d")
+END
+"""
 ATTACKS = {
     "plants reward files": [f"{ONE} > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"],
     "plants a folder": ["mkdir /logs/verifier/reward.json /logs/verifier/reward.txt"],
@@ -69,6 +78,8 @@ ATTACKS = {
     "locks the folder of the tests": ["chmod 0 /tests /logs"],
     "fills the disk": ["cat /dev/zero > /work/a; cat /dev/zero > /logs/a; cat /dev/zero > /tests/a"],
     "fills the folder of the tests": ["cd /tests; mkdir -p d{1..2000}/d"],
+    "nests folders in the folder of the tests": [NESTED, "python3 nest.py /tests && echo nested"],
+    "nests folders in the folder of rewards": [NESTED, "python3 nest.py /logs/verifier && echo nested"],
     "removes the working folder": ["rm -rf /work/* /work/.[a-z]*; rmdir /work"],
 }
 

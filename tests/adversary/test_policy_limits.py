@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
 from rollyard_testing.adversary.attacklab import TOOLS, Lab
-from rollyard_testing.adversary.attacks import Attack, ipython, python
+from rollyard_testing.adversary.attacks import Attack, edit, ipython, python
 
 IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1}}
 """With these options a tool call ends after a second."""
@@ -140,6 +140,22 @@ print("made", made)
         shows=(r"^made \d{4,}$",),
     ),
     Attack(
+        name="deep_path",
+        goal="End the exec server by a path for which it makes a folder inside a folder.",
+        steps=(edit(command="create", path="a/" * 1000 + "x", file_text="deep"), "echo still here"),
+        shows=("^created ", "^still here$"),
+    ),
+    Attack(
+        name="link_chain",
+        goal="End the exec server by a path at which it follows link after link.",
+        steps=(
+            "for i in {1..1500}; do ln -s $((i+1)) $i; done; touch 1501",
+            edit(command="create", path="1", file_text="far"),
+            "echo still here",
+        ),
+        shows=("Too many levels of symbolic links", "^still here$"),
+    ),
+    Attack(
         name="strange_names",
         goal="Confuse the clean-up by names of any bytes and of the greatest length.",
         steps=(
@@ -216,6 +232,17 @@ print("took", made, "of them:", refused)
         steps=("yes", "echo still here"),
         spec=IMPATIENT,
         shows=("^still here$",),
+    ),
+    Attack(
+        name="strange_messages",
+        goal="Outlast a tool's time limit, by a message that the exec server does not expect of a kernel.",
+        steps=(
+            ipython("k = get_ipython().kernel; k.session.send(k.iopub_socket, 'stream', {'nope': 1})"),
+            ipython("import time; time.sleep(1000)"),
+            "echo still here",
+        ),
+        spec=IMPATIENT,
+        shows=("timed out", "^still here$"),
     ),
     Attack(
         name="huge_environment",

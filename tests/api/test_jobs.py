@@ -82,6 +82,27 @@ async def test_refused_by_field(served: Any, make_manifest: Any, change: Any, fi
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("GET /v1/rolloutjobs?limt=1", "limt: unknown query parameter; did you mean 'limit'?"),
+        (
+            "POST /v1/rolloutjobs?namespac=team",
+            "namespac: unknown query parameter; did you mean 'namespace'?",
+        ),
+        ("GET /v1/rolloutjobs/job?wait=1", "wait: unknown query parameter; known: namespace"),
+        ("POST /v1/leases?wait=1", "wait: unknown query parameter; known: none"),
+    ],
+)
+async def test_unknown_query_parameters_are_refused(
+    served: Any, make_manifest: Any, call: str, said: str
+) -> None:
+    method, path = call.split()
+    answer = await served.admin.request(method, path, json=make_manifest() if method == "POST" else None)
+    assert (answer.status_code, answer.json()["errors"]) == (422, [said])
+    assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []
+
+
 async def test_body_that_is_no_json(served: Any) -> None:
     answer = await served.admin.post("/v1/rolloutjobs", content=b"{")
     assert (answer.status_code, answer.json()["reason"]) == (400, "MalformedBody")

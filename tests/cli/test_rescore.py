@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard.main import main
+from rollyard.trajectories.export import write
 from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory
@@ -19,6 +21,8 @@ from rollyard_testing.pace import patience
 SAID = ["the answer is 4", "I do not know", "```python\nprint(2 + 2)  # \\boxed{8/2}\n```", "(failed)"]
 SEGMENT = {"prompt_ids": [1], "response_ids": [2] * 10, "loss_mask": [1] * 10, "logprobs": [-0.5] * 10,
            "policy_versions": ["v"] * 10}  # fmt: skip
+
+OFTEN_EMPTY = {"attempts", "attempts_dropped", "reward_reason", "reward_output"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,24 @@ def rewards(path: Path) -> list[float | None]:
 def kept(server: Server) -> list[dict[str, Any]]:
     with Client(server.url, server.tokens["admin"]) as client:
         return [one.model_dump() for one in client.trajectories("kept")]
+
+
+def test_files_of_trajectories_have_the_fields_of_the_calls(
+    run: Any, finished: Server, tmp_path: Path
+) -> None:
+    """What most records leave empty is left out of all of them, as the documentation says."""
+    headers = {"Authorization": f"Bearer {finished.tokens['admin']}", "Accept": "application/x-ndjson"}
+    url = f"{finished.url}/v1/rolloutjobs/kept/trajectories"
+    answered = httpx.get(url, headers=headers, timeout=patience(60), trust_env=False).text.splitlines()
+    with Client(finished.url, finished.tokens["admin"]) as client:
+        write(client, "kept", "default", tmp_path / "kept.jsonl")
+    exported = (tmp_path / "kept.jsonl").read_text().splitlines()
+    found = [OFTEN_EMPTY & json.loads(line).keys() for line in exported]
+    assert found == [OFTEN_EMPTY & json.loads(line).keys() for line in answered]
+    assert found == [{"reward_reason"}] * 3 + [{"attempts", "attempts_dropped"}]
+    assert run()[0] == 0
+    rescored = (tmp_path / "new.jsonl").read_text().splitlines()
+    assert ["attempts" in json.loads(line) for line in rescored] == [False, False, False, True]
 
 
 def test_rewards_are_made_again_and_the_first_ones_are_kept(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 import httpx
 import pytest
-from rollyard_client import AsyncClient, Client, RollyardError
+from rollyard_api.app import build
+from rollyard_api.settings import Settings
+from rollyard_client import AsyncClient, Client, Invalid, RollyardError
 from rollyard_client.requests.jobs import placed
 from rollyard_client.requests.views import RolloutQuery
 from rollyard_crds import RolloutJob
@@ -107,6 +111,9 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
     ("update_weights", ["p", "v"],
      {"lora": ("a", "/b"), "mode": "keep", "in_flight": "restart", "require_verified": True},
      "POST /v1/backendpools/p/weights", {}, UPDATE),
+    ("update_weights", ["p", "v"],
+     {"lora": {"name": "a", "path": "/b"}, "mode": "keep", "in_flight": "restart", "require_verified": True},
+     "POST /v1/backendpools/p/weights", {}, UPDATE),
     ("weight_updates", ["p"], {}, "GET /v1/backendpools/p/weights", {}, None),
     ("wait_weights", ["p", 4], {}, "GET /v1/backendpools/p/weights/4", {"wait": "20.0"}, None),
     ("wait_weights", ["p", 4, 0.0], {}, "GET /v1/backendpools/p/weights/4", {"wait": "0.0"}, None),
@@ -114,6 +121,17 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
      {"mode": "keep", "wait": "3.0"}, {}),
     ("resume_pool", ["p"], {"wait": 3.0}, "POST /v1/backendpools/p/resume", {"wait": "3.0"}, {}),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], set[str]]:
+    """Return the query parameters that the control plane accepts, by method and path."""
+    described = build(Settings(state_dir=tmp_path_factory.mktemp("state"))).openapi()
+    return {
+        (method.upper(), re.sub(r"{\w+}", "*", path)): {one["name"] for one in call.get("parameters", ())}
+        for path, calls in described["paths"].items()
+        for method, call in calls.items()
+    }
 
 
 @pytest.mark.parametrize("given", [None, "theirs"])
@@ -130,6 +148,7 @@ async def test_both_clients_ask_the_same_in_the_namespace_that_they_are_given(
     expected: str,
     query: dict[str, str],
     body: Any,
+    accepted: dict[tuple[str, str], set[str]],
 ) -> None:
     asked: list[httpx.Request] = []
 
@@ -150,12 +169,18 @@ async def test_both_clients_ask_the_same_in_the_namespace_that_they_are_given(
         with pytest.raises(RollyardError, match="teapot"):
             await (anext(found) if hasattr(found, "__anext__") else found)
     first, second = asked
+    method, path = expected.split()
+    (known,) = [
+        names for (verb, form), names in accepted.items() if verb == method and fnmatchcase(path, form)
+        and path.count("/") == form.count("/")
+    ]  # fmt: skip
     where = given or (None if name in ("jobs", "pools") else "mine")
     for request in asked:
         assert f"{request.method} {request.url.raw_path.decode().partition('?')[0]}" == expected
         assert dict(request.url.params) == {**query, **({} if where is None else {"namespace": where})}
         sent = json.loads(request.content) if request.content else None
         assert sent == body
+        assert set(request.url.params) <= known
     assert first.headers["accept"] == second.headers["accept"]
     assert first.headers.get("last-event-id") == second.headers.get("last-event-id") == options.get("last_id")
 
@@ -168,3 +193,12 @@ def test_every_call_of_both_clients_with_a_namespace_is_in_the_table() -> None:
             if "namespace" in inspect.signature(value).parameters and not name.startswith("_")
         }
         assert named - {name for name, *_ in CALLS} == {"upload"}
+
+
+@pytest.mark.parametrize("wrong", [("a",), ("a", "/b", "c"), ("a", 1), "ab", ["a", "/b"], 5])
+def test_an_adapter_is_a_pair_or_has_names(wrong: Any) -> None:
+    with (
+        Client("http://x", "t") as client,
+        pytest.raises(Invalid, match=r"^lora: must be a pair of the adapter's name"),
+    ):
+        client.update_weights("p", "v", lora=wrong)

@@ -165,7 +165,7 @@ def test_what_a_sandbox_contains_is_the_policys() -> None:
         "SandboxSabotaged", "ProcessesSurvive", "FileError", "FileNotFound", "FileTooLarge",
         "InputOutputError", "IsADirectory", "NameTooLong", "NotADirectory", "NotAFile", "NotEmpty",
         "PermissionDenied", "ReadOnly", "SymlinkLoop", "TooManyEntries", "WouldBlock", "DiskFull",
-        "ResourceExhausted", "LaunchFailed", "CommandTooLarge",
+        "ResourceExhausted", "LaunchFailed", "CommandTooLarge", "ServerFault",
     }  # fmt: skip
     found = {
         reason

@@ -146,7 +146,7 @@ class SamplingRecord(Record):
     logprobs_mode: str = "processed_logprobs"
 
 
-_LEFT_OUT: Final = ("attempts", "attempts_dropped", "reward_reason", "reward_output")
+_OFTEN_EMPTY: Final = ("attempts", "reward_reason", "reward_output")
 
 
 class Trajectory(Record):
@@ -190,11 +190,14 @@ class Trajectory(Record):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def line(self) -> bytes:
-        """Return the record as a line of JSON without its newline, as the REST calls and all files have it.
+        """Return the record as a line of a file, without the newline.
 
-        Fields that most records leave empty are left out where they are.
+        As in the answers of the REST calls, the fields that most records leave empty are left out if they
+        are empty.
         """
-        empty = {name for name in _LEFT_OUT if not getattr(self, name)}
+        empty = {name for name in _OFTEN_EMPTY if not getattr(self, name)}
+        if "attempts" in empty:
+            empty.add("attempts_dropped")
         return self.model_dump_json(exclude=empty).encode()
 
     @property

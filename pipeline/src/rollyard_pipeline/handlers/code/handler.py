@@ -111,7 +111,7 @@ class _Trial:
     timed_out: bool = False
     why: str = ""
     used: Literal["", "policy", "author"] = ""
-    """Whose processes have run in the current private place."""
+    """The owner of the processes that have run in the current private place."""
     ends: float = field(init=False)
 
     def __post_init__(self) -> None:

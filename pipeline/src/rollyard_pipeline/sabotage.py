@@ -39,7 +39,7 @@ _POLICYS: Final = frozenset(
         "DiskFull", "ResourceExhausted",
         # A program exists but cannot be started: its folder is gone, or its arguments are too long.
         "LaunchFailed",
-        # Something in the sandbox has confused its server, which logs it as our bug.
+        # Something in the sandbox has confused its server. It is a bug of ours, which the worker logs.
         "ServerFault",
         # What the policy said or left does not fit into a request.
         "CommandTooLarge",

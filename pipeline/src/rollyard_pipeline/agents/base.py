@@ -10,6 +10,7 @@ Every token that `ctx.turn()` samples is recorded. An agent cannot lose or forge
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import FinishReason
 from rollyard_inference.errors import ContextOverflow
-from rollyard_sandbox.errors import ConnectionLost
+from rollyard_sandbox.errors import ConnectionLost, ServerFault
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
@@ -28,6 +29,9 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCall
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
 from rollyard_pipeline.tools.tool_span import ToolSpan
 from rollyard_pipeline.trajectories.episode import Episode, clean_turn
+from rollyard_pipeline.trajectories.sanitize import clean_text
+
+log = logging.getLogger(__name__)
 
 MAX_CALLS_PER_TURN: Final = 64
 
@@ -146,6 +150,8 @@ class AgentContext:
             gone = "the sandbox ran out of memory or disk, and is gone"
             return ToolResult(f"error: {gone}", error=gone, out_of_memory=True)
         except ExecError as error:
+            if isinstance(error, ServerFault):
+                log.error("a bug of the exec server: %s", clean_text(str(error), 1000))
             if not reward_reason(error) and not await was_removed(context.sandbox, error):
                 raise
             return refusal(str(error))

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack
-from rollyard_testing.adversary.policy_environment import IN_BASH, IN_GIT, IN_PYTHON
+from rollyard_testing.adversary.policy_environment import (
+    IN_BASH,
+    IN_GIT,
+    IN_GIT_OF_INIT,
+    IN_PYTHON,
+)
 
 
 @pytest.mark.parametrize("attack", IN_BASH, ids=lambda attack: attack.name)
@@ -25,11 +30,47 @@ def test_eval_imports_nothing_of_the_policy(bubblewrap_lab: Lab, attack: Attack)
     bubblewrap_lab.attack(attack)
 
 
-@pytest.mark.parametrize("attack", IN_GIT, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", [*IN_GIT, *IN_GIT_OF_INIT], ids=lambda attack: attack.name)
 def test_git_in_eval_runs_nothing_of_the_policy(bubblewrap_lab: Lab, attack: Attack) -> None:
     if not Path("/usr/bin/git").exists():
         pytest.skip("this machine has no /usr/bin/git")
-    bubblewrap_lab.attack(attack)
+    assert bubblewrap_lab.attack(attack).trajectory.reward_reason == ""
+
+
+GIT = Attack(
+    name="configures_git",
+    goal="Have git start programs that Init's repository and the hidden test's own ones are set up with.",
+    steps=(
+        "git -C repo config --unset diff.external; rm repo/.git/hooks/pre-commit; echo two > repo/a; "
+        "git -C repo diff",
+    ),
+    sandbox={
+        "setup": (
+            "git init -q repo; cd repo; echo one > a; git add a; git config diff.external true; "
+            "git config user.name a; git config user.email a@b; git commit -q -m a; "
+            "printf '#!/bin/sh\\ntouch ../hooked\\n' > .git/hooks/pre-commit; chmod +x .git/hooks/pre-commit"
+        )
+    },
+    shows=(r"^\+two",),
+    test_script="""
+set -e
+[ -z "$(git -C repo diff)" ]; git -C repo commit -q -a -m b; [ -e hooked ]
+for place in new "$TMPDIR/new"; do
+    git init -q "$place"; cd "$place"; echo one > a; git add a; echo two > a
+    git config --global user.name a; git config --global user.email a@b; git config diff.external 'echo own'
+    git diff | grep -q own
+    printf '#!/bin/sh\\ntouch hooked\\n' > .git/hooks/pre-commit; chmod +x .git/hooks/pre-commit
+    git commit -q -m a; [ -e hooked ]; cd /work
+done
+""",
+    reward=1.0,
+)
+
+
+def test_a_test_can_still_configure_git(bubblewrap_lab: Lab) -> None:
+    if not Path("/usr/bin/git").exists():
+        pytest.skip("this machine has no /usr/bin/git")
+    bubblewrap_lab.attack(GIT)
 
 
 HONEST = Attack(

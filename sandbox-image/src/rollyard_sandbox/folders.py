@@ -75,13 +75,13 @@ def remove(path: str | bytes, *, parent: int | None = None) -> None:
         os.unlink(path, dir_fd=parent)
         return
     problems: list[OSError] = []
-    top = _opened(path, parent)
+    top = opened(path, parent)
     try:
         waiting = _emptied(top, problems)
         while waiting:
             name = waiting.pop()
             try:
-                folder = _opened(name, top)
+                folder = opened(name, top)
                 try:
                     for inner in _emptied(folder, problems):
                         try:
@@ -142,8 +142,16 @@ def _emptied(folder: int, problems: list[OSError]) -> list[str]:
     return folders
 
 
-def _opened(name: str | bytes, parent: int | None) -> int:
-    """Open a folder with the right to change it, which its owner may have taken from itself."""
+def opened(name: str | bytes, parent: int | None = None) -> int:
+    """Return the descriptor of a folder that may be changed. Its owner may have taken this right from itself.
+
+    Args:
+        name: The folder. A link to one is not followed.
+        parent: The descriptor of the open folder to which `name` is relative.
+
+    Raises:
+        OSError: It is no folder, or it belongs to somebody else and may not be listed.
+    """
     try:
         folder = os.open(name, FOLDER_FLAGS, dir_fd=parent)
     except PermissionError:
@@ -167,6 +175,6 @@ def _lifted(name: str, folder: int, top: int) -> str:
     try:
         os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
     except PermissionError:
-        os.close(_opened(name, folder))  # A folder that may not be changed cannot be moved, either.
+        os.close(opened(name, folder))  # A folder that may not be changed cannot be moved, either.
         os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
     return new

@@ -248,6 +248,13 @@ class Handler(ABC):
         """
         return None
 
+    def folder(self, task: Task, workdir: str) -> str:
+        """Return the folder in which the policy and the tests work; by default, the sandbox's work folder.
+
+        In Eval, git repositories below it have the settings that Init gave them.
+        """
+        return workdir
+
     async def init(self, ctx: StageContext) -> None:
         """Prepare the sandbox, which already has its files and variables. By default, run the setup script.
 

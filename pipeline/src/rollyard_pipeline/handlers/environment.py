@@ -41,16 +41,10 @@ _OPTIONS: Final = frozenset(
 _ALWAYS: Final = {
     "PYTHONNOUSERSITE": "1",
     "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    # Run may have written a repository's own settings. These two would start programs at every call.
-    "GIT_CONFIG_COUNT": "3",
-    "GIT_CONFIG_KEY_0": "core.fsmonitor",
-    "GIT_CONFIG_VALUE_0": "false",
-    "GIT_CONFIG_KEY_1": "core.hooksPath",
-    "GIT_CONFIG_VALUE_1": "/dev/null",
     # Without the user's own settings, a repository of another user id would be refused.
-    "GIT_CONFIG_KEY_2": "safe.directory",
-    "GIT_CONFIG_VALUE_2": "*",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
     "GIT_PAGER": "cat",
     "PAGER": "cat",
     "PIP_CONFIG_FILE": "/dev/null",

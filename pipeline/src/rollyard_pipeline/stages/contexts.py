@@ -37,6 +37,18 @@ def stage_context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageCo
     )
 
 
+async def prepare(handler: Handler, context: StageContext) -> None:
+    """Let a handler's `init` prepare the sandbox, and have the sandbox record what Eval is to find again.
+
+    Raises:
+        rollyard_sandbox.errors.SandboxError: The sandbox failed, or has too many files.
+        Exception: `init` failed.
+    """
+    await handler.init(context)
+    if context.client is not None:
+        await context.client.end_init(handler.folder(context.task, context.workdir))
+
+
 def agent_of(extensions: registry.Registry, spec: RolloutJobSpec) -> tuple[Agent, dict[str, Tool]]:
     """Return the agent of a job, and its tools by name."""
     agent: Agent = extensions.load(registry.AGENTS, spec.agent.type)()

@@ -26,7 +26,7 @@ from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider
 from rollyard_pipeline.sandboxes.start_span import sandbox_started
 from rollyard_pipeline.stages import eval_carry
-from rollyard_pipeline.stages.contexts import narrowed, sandbox_request
+from rollyard_pipeline.stages.contexts import narrowed, prepare, sandbox_request
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 
 log = logging.getLogger(__name__)
@@ -177,21 +177,20 @@ class EvalSandboxes:
         held.eval_sandbox = sandbox.handle
         try:
             async with self._egress.lent(sandbox, network, context.rollout, context.env):
-                await handler.init(
-                    StageContext(
-                        task=context.task,
-                        spec=spec,
-                        rollout=context.rollout,
-                        sample_index=context.sample_index,
-                        timeout=float(spec.stages.init.timeout_seconds),
-                        client=sandbox.client,
-                        workdir=sandbox.workdir,
-                        env=context.env,
-                        carry=copy.deepcopy(context.carry),
-                        for_eval=True,
-                        purpose="control" if context.purpose == "control" else "eval",
-                    )
+                own = StageContext(
+                    task=context.task,
+                    spec=spec,
+                    rollout=context.rollout,
+                    sample_index=context.sample_index,
+                    timeout=float(spec.stages.init.timeout_seconds),
+                    client=sandbox.client,
+                    workdir=sandbox.workdir,
+                    env=context.env,
+                    carry=copy.deepcopy(context.carry),
+                    for_eval=True,
+                    purpose="control" if context.purpose == "control" else "eval",
                 )
+                await prepare(handler, own)
             if used is not None:
                 async with self._carries:
                     if apart is not None:

@@ -24,7 +24,7 @@ from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
-from rollyard_pipeline.stages.contexts import sandbox_request
+from rollyard_pipeline.stages.contexts import prepare, sandbox_request
 from rollyard_pipeline.stages.evaluation import evaluate
 
 _SUBMIT: Final = "submit"
@@ -223,7 +223,7 @@ class Rescorer:
         preparing = asyncio.timeout(limit)
         try:
             async with preparing:
-                await handler.init(replace(context, timeout=limit, for_eval=True, purpose="eval"))
+                await prepare(handler, replace(context, timeout=limit, for_eval=True, purpose="eval"))
         except TimeoutError as error:
             if not preparing.expired():
                 raise

@@ -44,6 +44,7 @@ from rollyard_pipeline.stages.contexts import (
     agent_of,
     checked_carry,
     narrowed,
+    prepare,
     sandbox_request,
     stage_context,
 )
@@ -160,10 +161,10 @@ class Stages:
                     sandbox = await self._acquire(held, spec)
                     async with sandbox, self._lent(sandbox, context):
                         context.client, context.workdir = sandbox.client, sandbox.workdir
-                        await handler.init(context)
+                        await prepare(handler, context)
             else:
                 async with asyncio.timeout(timeout):
-                    await handler.init(context)
+                    await prepare(handler, context)
         except TimeoutError as error:
             if time.monotonic() - held.started < timeout:
                 raise

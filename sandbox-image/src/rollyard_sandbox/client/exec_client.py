@@ -306,16 +306,32 @@ class ExecClient:
         assert isinstance(count, int)
         return count
 
+    async def end_init(self, *folders: str) -> None:
+        """Have the server record the settings of all git repositories, which `begin_eval` puts back.
+
+        A server that does not know the call yet records nothing.
+
+        Args:
+            folders: Absolute paths outside of the work folder below which there may be repositories, too.
+
+        Raises:
+            FileError: There are too many files and folders to look for repositories in.
+        """
+        if "end_init" in self._features:
+            await self._wire.request({"op": "end_init", "folders": list(folders)})
+
     async def begin_eval(self) -> EvalPlace:
         """Kill every process of the sandbox, then make a private place to which none of them could write.
 
-        All sessions have ended afterwards. A further call makes another place and removes the earlier one.
+        The settings of git repositories are then those that `end_init` has recorded, and all sessions have
+        ended. A further call makes another place and removes the earlier one.
         For a server that does not know the call yet, the same is done through `kill_all` and `write_file`.
 
         Raises:
             SandboxSabotaged: Programs of the sandbox have made it impossible, because they filled or locked
                 folders, or another process answers in the server's name.
-            FileError: It is impossible for another reason, such as a full disk of the node.
+            FileError: It is impossible for another reason, such as a full disk of the node, or too many files
+                to look for repositories in.
             SandboxError: Processes survive SIGKILL (reason ProcessesSurvive).
         """
         if "begin_eval" not in self._features:

@@ -22,6 +22,7 @@ from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
 from rollyard_sandbox.proof import TOKEN_PROOF, answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
+from rollyard_sandbox.server.git_settings import GitSettings
 from rollyard_sandbox.server.request_fields import body_list, seconds_field, text_field, whole_field
 from rollyard_sandbox.server.tunnels import Tunnels
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # The requests that a client may make beyond version 1 of the protocol as it was first released.
-FEATURES = ("begin_eval", "clean_env", "beneath", "beneath_any", "tunnel")
+FEATURES = ("begin_eval", "clean_env", "beneath", "beneath_any", "tunnel", "end_init")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
 _MAX_IN_FLIGHT = 1024  # requests per connection
@@ -81,6 +82,7 @@ class Operations:
         self._programs: set[RunningProgram] = set()
         self._ipython: IPython | None = None
         self._tunnels = Tunnels(loop)
+        self._git_settings = GitSettings(workdir, own_folders=own_namespace)
         self._places = EvalPlaces(workdir, own_folders=own_namespace, namespaces=protections.namespaces)
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
             "hello": self._hello,
@@ -97,6 +99,7 @@ class Operations:
             "remove": self._remove,
             "beneath": self._work_folder,
             "kill_all": self._kill_all,
+            "end_init": self._end_init,
             "begin_eval": self._begin_eval,
             "renew": self._renew,
             "set_env": self._set_env,
@@ -208,15 +211,26 @@ class Operations:
         else:
             self._tunnels.add(sock)
 
+    def _end_init(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        further = header.get("folders")
+        if not isinstance(further, list) or not all(
+            isinstance(path, str) and path.startswith("/") and "\0" not in path for path in further
+        ):
+            raise BadRequest("folders: a list of absolute paths is needed")
+        self._git_settings.record(further)
+        connection.answer(request, {})
+
     def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         self._tunnels.close_for_good()
         self._end_everything()
         if left := self._control.survivors():
             raise SandboxError(f"{left} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive")
-        place = self._places.make()
+        place, sabotage = self._places.make(), self._places.sabotage()
+        if not sabotage:  # Otherwise there will be no evaluation.
+            self._git_settings.put_back()
         fields = {
             "folder": place.folder, "home": place.home, "tmp": place.tmp, "reward_file": place.reward_file,
-            "sabotage": self._places.sabotage(), "environment": True,
+            "sabotage": sabotage, "environment": True,
         }  # fmt: skip
         environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)

@@ -96,6 +96,11 @@ class HarborHandler(Handler):
         plan, _ = _plan(task)
         await verifier.bring(run, fresh, (ARTIFACTS, *plan.artifacts))
 
+    def folder(self, task: Task, workdir: str) -> str:
+        """Return the working folder of the task's image, or the sandbox's own one."""
+        plan, _ = _plan(task)
+        return workdir if plan.workdir == WORKDIR else plan.workdir
+
     async def init(self, ctx: StageContext) -> None:
         """Make the folders of the logs, bring the first step's files, and wait until the task is ready.
 

@@ -12,8 +12,7 @@ from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.handlers.base import StageContext
 
-_SAFE: Final = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
-_GIT: Final = ("git", *_SAFE, "apply", "--whitespace=nowarn")
+_GIT: Final = ("git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
 _SECONDS: Final = 120.0
 _FENCED: Final = re.compile(r"^```[ \t]*(?:diff|patch)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINKS: Final = re.compile(r"^(?:new file mode|new mode) (?:120000|160000)\b", re.MULTILINE)

@@ -68,6 +68,10 @@ class SweHandler(Handler):
         protected = (lambda _path: True) if tests.submission == "answer" else protection(tests)
         return FolderChanges(_folder(tests, workdir), tests.max_bytes, protected)
 
+    def folder(self, task: Task, workdir: str) -> str:
+        """Return the folder of the repository."""
+        return _folder(_tests(task), workdir)
+
     async def init(self, ctx: StageContext) -> None:
         """Put the repository into its place, and run the setup script.
 

@@ -214,14 +214,14 @@ async def test_a_target_that_cannot_be_met_ends_the_job(
 
 
 async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker_of: Any) -> None:
-    manifest = dapo(5, targetGroups=1, maxInFlightGroups=5, metric="tests", minStd=0.25)
+    manifest = dapo(5, targetGroups=1, maxInFlightGroups=5, metric="exit_zero", minStd=0.25)
     await served.admin.post("/v1/rolloutjobs", json=manifest)
     worker = worker_of(served.worker)
     evaluations = await begin(worker, 10)
     # The rewards differ in each group. The component is missing, missing in one, equal, too close, different.
-    components = {"t0": ({}, {"other": 1}), "t1": ({"tests": 1}, {"other": 1})}
-    components |= {"t2": ({"tests": 1}, {"tests": 1}), "t3": ({"tests": 0.0}, {"tests": 0.5})}
-    components["t4"] = ({"tests": 0.0}, {"tests": 0.51})
+    components = {"t0": ({}, {"other": 1}), "t1": ({"exit_zero": 1}, {"other": 1})}
+    components |= {"t2": ({"exit_zero": 1}, {"exit_zero": 1}), "t3": ({"exit_zero": 0.0}, {"exit_zero": 0.5})}
+    components["t4"] = ({"exit_zero": 0.0}, {"exit_zero": 0.51})
     informative = []
     for task, given in components.items():
         own = sorted((x for x in evaluations if x["group_id"] == task), key=lambda x: x["sample_index"])
@@ -247,6 +247,43 @@ async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker
 )
 def test_signal(values: list[float], least: float, expected: bool) -> None:
     assert has_signal(values, least) is expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"targetGroups": 4}, "targetGroups: must be at most 3, "),
+        ({"targetGroups": 3, "minStd": 0.5}, "minStd: must be less than 0.5, "),
+        ({"targetGroups": 3, "metric": "exit_cero"}, "metric: there is no component 'exit_cero'; there are "),
+    ],
+)
+async def test_a_target_that_is_out_of_reach_is_refused_before_anything_starts(
+    served: Any, dapo: Any, wrong: dict[str, Any], field: str
+) -> None:
+    manifest = dapo(3, **wrong)
+    owned = manifest | {"metadata": {"name": "job", "annotations": {"rollyard.dev/object-uid": "u1"}}}
+    for refused in (
+        await served.admin.post("/v1/rolloutjobs", json=manifest),
+        await served.driver.put(PATH, json={"manifest": owned}),
+    ):
+        assert (refused.status_code, refused.json()["reason"]) == (422, "TargetOutOfReach"), refused.text
+        (problem,) = refused.json()["errors"]
+        assert problem.startswith(f"spec.dynamicSampling.{field}")
+    assert (await served.admin.get(PATH)).status_code == 404
+    manifest["spec"]["tasks"] |= {"epochs": 2}
+    manifest["spec"]["dynamicSampling"] = {"targetGroups": 6, "minStd": 0.49, "metric": "exit_zero"}
+    made = await served.admin.post("/v1/rolloutjobs", json=manifest)
+    assert made.status_code == 201, "each task is a group in each epoch"
+
+
+async def test_a_stream_may_want_more_groups_and_says_what_it_waits_for(served: Any, dapo: Any) -> None:
+    made = await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=9))
+    assert made.status_code == 201, made.text
+    # What the driver says of it is also in the list of all jobs.
+    said = {"phase": "Pending", "conditions": [], "message": "no task is left"}
+    assert (await served.driver.put(f"{PATH}/status", json=said)).status_code == 200
+    (row,) = (await served.viewer.get("/v1/jobs")).json()["items"]
+    assert row["waits_for"] == {"reason": "NoTasks", "message": "no task is left"}
 
 
 async def test_an_infrastructure_failure_is_no_signal(served: Any, dapo: Any, worker_of: Any) -> None:

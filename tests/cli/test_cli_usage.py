@@ -101,9 +101,22 @@ def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "RolloutJob 'j' is valid (1 tasks, 1 samples each)" in capsys.readouterr().out
 
 
+def test_what_is_hardly_meant_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = {"agent": {"type": "tools"}, "backendRef": {"name": "policy"}}
+    job = changed(samplesPerTask=2, sampling={"temperature": 0.0}, **agent)
+    assert main(["validate", "-f", str(write(tmp_path, job))]) == 0
+    shown = capsys.readouterr().out
+    assert "RolloutJob 'j' is valid (1 tasks, 2 samples each)" in shown
+    assert "warning: spec.sampling.temperature: at 0 the 2 samples of a task are alike" in shown
+
+
 @pytest.mark.parametrize(
     ("job", "told"),
     [
+        (
+            changed(samplesPerTask=2, dynamicSampling={"targetGroups": 2}),
+            "spec.dynamicSampling.targetGroups: must be at most 1, ",
+        ),
         (changed(color="red"), "spec.color: unknown field"),
         (changed(samplesPerTask="eight"), "spec.samplesPerTask"),
         (

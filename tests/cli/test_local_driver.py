@@ -182,6 +182,15 @@ def test_a_job_from_submit_to_file_and_nothing_left(
     assert main(["get", "rj", "nosuch", *home]) == 1
     assert "no RolloutJob 'nosuch'" in capsys.readouterr().err
 
+    greedy = json.loads(job.read_text())
+    greedy["metadata"]["name"] = "greedy"
+    greedy["spec"] |= {"agent": {"type": "single_turn"}, "backendRef": {"name": "none"}, "suspend": True}
+    greedy["spec"]["sampling"] = {"temperature": 0.0}
+    (tmp_path / "greedy.json").write_text(json.dumps(greedy))
+    assert main(["submit", "-f", str(tmp_path / "greedy.json"), *home]) == 0
+    warning = "rollyard: warning: spec.sampling.temperature: at 0 the 2 samples of a task are alike"
+    assert warning in capsys.readouterr().err
+
     with up.client() as client:
         # The control plane of `rollyard up` runs as its user, and reads the files of that user.
         manifest = json.loads(job.read_text())
@@ -189,6 +198,16 @@ def test_a_job_from_submit_to_file_and_nothing_left(
         manifest["spec"] |= {"tasks": {"url": (tmp_path / "tasks.jsonl").as_uri()}, "suspend": True}
         assert client.submit(manifest).status.counts.total == 12
         client.cancel("own-file")
+        client.cancel("greedy")
+
+        manifest["metadata"]["name"] = "starving"
+        sampling = {"dynamicSampling": {"targetGroups": 1}, "suspend": False}
+        manifest["spec"] |= {"tasks": {"stream": True}, **sampling}
+        client.submit(manifest)
+        until(lambda: client.job("starving").status.message.startswith("no step is open: 0 of 0 groups"))
+        client.open_target("starving", "step-0")
+        until(lambda: client.job("starving").status.message.startswith("no task is left: 0 of 1 groups"))
+        client.cancel("starving")
 
         until(lambda: not list(up.home.pids.glob("oracle*.json")))
         conditions = {one.type: one.status for one in client.job("oracle").status.conditions}

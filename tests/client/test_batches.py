@@ -25,13 +25,14 @@ from rollyard_client import (
     TokenizerDiffers,
     WaitTimeout,
 )
+from rollyard_client.driver import DriverClient
 from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
 from rollyard_client.training.batch import MODELS, gather
 from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
 from rollyard_client.training.lag import WeightHistory
-from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
@@ -251,6 +252,26 @@ def test_an_older_server_names_no_places() -> None:
     assert listed_cursors("v1.g.x.;5,1,3") == ["v1.g.x.5", "v1.g.x.6", "v1.g.x.9"]
     assert Page([b"1", b"2", b"3"], "c3", False).cursors_after("c0") == ["c0", "c0", "c3"]
     assert Page([], "c3", False).cursors_after("c0") == []
+
+
+async def test_a_time_out_says_what_the_job_waits_for(plane: Plane) -> None:
+    said = "no task is left: 0 of 2 groups have a signal"
+    expected = f"0 of 2 groups with a signal have ended within 0 s; it says: {said}; nothing was acknowl"
+    with plane.client() as client:
+        job = client.submit(stream("starving", dynamicSampling={"targetGroups": 2}))
+        async with DriverClient(plane.url, plane.tokens["driver"]) as driver:
+            await driver.put_job_status(job, RolloutJobStatus(message=said))
+        for read in (client.batch, client.array_batch):
+            with pytest.raises(WaitTimeout, match=expected):
+                read("starving", groups=2, informative=True, timeout=0)
+        with pytest.raises(WaitTimeout, match=f"0 of 0 rollouts ended; it says: {said}"):
+            client.wait("starving", timeout=0.01)
+    async with AsyncClient(plane.url, plane.tokens["admin"]) as other:
+        for read_async in (other.batch, other.array_batch):
+            with pytest.raises(WaitTimeout, match=expected):
+                await read_async("starving", groups=2, informative=True, timeout=0)
+        with pytest.raises(WaitTimeout, match=f"0 of 0 rollouts ended; it says: {said}"):
+            await other.wait("starving", timeout=0.01)
 
 
 async def test_a_trainer_that_dies_in_a_step_gets_the_same_batch_again(plane: Plane) -> None:

@@ -228,6 +228,52 @@ def test_the_end_of_dynamic_sampling(reason: str, counts: dict[str, Any], verdic
     assert plan.status.dynamic_sampling == job.status.dynamic_sampling
 
 
+LEFT = "no task is left: 3 of 8 groups have a signal, 12 have none, 1 dropped; push tasks or close"
+STEP = "no step is open: 8 of 8 groups have a signal; open one (POST …/targets) or close the stream"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "counts", "message"),
+    [
+        ({}, {}, LEFT),
+        ({"inFlightGroups": 1}, {}, ""),
+        ({"waitingGroups": 1}, {}, ""),
+        ({"informativeGroups": 8}, {}, STEP),
+        # A step is met, and none of the groups that are left has begun; or one of them works.
+        ({"informativeGroups": 8, "inFlightGroups": 2, "waitingGroups": 5}, {"init": {"queued": 4}}, STEP),
+        ({"informativeGroups": 8, "inFlightGroups": 2}, {"run": {"active": 1}}, ""),
+    ],
+)
+def test_a_stream_says_what_it_lacks(sampling: dict[str, Any], counts: dict[str, Any], message: str) -> None:
+    job = job_of(
+        {"total": 32, "succeeded": 32, **counts},
+        tasks={"stream": True},
+        samplesPerTask=2,
+        dynamicSampling={"targetGroups": 4},
+    )
+    there = {"targetGroups": 8, "informativeGroups": 3, "uninformativeGroups": 12, "droppedGroups": 1}
+    job.status.dynamic_sampling = DynamicSamplingStatus.model_validate(there | sampling)
+    observed = ObservedJob(workloads=running(job), pool=PoolState(1))
+    said = reconcile_job(job, observed, NOW, LOCAL).status.message
+    assert said.startswith(message)
+    assert bool(said) is bool(message)
+    # What else is missing is said, too; and nothing is lacking in a stream that was closed.
+    poolless = reconcile_job(job, replace(observed, pool=None), NOW, LOCAL).status.message
+    assert poolless.startswith(message)
+    assert "there is no BackendPool 'pool'" in poolless
+    for ending in (replace(observed, closed=True), replace(observed, cancelled="TargetNotMet")):
+        assert message == "" or message not in reconcile_job(job, ending, NOW, LOCAL).status.message
+    job.spec.suspend = True
+    assert reconcile_job(job, observed, NOW, LOCAL).status.message == "the job is suspended"
+
+
+def test_an_admitted_job_says_what_is_hardly_meant() -> None:
+    greedy = job_of({"total": 4}, samplesPerTask=4, sampling={"temperature": 0.0})
+    admitted = condition(reconcile_job(greedy, ObservedJob(pool=PoolState(1)), NOW, LOCAL), "Admitted")
+    assert admitted.status == "True"
+    assert admitted.message.startswith("spec.sampling.temperature: at 0 the 4 samples of a task are alike")
+
+
 def test_a_met_target_ends_the_job_once_the_surplus_has_ended() -> None:
     counts = {"total": 6, "succeeded": 4, "run": {"active": 2}}
     job = job_of(counts, samplesPerTask=2, dynamicSampling={"targetGroups": 1})

@@ -39,8 +39,13 @@ def timed_out(job: RolloutJob, seconds: float) -> str:
     ended = counts.succeeded + counts.failed + counts.cancelled
     return (
         f"RolloutJob {job.metadata.name!r} has not ended within {seconds:g} s: phase {job.status.phase}, "
-        f"{ended} of {counts.total} rollouts ended"
+        f"{ended} of {counts.total} rollouts ended{awaited(job)}"
     )
+
+
+def awaited(job: RolloutJob) -> str:
+    """Return the end of a message about a job that takes too long: what the job itself says."""
+    return f"; it says: {job.status.message}" if job.status.message else ""
 
 
 def update_timed_out(update: WeightUpdate, pool: str, seconds: float) -> str:

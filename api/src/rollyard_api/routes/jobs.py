@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
+from rollyard_crds.fields import signals
 from rollyard_crds.fields.dynamic_sampling import MAX_STEP_GROUPS
 from rollyard_crds.reading.manifest import ManifestError, parse
 from rollyard_crds.reading.yaml_text import YamlError, load_one
@@ -184,9 +186,21 @@ async def submit(request: Request, namespace: DefaultNamespace = None) -> Respon
         plane.sandbox_hosts.check(job.spec)
         _check_service(plane, job)
         new: NewJob = jobs.prepare(job, await _tasks(plane, job))
+        _check_target(job, new.tasks)
         made = await plane.database.write(partial(jobs.create, new=new, room=plane.settings.rollout_room))
     read = partial(_read, namespace=meta.namespace, name=meta.name)
     return answer(await plane.database.read(read), 201 if made else 200)
+
+
+def _check_target(job: RolloutJob, rows: Sequence[TaskRow]) -> None:
+    """Check that dynamic sampling may reach its target with these tasks.
+
+    Raises:
+        Invalid: It provably cannot; `errors` names each field.
+    """
+    problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
+    if problems:
+        raise Invalid(problems[0], reason=signals.OUT_OF_REACH, errors=problems)
 
 
 def _check_service(plane: ControlPlane, job: RolloutJob) -> None:
@@ -233,6 +247,7 @@ async def register(request: Request, name: str, namespace: DefaultNamespace = No
         plane.sandbox_hosts.check(job.spec)
         _check_service(plane, job)
         new = replace(new, tasks=await _registered_tasks(plane, job, asked.tasks))
+        _check_target(job, new.tasks)
         told = await plane.database.write(partial(op, new=new, with_tasks=True))
     if told.replaced is not None:
         await plane.cancel_rest(told.replaced)

@@ -21,6 +21,7 @@ def command(
 ) -> None:
     """Submit a job or a backend pool from a manifest. The same manifest twice is the same as once."""
     from rollyard_crds import BackendPool, RolloutJob
+    from rollyard_crds.fields.signals import warnings_of
 
     from rollyard.errors import InvalidInput, UsageProblem
     from rollyard.jobs.manifests import entry_point_problems, read_manifests
@@ -45,6 +46,8 @@ def command(
                 click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
                 if carried is not None:
                     click.echo(f"rollyard: its tasks went along: the server does not see {carried}", err=True)
+                for warning in warnings_of(manifest.spec):
+                    click.echo(f"rollyard: warning: {warning}", err=True)
                 # The control plane, perhaps on another machine, has them, so this is only a note.
                 for problem in entry_point_problems(manifest):
                     click.echo(f"rollyard: not installed on this machine: {problem}", err=True)

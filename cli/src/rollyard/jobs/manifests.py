@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
+from rollyard_crds.fields import signals
 from rollyard_crds.harbor.archive import FolderRefused
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, parse_specs
@@ -271,6 +272,7 @@ def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport
     if tasks and not problems:
         problems += [f"{where}: {problem}" for problem in host_problems(job, tasks)]
         problems += [f"{where}: {problem}" for problem in handler_problems(job.spec.handler, tasks)]
+    problems += [f"{where}: {problem}" for problem in signals.problems(job.spec, _groups(source, tasks))]
     if problems:
         return CheckReport(problems=tuple(problems))
     if source.config_map_ref is not None:
@@ -282,7 +284,15 @@ def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport
         return CheckReport(problems=tuple(f"{where}: {problem}" for problem in played.problems))
     mapped = shown_tasks(tasks) if source.format not in (None, DEFAULT) else ()
     valid = f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)"
-    return CheckReport(good=(valid, *mapped, *played.good))
+    warnings = tuple(f"warning: {line}" for line in signals.warnings_of(job.spec))
+    return CheckReport(good=(valid, *warnings, *mapped, *played.good))
+
+
+def _groups(source: TaskSource, tasks: list[Task]) -> int | None:
+    """Return how many groups the tasks make, or None if the tasks were not read."""
+    if not tasks or source.inline is None:
+        return len(tasks) or None
+    return min(len(tasks), source.limit or len(tasks)) * (source.epochs or 1)
 
 
 def shown_tasks(tasks: list[Task]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from rollyard_client.call import Call
 from rollyard_client.errors import Invalid, NotFound, WaitTimeout
+from rollyard_client.finish import awaited
 from rollyard_client.paging import LONG_POLL
 from rollyard_client.requests import cursors, jobs, results, weights
 from rollyard_client.requests.results import Group
@@ -219,9 +220,11 @@ def gather(
                 older = (
                     f", and {found.stale_groups} more are older than max_lag" if max_lag is not None else ""
                 )
+                says = awaited((yield jobs.job(job, namespace)))
+                kind = " with a signal" if informative else ""
                 raise WaitTimeout(
-                    f"RolloutJob {job!r}: {len(found.groups)} of {groups} groups"
-                    f"{' with a signal' if informative else ''} have ended within {timeout:g} s{older}; "
+                    f"RolloutJob {job!r}: {len(found.groups)} of {groups} groups{kind} have ended within "
+                    f"{timeout:g} s{older}{says}; "
                     "nothing was acknowledged, so the next call begins with the same groups"
                 )
 

@@ -12,6 +12,7 @@ from datetime import datetime
 
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET, TARGET_NOT_MET, DynamicSamplingStatus
+from rollyard_crds.fields.signals import warnings_of
 
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, since, updated
 from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
@@ -175,7 +176,7 @@ def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Cond
     if job.spec.suspend:
         return ConditionUpdate("Admitted", False, "Suspended", "the job is suspended")
     if holds(job.status.conditions, "Admitted") or observed.admitted_others < profile.max_active_jobs:
-        return ConditionUpdate("Admitted", True, "Admitted")
+        return ConditionUpdate("Admitted", True, "Admitted", "; ".join(warnings_of(job.spec)))
     return ConditionUpdate(
         "Admitted",
         False,
@@ -222,6 +223,22 @@ def _running(
     return ConditionUpdate("Running", True, "WorkersReady", f"{len(fleet.running)} stage workers run")
 
 
+def _awaited(job: RolloutJob) -> str:
+    """Return what an open stream with dynamic sampling lacks, or "" if it has something to do."""
+    found, counts = job.status.dynamic_sampling, job.status.counts
+    if found is None or counts.init.active or counts.run.active or counts.eval.active:
+        return ""
+    so_far = f"{found.informative_groups} of {found.target_groups} groups have a signal"
+    if found.informative_groups >= found.target_groups:
+        return f"no step is open: {so_far}; open one (POST …/targets) or close the stream"
+    if found.in_flight_groups or found.waiting_groups:
+        return ""
+    return (
+        f"no task is left: {so_far}, {found.uninformative_groups} have none, {found.dropped_groups} "
+        "dropped; push tasks or close the stream"
+    )
+
+
 def _least(job: RolloutJob, workload: Workload) -> int:
     """Return the number of workers of a stage without which the job does not count as running.
 
@@ -260,8 +277,11 @@ def reconcile_job(
         _degraded(fleet),
         ConditionUpdate("Finished", False, "NotFinished"),
     )
+    open_stream = admission.status and not (observed.closed or observed.cancelled)
+    awaited = (_awaited(job) if open_stream else "", "" if running.status else running.message)
+    message = "; ".join(part for part in awaited if part)
     return Plan(
-        status=_job_status(job, claims, _phase(job, None, admission.status), now),
+        status=_job_status(job, claims, _phase(job, None, admission.status), now, message),
         launch=fleet.launch,
         stop=fleet.stop,
         requeue_after=earliest((fleet.requeue_after, _deadline_left(job, now))),
@@ -347,14 +367,11 @@ def _job_status(
     claims: tuple[ConditionUpdate, ...],
     phase: str,
     now: datetime,
-    message: str | None = None,
+    message: str,
 ) -> RolloutJobStatus:
     before = job.status
     generation = job.metadata.generation
     conditions = updated(before.conditions, claims, generation, now)
-    running = find(conditions, "Running")
-    if message is None:
-        message = running.message if running is not None and running.status == "False" else ""
     return before.model_copy(
         update={
             "phase": phase,

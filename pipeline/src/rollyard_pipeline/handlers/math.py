@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import Task
 
 from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
@@ -26,8 +27,8 @@ class MathHandler(Handler):
     """
 
     needs_sandbox = False
-    reward_range = (0.0, 1.0)
-    components = ("answered", "verify_timeout")
+    reward_range = SHIPPED["math"].reward
+    components = SHIPPED["math"].components
 
     def __init__(self) -> None:
         self._verifiers = Verifiers()

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Final
 
+from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import Task
 
 from rollyard_pipeline.errors import TaskInvalid
@@ -29,8 +30,8 @@ class ShellHandler(Handler):
     `test_timeout`.
     """
 
-    reward_range = (0.0, 1.0)
-    components = ("exit_zero",)
+    reward_range = SHIPPED["shell"].reward
+    components = SHIPPED["shell"].components
     eval_sandbox = "shared"  # A test script may look at all that the policy did.
 
     def check(self, task: Task) -> list[str]:

@@ -8,6 +8,7 @@ import string
 import unicodedata
 from typing import Final
 
+from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import NumericAnswer, Task
 
 from rollyard_pipeline.errors import TaskInvalid
@@ -39,8 +40,8 @@ class StemHandler(Handler):
     """
 
     needs_sandbox = False
-    reward_range = (0.0, 1.0)
-    components = ("answered",)
+    reward_range = SHIPPED["stem"].reward
+    components = SHIPPED["stem"].components
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of the answer, which must be a letter of the choices or a number."""

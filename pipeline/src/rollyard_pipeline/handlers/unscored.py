@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rollyard_crds.fields.signals import SHIPPED
+
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 
 
@@ -12,7 +14,7 @@ class UnscoredHandler(Handler):
     """
 
     needs_sandbox = False
-    reward_range = (0.0, 0.0)
+    reward_range = SHIPPED["unscored"].reward
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Return a score of 0."""

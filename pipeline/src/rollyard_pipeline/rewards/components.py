@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
 from rollyard_crds.fields.reward import FUNCTION, RewardSpec
-
-TEST_TIMEOUT_COMPONENT: Final = "test_timeout"
-"""The component that Eval itself adds to every handler's where tests ran out of time."""
+from rollyard_crds.fields.signals import TEST_TIMEOUT_COMPONENT
 
 
 def component_problems(

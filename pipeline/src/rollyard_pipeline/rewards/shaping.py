@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from rollyard_crds.fields.reward import FUNCTION, HANDLER, OVERLONG, SERVICE, RewardFunctionSpec, RewardSpec
+from rollyard_crds.fields.signals import TEST_TIMEOUT_COMPONENT
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.trajectory import MAX_REWARD
 
@@ -20,7 +21,7 @@ from rollyard_pipeline.errors import (
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.child_processes import ChildProcesses
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
-from rollyard_pipeline.rewards.components import TEST_TIMEOUT_COMPONENT, component_problems
+from rollyard_pipeline.rewards.components import component_problems
 from rollyard_pipeline.rewards.episode import episode_document
 from rollyard_pipeline.rewards.format_checks import FormatChecks, own_texts
 from rollyard_pipeline.rewards.scores import checked_score

@@ -180,7 +180,8 @@ def waits_for(
     if not queued:
         if row.closed:
             return None
-        return {"reason": "NoTasks", "message": "the stream is open, and nothing was pushed that is left"}
+        message = status.get("message") or "the stream is open, and nothing was pushed that is left"
+        return {"reason": "NoTasks", "message": message}
     running = conditions.get("Running")
     if running is not None and running.get("status") != "True" and running.get("reason"):
         return {"reason": running["reason"], "message": running.get("message") or ""}

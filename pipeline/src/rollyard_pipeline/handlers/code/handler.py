@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.quantity import parse_quantity
+from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import Task
 from rollyard_sandbox.client import EvalPlace, ExecResult
 from rollyard_sandbox.errors import SandboxSabotaged
@@ -44,8 +45,8 @@ class CodeHandler(Handler):
     beside them: every process of the sandbox is killed in between. They get the results as data.
     """
 
-    reward_range = (0.0, 1.0)
-    components = ("tests_passed",)
+    reward_range = SHIPPED["code"].reward
+    components = SHIPPED["code"].components
     judges_answers = True
     eval_sandbox = "shared"  # The program is in the answer, and the tests load no file of Run.
 

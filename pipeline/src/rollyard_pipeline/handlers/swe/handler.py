@@ -6,6 +6,7 @@ import logging
 import posixpath
 from typing import Final
 
+from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.task import Task
 from rollyard_sandbox.client import ExecResult
@@ -47,7 +48,8 @@ class SweHandler(Handler):
     takes the results from a plugin of pytest instead; see docs/handlers.md for what remains possible.
     """
 
-    reward_range = (0.0, 1.0)
+    reward_range = SHIPPED["swe"].reward
+    components = SHIPPED["swe"].components
     eval_sandbox = "fresh"
     judges_answers = True
 

@@ -245,6 +245,24 @@ class HandlerStateInvalid(PipelineError):
     retryable = False
 
 
+class HandlerFailed(PipelineError):
+    """The process of a handler's call could not be started, or died. The message names the handler."""
+
+    reason = "HandlerFailed"
+
+
+class HandlerRaised(PipelineError):
+    """A handler raised an exception of a class that Rollyard does not know, in its own process."""
+
+    reason = "InternalError"
+
+
+class HandlerBlocked(PipelineError):
+    """The code of a handler was at work when the time of Run was up, so the policy is not to blame."""
+
+    reason = "HandlerBlocked"
+
+
 class VerifierFailed(PipelineError):
     """The process that compares answers could not be started, or died."""
 

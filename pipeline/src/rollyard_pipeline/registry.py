@@ -62,6 +62,7 @@ class Registry:
         for group, classes in (overrides or {}).items():
             for name, cls in classes.items():
                 self._loaded[group, name] = cls
+        self._given = frozenset(self._loaded)
 
     def load_own(self) -> None:
         """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
@@ -106,6 +107,10 @@ class Registry:
                     f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}"
                 ) from error
         return self._loaded[key]
+
+    def is_ours(self, group: str, name: str) -> bool:
+        """Return whether `name` stands for a class of Rollyard's own distribution, or an override."""
+        return (group, name) in self._given or bool(self._own_entries().select(group=group, name=name))
 
     def target(self, group: str, name: str) -> str:
         """Return where the class called `name` is, as `module:class`, without importing it.

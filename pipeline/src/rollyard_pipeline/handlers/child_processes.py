@@ -76,7 +76,7 @@ class ChildProcesses:
             try:
                 answer = await self._answer(child, request, seconds)
             except BaseException:
-                await _kill(child)
+                await end_child(child)
                 raise
             self._idle.append(child)
             return answer
@@ -84,7 +84,7 @@ class ChildProcesses:
     async def close(self) -> None:
         """End every child."""
         while self._idle:
-            await _kill(self._idle.pop())
+            await end_child(self._idle.pop())
 
     async def _start(self) -> asyncio.subprocess.Process:
         try:
@@ -98,14 +98,14 @@ class ChildProcesses:
             async with asyncio.timeout(_START_SECONDS):
                 line = await self._line(child)
         except TimeoutError as error:
-            await _kill(child)
+            await end_child(child)
             raise self._failed(f"{self._what} was not ready within {_START_SECONDS:g} s") from error
         except BaseException:
-            await _kill(child)
+            await end_child(child)
             raise
         word, _, about = line.partition(b" ")
         if word.strip() != b"ready":
-            await _kill(child)
+            await end_child(child)
             said = line[:500].decode(errors="replace").strip()
             raise self._failed(f"{self._what} ended at its start: {said or 'is its package installed?'}")
         self._greeting = json.loads(about) if about.strip() else {}
@@ -144,7 +144,7 @@ class ChildProcesses:
             raise self._failed(f"{self._what} gave an answer of more than {_LINE} bytes") from error
 
 
-async def _kill(child: asyncio.subprocess.Process) -> None:
+async def end_child(child: asyncio.subprocess.Process) -> None:
     """End a child, and with it the processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)

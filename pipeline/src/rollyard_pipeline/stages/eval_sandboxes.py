@@ -20,6 +20,7 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
 from rollyard_pipeline.handlers.base import FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
@@ -151,6 +152,7 @@ class EvalSandboxes:
             if not limit.expired():
                 raise
             words = f"Eval's sandbox took longer than stages.init.timeoutSeconds ({seconds} s)"
+            words = ": ".join(filter(None, (words, blocked(error))))
             raise EvalSandboxFailed(words) from error
         except SandboxProviderError as error:
             if not error.retryable or not error.counts:

@@ -18,6 +18,7 @@ from rollyard_pipeline import sabotage
 from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import evaluation_environment
+from rollyard_pipeline.handlers.isolated.places import blocked
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ async def evaluate(
             raise
         if client is not None and await _was_at_work(client):
             return Evaluation(0.0, {"test_timeout": 1.0}, sabotage.TEST_TIMEOUT)
-        raise EvalTimeout(f"Eval took longer than {seconds:g} s") from error
+        what = blocked(error) or f"handler '{context.spec.handler}'"
+        raise EvalTimeout(f"Eval took longer than {seconds:g} s: {what}") from error
     except ExecError as error:
         if untouched:
             raise

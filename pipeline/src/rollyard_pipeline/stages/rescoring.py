@@ -19,7 +19,9 @@ from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline.errors import EvalTimeout, InitTimeout, PipelineError
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
-from rollyard_pipeline.registry import HANDLERS, Registry
+from rollyard_pipeline.handlers.isolated.handler import loaded_handler
+from rollyard_pipeline.handlers.isolated.places import blocked
+from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
@@ -73,7 +75,7 @@ class Rescorer:
         provider: Callable[[], SandboxProvider] | None = None,
     ) -> None:
         extensions = extensions or Registry()
-        self._handler: Handler = extensions.load(HANDLERS, handler)()
+        self._handler = loaded_handler(extensions, handler)
         sandboxed = self._handler.needs_sandbox
         if sandboxed and (not self._handler.judges_answers or provider is None):
             raise RescoreRefused(
@@ -227,7 +229,8 @@ class Rescorer:
         except TimeoutError as error:
             if not preparing.expired():
                 raise
-            raise InitTimeout(f"Init took longer than {limit:g} s") from error
+            what = blocked(error) or f"handler '{self._name}'"
+            raise InitTimeout(f"Init took longer than {limit:g} s: {what}") from error
 
     async def _renew(self, provider: SandboxProvider) -> None:
         """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""

@@ -12,6 +12,8 @@ from rollyard_inference.errors import BackendUnavailable
 
 from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendSession
+from rollyard_pipeline.errors import HandlerBlocked
+from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.trajectories.episode import Episode
 
 _LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, that is added to a limit.
@@ -32,6 +34,7 @@ class RunLimits:
         """Let the body take `seconds`, then end it and truncate the episode as `RunTimeout`.
 
         Raises:
+            HandlerBlocked: The time was spent in the code of the handler.
             BackendUnavailable: The time was spent on a backend that did not answer, which is not the
                 policy's fault.
         """
@@ -40,9 +43,11 @@ class RunLimits:
         try:
             async with limit:
                 yield
-        except TimeoutError:
+        except TimeoutError as error:
             if not limit.expired():
                 raise
+            if place := blocked(error):
+                raise HandlerBlocked(f"Run took longer than {seconds:g} s: {place}") from error
             silence = await self._session.silence() if self._session is not None else None
             if silence is not None:
                 raise BackendUnavailable(

@@ -34,6 +34,8 @@ from rollyard_pipeline.errors import (
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
+from rollyard_pipeline.handlers.isolated.handler import loaded_handler
+from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
@@ -168,7 +170,8 @@ class Stages:
         except TimeoutError as error:
             if time.monotonic() - held.started < timeout:
                 raise
-            raise InitTimeout(f"Init took longer than {timeout} s") from error
+            what = blocked(error) or f"handler '{spec.handler}'"
+            raise InitTimeout(f"Init took longer than {timeout} s: {what}") from error
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -379,8 +382,7 @@ class Stages:
 
     def _handler(self, spec: RolloutJobSpec) -> Handler:
         if spec.handler not in self._handlers:
-            handler: Handler = self._extensions.load(registry.HANDLERS, spec.handler)()
-            self._handlers[spec.handler] = handler
+            self._handlers[spec.handler] = loaded_handler(self._extensions, spec.handler)
         return self._handlers[spec.handler]
 
     async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
-import traceback
-from typing import Final
-
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import StageName
 from rollyard_inference.errors import BackendError
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.handlers.isolated.places import message_of
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _MESSAGE_LIMIT = 4096  # StageFailure has the same limit.
-_OWN: Final = (
-    os.path.dirname(os.path.dirname(__file__)) + "/",
-    sysconfig.get_paths()["stdlib"] + "/asyncio/",
-)
 
 
 def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
@@ -37,7 +29,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
             # A fresh sandbox may succeed where the exec server failed.
             reason, return_to, message = error.reason, "init", str(error)
         case _:
-            reason, message = "InternalError", f"{type(error).__name__}: {error}{_place(error)}"
+            reason, message = "InternalError", message_of(error)
     return StageFailure(
         rollout=lease.rollout,
         token=lease.token,
@@ -49,16 +41,6 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
         counts=counts,
         times=times,
     )
-
-
-def _place(error: Exception) -> str:
-    """Return where an exception was raised, as its author sees it: in the file that Rollyard has called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    outside = [frame.filename for frame in frames if not frame.filename.startswith(_OWN)]
-    shown = [frame for frame in frames if frame.filename == outside[0]] if outside else frames
-    return f" ({os.path.basename(shown[-1].filename)}, line {shown[-1].lineno}, in {shown[-1].name})"
 
 
 def hand_over(lease: Lease, times: StageTimes) -> StageFailure:

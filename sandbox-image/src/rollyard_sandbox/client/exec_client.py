@@ -47,8 +47,10 @@ class ExecClient:
 
         It is None if no token was shown, or if the server is older than this proof.
         """
-        self._secret = secret
-        self._features = features
+        self.secret = secret
+        """What the server must prove that it knows, or None."""
+        self.features = features
+        """The abilities that the server named."""
         self._again: Callable[[], Awaitable[ExecClient]] | None = None
         self._running: set[asyncio.Task[ExecResult]] = set()
 
@@ -192,7 +194,7 @@ class ExecClient:
         Raises:
             LaunchError: The program cannot be started.
         """
-        if clean_env and "clean_env" not in self._features:
+        if clean_env and "clean_env" not in self.features:
             argv, env = (
                 ["env", "-i", *(f"{name}={value}" for name, value in (env or {}).items()), *argv],
                 None,
@@ -263,7 +265,7 @@ class ExecClient:
         Raises:
             SandboxError: The server is older than these operations (reason ServerTooOld).
         """
-        if ("beneath" if folder is None else "beneath_any") not in self._features:
+        if ("beneath" if folder is None else "beneath_any") not in self.features:
             raise SandboxError(
                 "the sandbox's exec server is older than stages.eval.carry: upgrade the sandbox image",
                 reason="ServerTooOld",
@@ -278,7 +280,7 @@ class ExecClient:
                 in this sandbox (reason TunnelRefused).
             ConnectionLost: The server is gone or does not answer.
         """
-        if "tunnel" not in self._features:
+        if "tunnel" not in self.features:
             raise SandboxError(
                 "the sandbox's exec server is older than network: allowlist; upgrade the sandbox image",
                 reason="ServerTooOld",
@@ -292,6 +294,27 @@ class ExecClient:
         except BaseException:
             await other.close()
             raise
+
+    async def forward(
+        self,
+        header: dict[str, Any],
+        body: bytes,
+        *,
+        limit: float,
+        listener: Callable[[bytes], None] | None = None,
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request of a client in another process, and return header and body of its answer.
+
+        Args:
+            header: The header of the request, as the other client has made it.
+            body: The body of the request.
+            limit: How long to wait for the answer, in seconds.
+            listener: Receives output that comes before the answer.
+
+        Raises:
+            SandboxError: The server refuses the request, or is gone.
+        """
+        return await self._wire.request(header, body, limit=limit, listener=listener)
 
     # The methods below concern the sandbox as a whole.
 
@@ -334,13 +357,13 @@ class ExecClient:
                 to look for repositories in.
             SandboxError: Processes survive SIGKILL (reason ProcessesSurvive).
         """
-        if "begin_eval" not in self._features:
+        if "begin_eval" not in self.features:
             # A server that has a secret is never so old. Another process must have removed the feature.
-            _check_proof(self._secret, "begin_eval", "", {})
+            _check_proof(self.secret, "begin_eval", "", {})
             return await older_servers.begin_eval(self)
         challenge = proof.new_challenge()
         fields, body = await self._wire.request({"op": "begin_eval", "challenge": challenge})
-        _check_proof(self._secret, f"begin_eval {fields['folder']}", challenge, fields)
+        _check_proof(self.secret, f"begin_eval {fields['folder']}", challenge, fields)
         sabotage = tuple(map(str, fields.get("sabotage", ())))
         return EvalPlace(
             fields["folder"],

@@ -1,0 +1,163 @@
+"""A handler of an installed package, whose calls run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollyard_crds.task import Task, TaskSandbox
+from rollyard_sandbox.client import ExecClient
+
+from rollyard_pipeline.errors import HandlerFailed, HandlerStateInvalid
+from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.isolated.process import HandlerProcess
+from rollyard_pipeline.registry import HANDLERS, Registry
+
+
+class HandlerProcesses:
+    """The processes of a handler: one for each call in progress, which later calls use again.
+
+    Args:
+        name: The name of the handler.
+        target: Its class, as MODULE:CLASS.
+    """
+
+    def __init__(self, name: str, target: str) -> None:
+        self._what = f"handler '{name}'"
+        self._target = target
+        self._idle: list[HandlerProcess] = []
+
+    async def call(
+        self, method: str, task: Task, context: StageContext | None, sandboxes: Sequence[ExecClient]
+    ) -> dict[str, Any]:
+        """Call a method of the handler, and return the outcome; see `HandlerProcess.call`.
+
+        If it is cancelled, the process ends. Where its code was blocked is a note of the `CancelledError`.
+        """
+        while self._idle and not self._idle[-1].alive:
+            await self._idle.pop().end()
+        process = self._idle.pop() if self._idle else await HandlerProcess.start(self._what, self._target)
+        keep = False
+        try:
+            outcome = await process.call(method, task, context, sandboxes)
+            keep = True
+        except asyncio.CancelledError as error:
+            place = await process.stopped_at()
+            if place:
+                error.add_note(f"{self._what} was blocked at {place}")
+            raise
+        except HandlerFailed:
+            raise
+        except Exception:
+            keep = True  # The method raised it, and the process is as good as before.
+            raise
+        finally:
+            if keep:
+                self._idle.append(process)
+            else:
+                await process.end()
+        return outcome
+
+    async def close(self) -> None:
+        """End every process that performs no call."""
+        while self._idle:
+            await self._idle.pop().end()
+
+
+class IsolatedHandler(Handler):
+    """A handler whose `init`, `run`, `eval` and `bring` run in a process of their own.
+
+    Args:
+        handler: The handler. It answers in this process what it is asked about a task.
+        processes: The processes for its calls.
+    """
+
+    def __init__(self, handler: Handler, processes: HandlerProcesses) -> None:
+        self._handler = handler
+        self._processes = processes
+        shown = ("needs_sandbox", "judges_answers", "reward_range", "components", "eval_sandbox")
+        # These are attributes of the class, which an instance can only hide.
+        vars(self).update({name: getattr(handler, name) for name in shown})
+
+    def for_task(self, task: Task) -> Handler:
+        """Return the handler of this task, which runs in the worker if it is one of Rollyard's own."""
+        found = self._handler.for_task(task)
+        if found is self._handler:
+            return self
+        ours = type(found).__module__.startswith("rollyard_pipeline.")
+        return found if ours else IsolatedHandler(found, self._processes)
+
+    def dockerfile(self, task: Task, image: str) -> Mapping[str, tuple[bytes, int]] | None:
+        """Return what the handler answers."""
+        return self._handler.dockerfile(task, image)
+
+    def eval_apart(self, task: Task) -> TaskSandbox | None:
+        """Return what the handler answers."""
+        return self._handler.eval_apart(task)
+
+    def check(self, task: Task) -> list[str]:
+        """Return what the handler answers."""
+        return self._handler.check(task)
+
+    def judges_answer(self, task: Task) -> bool:
+        """Return what the handler answers."""
+        return self._handler.judges_answer(task)
+
+    def changes(self, task: Task, workdir: str) -> FolderChanges | None:
+        """Return what the handler answers."""
+        return self._handler.changes(task, workdir)
+
+    async def init(self, ctx: StageContext) -> None:
+        """Prepare the sandbox."""
+        if self._is_default("init"):
+            await self._handler.init(ctx)
+        else:
+            await self._call("init", ctx)
+
+    async def run(self, ctx: StageContext) -> None:
+        """Play the episode."""
+        if self._is_default("run"):
+            await self._handler.run(ctx)
+        else:
+            await self._call("run", ctx)
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        """Return the score of the episode."""
+        outcome = await self._call("eval", ctx)
+        reward, components, reason = outcome["evaluation"]
+        return Evaluation(reward, components, reason)
+
+    async def bring(self, task: Task, run: ExecClient, fresh: ExecClient) -> None:
+        """Copy into Eval's own sandbox what the evaluation needs."""
+        if not self._is_default("bring"):
+            await self._processes.call("bring", task, None, (run, fresh))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._processes.close()
+        await self._handler.close()
+
+    def _is_default(self, method: str) -> bool:
+        """Return whether a method is that of the base class, which needs no process."""
+        return getattr(type(self._handler), method) is getattr(Handler, method)
+
+    async def _call(self, method: str, ctx: StageContext) -> dict[str, Any]:
+        sandboxes = () if ctx.client is None else (ctx.client,)
+        outcome = await self._processes.call(method, ctx.task, ctx, sandboxes)
+        if not isinstance(outcome["carry"], dict):
+            raise HandlerStateInvalid("ctx.carry is no JSON object")
+        ctx.carry = outcome["carry"]
+        return outcome
+
+
+def loaded_handler(extensions: Registry, name: str) -> Handler:
+    """Return a new handler of this name. One of another package than Rollyard's is isolated.
+
+    Raises:
+        UnknownHandler: It is not installed here, or cannot be imported.
+    """
+    handler: Handler = extensions.load(HANDLERS, name)()
+    if extensions.is_ours(HANDLERS, name):
+        return handler
+    return IsolatedHandler(handler, HandlerProcesses(name, extensions.target(HANDLERS, name)))

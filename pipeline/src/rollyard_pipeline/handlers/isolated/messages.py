@@ -1,0 +1,77 @@
+"""What a worker and the process of a handler say to each other: calls, and the exceptions that end them.
+
+A call is pickled, which only the worker does. What comes back is JSON, because the texts of a policy have
+passed through the handler.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rollyard_crds.task import Task
+from rollyard_sandbox.errors import SandboxError, from_wire
+
+from rollyard_pipeline import errors
+from rollyard_pipeline.errors import HandlerRaised, PipelineError, RewardUnusable
+from rollyard_pipeline.handlers.base import StageContext
+from rollyard_pipeline.handlers.isolated.places import message_of
+
+_TRACE: Final = 16_384  # The number of characters of a traceback that reach the worker's log.
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the handler, as the worker pickles it."""
+
+    method: str
+    """The name of the method: init, run, eval or bring."""
+    task: Task
+    context: StageContext | None
+    """The context without what only the worker has. It is None for `bring`."""
+    agent: bool
+    """Whether the context has the job's agent."""
+    sandboxes: tuple[tuple[frozenset[str], bytes | None], ...]
+    """The features and the secret of each sandbox's exec server."""
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """Return what `exception_of` needs to make this exception again."""
+    fields: dict[str, Any] = {"message": str(error)}
+    match error:
+        case SandboxError():
+            return fields | {"kind": "sandbox", "reason": error.reason}
+        case PipelineError():
+            decisions = {
+                name: getattr(error, name) for name in ("reason", "retryable", "return_to", "counts")
+            }
+            blamed = error.reward_reason if isinstance(error, RewardUnusable) else ""
+            return fields | {
+                "kind": "pipeline", "class": type(error).__name__, "decisions": decisions, "blamed": blamed,
+            }  # fmt: skip
+    trace = "".join(traceback.format_exception(error))[-_TRACE:]
+    return {"kind": "other", "message": message_of(error), "trace": trace}
+
+
+def exception_of(fields: dict[str, Any]) -> Exception:
+    """Return the exception that `described` has described.
+
+    Raises:
+        KeyError, TypeError, ValueError: The fields are not those of an exception.
+    """
+    message = str(fields["message"])
+    if fields["kind"] == "sandbox":
+        return from_wire(str(fields["reason"]), message)
+    if fields["kind"] == "pipeline":
+        found = getattr(errors, str(fields["class"]), None)
+        if found is RewardUnusable:
+            return RewardUnusable(message, str(fields["blamed"]))
+        if isinstance(found, type) and issubclass(found, PipelineError):
+            return found(message)
+        error = HandlerRaised(message)
+        vars(error).update(fields["decisions"])  # The class is one of the handler's package.
+        return error
+    error = HandlerRaised(message)
+    error.add_note(str(fields["trace"]))
+    return error

@@ -1,0 +1,289 @@
+"""The worker's end of a process that performs the calls of a handler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from rollyard_crds.task import Task
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import SandboxError
+from rollyard_sandbox.frames import FrameReader, encode
+
+from rollyard_pipeline.errors import HandlerFailed
+from rollyard_pipeline.handlers.base import StageContext
+from rollyard_pipeline.handlers.child_processes import end_child
+from rollyard_pipeline.handlers.isolated.messages import Call, exception_of
+from rollyard_pipeline.handlers.isolated.places import blocked_at
+from rollyard_pipeline.trajectories.sanitize import clean_text
+
+_PROGRAM: Final = "rollyard_pipeline.handlers.isolated.program"
+_CHUNK: Final = 1 << 18  # bytes
+_REQUESTS: Final = 256
+"""The number of requests of one call that are performed at once. Further ones wait."""
+_MESSAGE: Final = 4096  # characters
+_STACK_BYTES: Final = 1 << 16
+_ABORT_SECONDS: Final = 2.0  # How long a process may take to write its stack and end.
+
+
+@dataclass(slots=True)
+class _Request:
+    """A call in progress, and what the worker holds for it."""
+
+    context: StageContext | None
+    sandboxes: Sequence[ExecClient]
+    raised: dict[int, Exception]
+    """The exceptions of the agent, by the number of the request."""
+
+
+class HandlerProcess:
+    """A process that performs the calls of a handler, one at a time. See `program`.
+
+    Args:
+        what: The name of the handler, for messages.
+        process: The process.
+        reader: Reads from the socket to it.
+        writer: Writes to the socket to it.
+        stack: The descriptor of the file to which the process writes where it was when a signal ended it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        stack: int,
+    ) -> None:
+        self._what = what
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._stack = stack
+        self._frames = FrameReader()
+        self._ready = 0
+        """The number of the request `next` that waits for an answer."""
+        self._call = 0
+
+    @classmethod
+    async def start(cls, what: str, target: str) -> Self:
+        """Return a process that has loaded the handler.
+
+        Args:
+            what: The name of the handler, for messages.
+            target: Its class, as MODULE:CLASS.
+
+        Raises:
+            HandlerFailed: The process cannot be started, or ended while it loaded the handler.
+            PipelineError: Loading the handler raised an exception.
+        """
+        ours, its = socket.socketpair()
+        stack = os.memfd_create("stack")
+        try:
+            arguments = (target, its.fileno(), stack, logging.getLogger().getEffectiveLevel())
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", _PROGRAM, *map(str, arguments),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(its.fileno(), stack), start_new_session=True,
+            )  # fmt: skip
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except OSError as error:
+            ours.close()
+            os.close(stack)
+            raise HandlerFailed(f"{what}: its process cannot be started: {error}") from error
+        finally:
+            its.close()
+        started = cls(what, process, reader, writer, stack)
+        try:
+            await started._outcome("being loaded", _Request(None, (), {}))
+        except BaseException:
+            await started.end()
+            raise
+        return started
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the process has not ended yet."""
+        return self._process.returncode is None
+
+    async def call(
+        self, method: str, task: Task, context: StageContext | None, sandboxes: Sequence[ExecClient]
+    ) -> dict[str, Any]:
+        """Call a method of the handler, and return what the process says about the outcome.
+
+        Args:
+            method: The name of the method.
+            task: The task.
+            context: The context of the call, unless it has none.
+            sandboxes: The sandboxes that the method may use.
+
+        Raises:
+            HandlerFailed: The process died, or said something that is no outcome.
+            Exception: The method raised it.
+        """
+        request = _Request(context, sandboxes, {})
+        sent = context and replace(context, client=None, run_agent=None, agent_steps=None)
+        call = Call(
+            method=method,
+            task=task,
+            context=sent,
+            agent=context is not None and context.agent_steps is not None,
+            sandboxes=tuple((sandbox.features, sandbox.secret) for sandbox in sandboxes),
+        )
+        self._call += 1
+        body = pickle.dumps(call)
+        try:
+            self._writer.write(encode({"id": self._ready, "call": self._call}, body))
+        except SandboxError as error:
+            raise HandlerFailed(f"{self._what}: {method} cannot get its context: {error}") from error
+        outcome = await self._outcome(method, request)
+        if context is not None:
+            context.show(str(outcome.get("shown", "")))
+        if "raised" in outcome:
+            raise request.raised.get(outcome["raised"]) or HandlerFailed(f"{self._what}: {method} failed")
+        return outcome
+
+    async def _outcome(self, doing: str, request: _Request) -> dict[str, Any]:
+        """Serve the process until it asks for its next call, and return the outcome of this one."""
+        tasks: dict[int, asyncio.Task[None]] = {}
+        stopped = False
+        try:
+            while data := await self._reader.read(_CHUNK):
+                for header, body in self._frames.feed(data):
+                    if header["op"] == "next":
+                        self._ready = int(header["id"])
+                        return _checked(json.loads(body))
+                    await self._begin(header, body, request, tasks)
+        except (SandboxError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = f"{self._what}: its process does not keep to the protocol ({doing}): {error!r}"
+            raise HandlerFailed(clean_text(problem, _MESSAGE)) from error
+        except asyncio.CancelledError:
+            stopped = True
+            raise
+        except OSError:
+            pass  # The process has ended.
+        finally:
+            # If the time is up, whether a sandbox was at work is seen by its unanswered requests. They end
+            # with the connection to the sandbox.
+            ending = [task for task in tasks.values() if not stopped or task.get_name() != "sandbox"]
+            for task in ending:
+                task.cancel()
+            if ending:
+                await asyncio.wait(ending)
+        raise HandlerFailed(f"{self._what}: its process ended in {doing}{await self._ending()}")
+
+    async def _begin(
+        self, header: dict[str, Any], body: bytes, request: _Request, tasks: dict[int, asyncio.Task[None]]
+    ) -> None:
+        if header["op"] == "log":
+            text = body.decode("utf-8", "replace")
+            logging.getLogger(str(header["name"])).log(int(header["level"]), "%s", text)
+            return
+        if header["op"] == "cancel":
+            if (task := tasks.get(header["id"])) is not None:
+                task.cancel()
+            return
+        if header["op"] == "agent" and header["do"] == "say":
+            if header["call"] == self._call and request.context and request.context.agent_steps:
+                request.context.agent_steps.say(body.decode("utf-8", "surrogatepass"))
+            return
+        while len(tasks) >= _REQUESTS:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # The callbacks of what has ended remove it.
+        number = int(header["id"])
+        task = asyncio.create_task(self._answer(number, header, body, request), name=header["op"])
+        tasks[number] = task
+        task.add_done_callback(lambda task: tasks.pop(number, None))
+
+    async def _answer(self, number: int, header: dict[str, Any], body: bytes, request: _Request) -> None:
+        answer: dict[str, Any] = {"error": "SandboxError", "message": "the request was cancelled"}
+        data = b""
+        try:
+            if header["call"] != self._call:
+                answer = {"error": "SandboxError", "message": "the call of this request has ended"}
+            elif header["op"] == "sandbox":
+                answer, data = await self._of_sandbox(number, header, body, request)
+            else:
+                answer = await _of_agent(header, body, request.context)
+        except SandboxError as error:
+            answer = {"error": error.reason, "message": str(error)[:_MESSAGE]}
+        except Exception as error:
+            request.raised[number] = error
+            answer = {"failed": clean_text(f"{type(error).__name__}: {error}", _MESSAGE)}
+        finally:
+            self._writer.write(encode({**answer, "id": number}, data))
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
+
+    async def _of_sandbox(
+        self, number: int, header: dict[str, Any], body: bytes, request: _Request
+    ) -> tuple[dict[str, Any], bytes]:
+        def hear(output: bytes) -> None:
+            self._writer.write(encode({"event": "output", "id": number}, output))
+
+        client = request.sandboxes[int(header["sandbox"])]
+        asked = dict(header["request"])
+        return await client.forward(asked, body, limit=float(header["limit"]), listener=hear)
+
+    async def stopped_at(self) -> str:
+        """End the process, and return where its code was, or "" if it was waiting."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self._process.wait()
+        return blocked_at(self._dump())
+
+    async def _ending(self) -> str:
+        """Return how the process ended, and where its code was if that is known."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self._process.wait()
+        status, place = self._process.returncode, blocked_at(self._dump())
+        how = (
+            "" if status is None else f", by {signal.Signals(-status).name}" if status < 0 else f", {status=}"
+        )
+        return f"{how}{f', at {place}' if place else ''}"
+
+    def _dump(self) -> str:
+        return os.pread(self._stack, _STACK_BYTES, 0).decode("utf-8", "replace")
+
+    async def end(self) -> None:
+        """Kill the process, and with it the processes that it has started."""
+        try:
+            await end_child(self._process)
+        finally:
+            self._writer.transport.abort()
+            os.close(self._stack)
+
+
+async def _of_agent(header: dict[str, Any], body: bytes, context: StageContext | None) -> dict[str, Any]:
+    if context is None or context.agent_steps is None or context.run_agent is None:
+        raise RuntimeError("the agent plays in Run only")
+    if header["do"] == "play":
+        await context.run_agent()
+        return {}
+    seconds = header["seconds"]
+    task = Task.model_validate_json(body)
+    further = await context.agent_steps.step(task, None if seconds is None else float(seconds))
+    return {"further": further}
+
+
+def _checked(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return an outcome.
+
+    Raises:
+        Exception: The outcome is this exception.
+    """
+    if "error" in outcome:
+        raise exception_of(outcome["error"])
+    return outcome

@@ -55,6 +55,7 @@ from rollyard_pipeline.trajectories.request_seeds import request_seed
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.pace import patience
+from rollyard_testing.pipeline.installed import install_handler
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
@@ -767,6 +768,107 @@ async def test_a_sandbox_that_a_call_of_run_ends_for_memory_goes_to_eval(
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxOutOfMemory")
     result = await rollout.score()
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
+
+
+INSTALLED = """
+from rollyard_sandbox.errors import FileError
+
+class Judge(Handler):
+    components = ("seen",)
+
+    async def init(self, ctx):
+        await super().init(ctx)
+        await ctx.sandbox.write_file("note.txt", b"\\0 from init")
+
+    async def run(self, ctx):
+        further = await ctx.agent_steps.step(ctx.task, 60.0)
+        ctx.agent_steps.say("Once more.")
+        await ctx.run_agent()
+        ctx.carry["further"] = further
+
+    async def eval(self, ctx):
+        assert ctx.carry == {"further": True}
+        box = ctx.sandbox
+        waiting = await box.start("echo ask; read line; echo got $line", session="s")
+        await waiting.wait_for_output(b"ask")
+        await waiting.send_input(b"input\\n")
+        await waiting.wait_for_output(b"got input")
+        results = await asyncio.gather(*(box.run(["echo", str(n)]) for n in range(20)))
+        assert [result.text() for result in results] == [f"{n}\\n" for n in range(20)]
+        assert b"note.txt" in await box.work_folder().tree()
+        assert (await box.read_file("note.txt")).data == b"\\0 from init"
+        try:
+            await box.read_file("missing.txt")
+        except FileError as error:
+            assert error.reason == "FileNotFound"
+        tested = await ctx.run_test("echo $HOME; exit 3")
+        assert tested.text() == ctx.place.home + "\\n"
+        END
+        return Evaluation(0.25, {"seen": len(ctx.trajectory.messages)})
+"""
+
+
+async def installed(
+    rollout: Rollout,
+    model: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+    **spec: Any,
+) -> StageResult:
+    """Return the Eval of a handler of an installed package, which ends with `end`."""
+    install_handler(tmp_path, INSTALLED.replace("END", end), monkeypatch)
+    model(lambda prompt: f"Turn {prompt.count('<|im_start|>assistant')}.{END}", handler="steered", **spec)
+    await rollout.play()
+    return await rollout.score()
+
+
+async def test_an_installed_handler_uses_its_context_from_its_own_process(
+    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = await installed(rollout, model, tmp_path, monkeypatch, "pass")
+    assert rollout.ran is not None
+    assert rollout.ran.trajectory is not None
+    said = [(message.role, message.content) for message in rollout.ran.trajectory.messages]
+    assert said == [
+        ("user", "q"), ("assistant", "Turn 1."), ("user", "Once more."), ("assistant", "Turn 2."),
+    ]  # fmt: skip
+    assert (result.reward, result.reward_components) == (0.25, {"seen": 4.0})
+    assert result.reward_output.startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("await box.read_file('missing.txt')", "SandboxSabotaged"),
+        ("await box.bash('sleep 3600', timeout=3600)", "TestTimeout"),
+    ],
+    ids=["a missing file", "a test that hangs"],
+)
+async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_process(
+    rollout: Rollout,
+    model: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+    reason: str,
+) -> None:
+    rollout.stages._eval_grace = 0.0
+    limits = {"eval": {"timeoutSeconds": round(patience(3))}}
+    result = await installed(rollout, model, tmp_path, monkeypatch, end, stages=limits)
+    assert (result.reward, result.reward_reason) == (0.0, reason)
+
+
+async def test_a_failing_backend_is_reported_through_an_installed_handler(
+    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception of the agent is the worker's own, whatever the handler did with it."""
+    install_handler(tmp_path, INSTALLED, monkeypatch)
+    model(lambda prompt: END, handler="steered")
+    assert rollout.backend is not None
+    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    with pytest.raises(BackendUnavailable):
+        await rollout.play()
 
 
 async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path) -> None:

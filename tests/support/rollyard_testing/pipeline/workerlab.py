@@ -240,12 +240,16 @@ def lease(number: int, stage: str = "init", sandbox: str | None = None, **fields
 
 @asynccontextmanager
 async def working(
-    plane: Plane, handler: type[Handler], provider: Any = None, **options: Any
+    plane: Plane, handler: type[Handler] | None, provider: Any = None, **options: Any
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """Yield a worker at work. It is drained at the end if the test has not ended it."""
-    extensions = registry.Registry(
-        {registry.HANDLERS: {"steered": handler}, registry.AGENTS: {"oracle": Silent}}
-    )
+    """Yield a worker at work. It is drained at the end if the test has not ended it.
+
+    Without a handler, "steered" is that of an installed package.
+    """
+    classes: dict[str, dict[str, Any]] = {registry.AGENTS: {"oracle": Silent}}
+    if handler is not None:
+        classes[registry.HANDLERS] = {"steered": handler}
+    extensions = registry.Registry(classes)
     places = options.pop("concurrency", {"init": 2, "run": 2, "eval": 2})
     async with BackendClient() as backends:
         worker = Worker(

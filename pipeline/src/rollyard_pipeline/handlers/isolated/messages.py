@@ -22,7 +22,7 @@ _TRACE: Final = 16_384  # The number of characters of a traceback that reach the
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HandlerCall:
     """A call of the handler, as the worker pickles it."""
 
     method: str

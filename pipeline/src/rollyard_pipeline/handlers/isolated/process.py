@@ -23,7 +23,7 @@ from rollyard_sandbox.frames import FrameReader, encode
 from rollyard_pipeline.errors import HandlerFailed
 from rollyard_pipeline.handlers.base import StageContext
 from rollyard_pipeline.handlers.child_processes import end_child
-from rollyard_pipeline.handlers.isolated.messages import Call, exception_of
+from rollyard_pipeline.handlers.isolated.messages import HandlerCall, exception_of
 from rollyard_pipeline.handlers.isolated.places import blocked_at
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -104,7 +104,7 @@ class HandlerProcess:
             its.close()
         started = cls(what, process, reader, writer, stack)
         try:
-            await started._outcome("being loaded", _Request(None, (), {}))
+            started._raise_error(await started._outcome("being loaded", _Request(None, (), {})))
         except BaseException:
             await started.end()
             raise
@@ -132,7 +132,7 @@ class HandlerProcess:
         """
         request = _Request(context, sandboxes, {})
         sent = context and replace(context, client=None, run_agent=None, agent_steps=None)
-        call = Call(
+        call = HandlerCall(
             method=method,
             task=task,
             context=sent,
@@ -150,7 +150,18 @@ class HandlerProcess:
             context.show(str(outcome.get("shown", "")))
         if "raised" in outcome:
             raise request.raised.get(outcome["raised"]) or HandlerFailed(f"{self._what}: {method} failed")
+        self._raise_error(outcome)
         return outcome
+
+    def _raise_error(self, outcome: dict[str, Any]) -> None:
+        """Raise the exception that an outcome describes, if it is one."""
+        if "error" not in outcome:
+            return
+        try:
+            error = exception_of(outcome["error"])
+        except (ValueError, KeyError, TypeError) as problem:
+            raise HandlerFailed(f"{self._what}: its process reported no exception: {problem!r}") from problem
+        raise error
 
     async def _outcome(self, doing: str, request: _Request) -> dict[str, Any]:
         """Serve the process until it asks for its next call, and return the outcome of this one."""
@@ -161,7 +172,7 @@ class HandlerProcess:
                 for header, body in self._frames.feed(data):
                     if header["op"] == "next":
                         self._ready = int(header["id"])
-                        return _checked(json.loads(body))
+                        return dict(json.loads(body))
                     await self._begin(header, body, request, tasks)
         except (SandboxError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"{self._what}: its process does not keep to the protocol ({doing}): {error!r}"
@@ -249,9 +260,9 @@ class HandlerProcess:
             async with asyncio.timeout(_ABORT_SECONDS):
                 await self._process.wait()
         status, place = self._process.returncode, blocked_at(self._dump())
-        how = (
-            "" if status is None else f", by {signal.Signals(-status).name}" if status < 0 else f", {status=}"
-        )
+        how = ""
+        if status is not None:
+            how = f" by {signal.Signals(-status).name}" if status < 0 else f" with status {status}"
         return f"{how}{f', at {place}' if place else ''}"
 
     def _dump(self) -> str:
@@ -276,14 +287,3 @@ async def _of_agent(header: dict[str, Any], body: bytes, context: StageContext |
     task = Task.model_validate_json(body)
     further = await context.agent_steps.step(task, None if seconds is None else float(seconds))
     return {"further": further}
-
-
-def _checked(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome.
-
-    Raises:
-        Exception: The outcome is this exception.
-    """
-    if "error" in outcome:
-        raise exception_of(outcome["error"])
-    return outcome

@@ -28,16 +28,16 @@ from rollyard_sandbox.client.wire import ANSWER_LIMIT, Wire
 from rollyard_sandbox.errors import SandboxError
 from rollyard_sandbox.frames import encode
 
-from rollyard_pipeline.errors import HandlerStateInvalid
+from rollyard_pipeline.errors import HandlerStateInvalid, WorkerError
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.child_processes import begin_child
-from rollyard_pipeline.handlers.isolated.messages import Call, described
+from rollyard_pipeline.handlers.isolated.messages import HandlerCall, described
 
 _NO_LIMIT: Final = 1e8  # The worker limits what the agent does and how long it waits, in seconds.
 _LOG_TEXT: Final = 16_384  # characters
 
 
-class AgentFailed(Exception):
+class AgentFailed(WorkerError):
     """The agent raised an exception in the worker, which knows it by its number."""
 
     def __init__(self, message: str, number: int) -> None:
@@ -137,7 +137,7 @@ async def serve(target: str, connection: int, level: int) -> None:
     loop = asyncio.get_running_loop()
     worker = WorkerWire(loop)
     await loop.create_unix_connection(lambda: worker, sock=socket.socket(fileno=connection))
-    logging.basicConfig(level=level, handlers=[LogToWorker(worker, loop)])
+    logging.basicConfig(level=level, format="%(message)s", handlers=[LogToWorker(worker, loop)])
     try:
         module, _, name = target.partition(":")
         handler: Handler = operator.attrgetter(name)(importlib.import_module(module))()
@@ -155,7 +155,7 @@ async def serve(target: str, connection: int, level: int) -> None:
             task.cancel()  # The next call belongs to another rollout.
 
 
-async def performed(handler: Handler, call: Call, worker: WorkerWire, number: int) -> bytes:
+async def performed(handler: Handler, call: HandlerCall, worker: WorkerWire, number: int) -> bytes:
     """Return the outcome of a call as JSON."""
     clients = [
         ExecClient(SandboxWire(worker, number, index), features, secret)

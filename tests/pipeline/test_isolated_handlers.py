@@ -1,0 +1,275 @@
+"""Handlers of installed packages, whose calls run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds.lease import StageFailure, StageResult
+from rollyard_testing.pace import patience
+from rollyard_testing.pipeline.installed import install_handler, line_of
+from rollyard_testing.pipeline.workerlab import Outcome, Plane, lease, spec, until, working
+
+SECONDS = round(patience(1))
+"""The limit of the stage in which a handler blocks. Its process has been started before."""
+
+
+@pytest.fixture(autouse=True)
+def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard_pipeline.worker.heartbeat.INTERVAL", 0.05)
+
+
+async def outcomes_of(plane: Plane, *leases: Any, **options: Any) -> dict[str, Outcome]:
+    """Return the outcomes of leases, by rollout."""
+    async with working(plane, None, **options):
+        plane.offer(*leases)
+        return {outcome.rollout: outcome for outcome in await plane.wait_for(len(leases))}
+
+
+def failure(outcome: Outcome) -> StageFailure:
+    assert isinstance(outcome, StageFailure)
+    return outcome
+
+
+BLOCKING = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    async def init(self, ctx):
+        while not Path("FOLDER/open").exists():
+            await asyncio.sleep(0.02)
+        ctx.carry["at"] = os.getpid()
+
+    async def eval(self, ctx):
+        if ctx.rollout == "r0":
+            return Evaluation(1.0)
+        Path("FOLDER/blocks").touch()
+        BLOCK
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "where"),
+    [
+        ("while True: pass", "eval"),
+        ("time.sleep(3600)", "eval"),
+        ("import re; re.match('(a|a)+$', 'a' * 64 + 'b')", "eval"),
+        ("import subprocess; subprocess.run(['sleep', '3600'])", "eval"),
+        ("[time.sleep(3600) for _ in range(2)]", ""),
+    ],
+    ids=["loop", "sleep", "regex", "program", "comprehension"],
+)
+async def test_a_handler_that_blocks_fails_at_the_limit_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str, where: str
+) -> None:
+    source = BLOCKING.replace("FOLDER", str(tmp_path)).replace("BLOCK", block)
+    install_handler(tmp_path, source, monkeypatch)
+    plane = Plane(spec(eval={"timeoutSeconds": SECONDS}))
+    async with working(plane, None, eval_grace=0.0):
+        plane.offer(lease(0, "eval"), lease(2))
+        await plane.wait_for(1)
+        plane.offer(lease(1, "eval"))
+        await until((tmp_path / "blocks").exists)
+        before = len(plane.beats)
+        await plane.wait_for(2)
+        during = plane.beats[before:]
+        assert len(during) >= 5 * SECONDS
+        # The other rollout of this worker has kept its lease, and continues where it was.
+        assert all({"r2"} <= {ref.rollout for ref in beat.leases} for beat in during)
+        (tmp_path / "open").touch()
+        outcomes = {outcome.rollout: outcome for outcome in await plane.wait_for(3)}
+    blocked = failure(outcomes["r1"])
+    assert (blocked.reason, blocked.retryable, blocked.counts) == ("EvalTimeout", True, True)
+    place = rf"judge\.py, line {line_of(source, block)}, in {where}"
+    assert re.match(
+        rf"Eval took longer than {SECONDS} s: handler 'steered' was blocked at {place}", blocked.message
+    )
+    other = outcomes["r2"]
+    assert isinstance(other, StageResult)
+    assert other.carry["at"] != os.getpid()
+
+
+async def test_run_that_blocks_is_no_timeout_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    async def run(self, ctx):
+        await ctx.run_agent()
+        if ctx.rollout == "r1":
+            time.sleep(3600)
+        if ctx.rollout == "r2":
+            await asyncio.sleep(3600)
+        ctx.carry["played"] = True
+
+    async def eval(self, ctx):
+        return Evaluation(0.0)
+"""
+    install_handler(tmp_path, source, monkeypatch)
+    plane = Plane(spec(run={"timeoutSeconds": SECONDS}))
+    async with working(plane, None):
+        plane.offer(lease(3, "run"), lease(4, "run"))
+        await plane.wait_for(2)
+        plane.offer(lease(1, "run"), lease(2, "run"))
+        outcomes = {outcome.rollout: outcome for outcome in await plane.wait_for(4)}
+    blocked = failure(outcomes["r1"])
+    assert (blocked.reason, blocked.counts) == ("HandlerBlocked", True)
+    assert f"judge.py, line {line_of(source, 'time.sleep')}, in run" in blocked.message
+    waited, played = outcomes["r2"], outcomes["r3"]
+    assert isinstance(waited, StageResult)
+    assert waited.trajectory is not None
+    assert waited.trajectory.truncated_reason == "RunTimeout"
+    assert isinstance(played, StageResult)
+    assert played.carry == {"played": True}
+    assert played.trajectory is not None
+    assert not played.trajectory.truncated
+
+
+async def test_a_blocked_init_names_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    async def init(self, ctx):
+        if ctx.rollout != "r0":
+            time.sleep(3600)
+
+    async def eval(self, ctx):
+        return Evaluation(0.0)
+"""
+    install_handler(tmp_path, source, monkeypatch)
+    plane = Plane(spec(init={"timeoutSeconds": SECONDS}))
+    async with working(plane, None):
+        plane.offer(lease(0))
+        await plane.wait_for(1)
+        plane.offer(lease(1))
+        blocked = failure((await plane.wait_for(2))[1])
+    assert blocked.reason == "InitTimeout"
+    assert (
+        f"handler 'steered' was blocked at judge.py, line {line_of(source, 'time.sleep')}" in blocked.message
+    )
+
+
+ENDING = """
+import ctypes
+from rollyard_pipeline.errors import PipelineError, RewardUnusable
+
+class JudgeGone(PipelineError):
+    reason = "JudgeGone"
+    retryable = False
+
+class Judge(Handler):
+    needs_sandbox = False
+    reward_range = (0.0, 1.0)
+
+    async def eval(self, ctx):
+        END
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "retryable", "message"),
+    [
+        ("raise ValueError('no judge')", "InternalError", True, "ValueError: no judge (judge.py, line LINE"),
+        ("sys.exit(3)", "InternalError", True, "SystemExit: 3 (judge.py, line LINE, in eval)"),
+        ("os._exit(3)", "HandlerFailed", True, "handler 'steered': its process ended in eval with status 3"),
+        ("ctypes.string_at(0)", "HandlerFailed", True, "in eval by SIGSEGV, at judge.py, line LINE, in eval"),
+        ("raise JudgeGone('no judge')", "JudgeGone", False, "no judge"),
+        ("raise RewardUnusable('no reward', 'RewardMissing')", "RewardUnusable", False, "no reward"),
+        ("return Evaluation(2.0)", "EvaluationInvalid", False, "reward 2.0 is not in reward_range, 0 to 1"),
+        ("return Evaluation('high')", "EvaluationInvalid", False, "reward is 'high', expected"),
+        ("return Evaluation(float('nan'))", "EvaluationInvalid", False, "reward is nan"),
+        ("return Evaluation(object())", "EvaluationInvalid", False, "reward is '<object object at"),
+        ("ctx.carry['x'] = {1, 2}", "HandlerStateInvalid", False, "ctx.carry is no JSON: Object of type set"),
+        ("ctx.carry = [1]; return Evaluation(0.0)", "HandlerStateInvalid", False, "carry is no JSON object"),
+    ],
+)  # fmt: skip
+async def test_what_ends_a_call_is_what_the_worker_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, reason: str, retryable: bool, message: str
+) -> None:
+    if end.startswith("ctx.carry['x']"):
+        end = f"{end}; return Evaluation(0.0)"
+    source = ENDING.replace("END", end)
+    install_handler(tmp_path, source, monkeypatch)
+    outcomes = await outcomes_of(Plane(spec()), lease(1, "eval"))
+    ended = failure(outcomes["r1"])
+    assert (ended.reason, ended.retryable) == (reason, retryable)
+    assert message.replace("LINE", str(line_of(source, end))) in ended.message
+
+
+async def test_calls_share_processes_but_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One process performs a call after the other. Its records are the worker's own."""
+    source = """
+import logging
+
+class Judge(Handler):
+    needs_sandbox = False
+    components = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+    async def eval(self, ctx):
+        self.calls += 1
+        asyncio.get_running_loop().create_task(self.linger(), name="left")
+        left = [task for task in asyncio.all_tasks() if task.get_name() == "left"]
+        logging.getLogger("judge").warning("judged %s", ctx.rollout)
+        ctx.show(f"shown {ctx.rollout}")
+        ctx.carry["pid"] = os.getpid()
+        return Evaluation(0.5, {"calls": self.calls, "left": len(left)}, "JudgedSo")
+
+    async def linger(self):
+        await asyncio.sleep(3600)
+"""
+    install_handler(tmp_path, source, monkeypatch)
+    plane = Plane(spec())
+    with caplog.at_level(logging.INFO):
+        async with working(plane, None):
+            for number in range(3):
+                plane.offer(lease(number, "eval", carry={"of": number}))
+                await plane.wait_for(number + 1)
+    found = [outcome for outcome in plane.outcomes if isinstance(outcome, StageResult)]
+    assert [outcome.reward_components for outcome in found] == [
+        {"calls": float(number), "left": 1.0} for number in (1, 2, 3)
+    ]
+    assert [outcome.reward_output for outcome in found] == [f"shown r{number}" for number in range(3)]
+    assert [outcome.reward_reason for outcome in found] == ["JudgedSo"] * 3
+    assert len({outcome.carry["pid"] for outcome in found}) == 1
+    assert [outcome.carry["of"] for outcome in found] == [0, 1, 2]
+    logged = [(record.name, record.getMessage()) for record in caplog.records]
+    assert ("judge", "judged r1") in logged
+    # The process ends with the worker.
+    with pytest.raises(ProcessLookupError):
+        os.kill(found[0].carry["pid"], 0)
+
+
+async def test_a_drained_worker_ends_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    async def eval(self, ctx):
+        Path("FOLDER/pid").write_text(str(os.getpid()))
+        time.sleep(3600)
+"""
+    install_handler(tmp_path, source.replace("FOLDER", str(tmp_path)), monkeypatch)
+    plane = Plane(spec())
+    async with working(plane, None, drain_seconds=0.1) as (worker, task):
+        plane.offer(lease(1, "eval"))
+        await until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+        worker.drain()
+        async with asyncio.timeout(patience(20)):
+            await task
+    drained = failure(plane.outcomes[0])
+    assert (drained.reason, drained.counts) == ("WorkerDrained", False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -239,6 +239,10 @@ async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker
         ([1.0], 0.0, False),
         ([0.1] * 7, 0.0, False),
         ([0.0, 1e-9], 0.0, True),
+        # The same weighted sums, rounded in another order.
+        ([0.3, 0.1 + 0.2], 0.0, False),
+        ([0.0, 0.1 + 0.2 - 0.3], 0.0, False),
+        ([1e6, 1e6 + 1e-4], 0.0, True),
         ([0.0, 1e-9], 1e-6, False),
         ([0.0, 1.0], 0.5, False),
         ([0.0, 1.0], 0.499, True),
@@ -284,6 +288,17 @@ async def test_a_stream_may_want_more_groups_and_says_what_it_waits_for(served: 
     assert (await served.driver.put(f"{PATH}/status", json=said)).status_code == 200
     (row,) = (await served.viewer.get("/v1/jobs")).json()["items"]
     assert row["waits_for"] == {"reason": "NoTasks", "message": "no task is left"}
+
+
+async def test_rewards_that_differ_by_rounding_are_no_signal_without_dynamic_sampling(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    worker = worker_of(served.worker)
+    evaluations = await begin(worker, 4)
+    await finish_group(worker, evaluations, "t0", 0.3, 0.1 + 0.2)
+    await finish_group(worker, evaluations, "t1", 0.3, 0.3001)
+    assert [g["group_id"] for g in await groups_of(served.admin, informative=True)] == ["t1"]
 
 
 async def test_an_infrastructure_failure_is_no_signal(served: Any, dapo: Any, worker_of: Any) -> None:

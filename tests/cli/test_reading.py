@@ -230,6 +230,8 @@ def test_summary() -> None:
     document = summary.to_json()
     assert (summary.rollouts, summary.succeeded, summary.failed) == (5, 4, 1)
     assert (summary.groups, summary.groups_informative) == (2, 1)
+    rounded = [record(0, 0.3), record(1, 0.1 + 0.2)]
+    assert summarize(rounded, wall_seconds=1.0).groups_informative == 0
     assert summary.reward_mean == 0.75
     assert document["tokens_sampled"] == 20
     assert document["tokens_per_second"] == 2.0

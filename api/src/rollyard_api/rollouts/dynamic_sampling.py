@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from rollyard_crds.fields.dynamic_sampling import REWARD, TARGET_MET, TARGET_NOT_MET
+from rollyard_crds.fields.signals import differ
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
@@ -121,10 +122,10 @@ def begin(tx: Transaction, job_id: int, target: int, samples: int) -> None:
 def has_signal(values: Sequence[float], min_std: float) -> bool:
     """Return whether at least two values differ by a standard deviation of more than `min_std`.
 
-    The deviation is that of the whole population, as `numpy.std` computes it, without an error of rounding
-    where all values are equal.
+    The deviation is that of the whole population, as `numpy.std` computes it. Values that differ by rounding
+    only are equal.
     """
-    return len(values) > 1 and min(values) != max(values) and statistics.pstdev(values) > min_std
+    return len(values) > 1 and differ(values) and statistics.pstdev(values) > min_std
 
 
 def result_of(tx: Transaction, job_id: int, no: int, min_group: int, rules: Mapping[str, Any]) -> GroupResult:

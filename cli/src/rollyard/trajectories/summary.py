@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollyard_crds import STAGES
+from rollyard_crds.fields.signals import differ
 from rollyard_crds.trajectory import Trajectory
 
 MIN_GROUP = 2
@@ -97,9 +98,7 @@ def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summar
         truncated=truncated,
         reward_mean=sum(values) / len(values) if values else None,
         groups=len(groups),
-        groups_informative=sum(
-            len(group) >= MIN_GROUP and min(group) != max(group) for group in rewards.values()
-        ),
+        groups_informative=sum(len(group) >= MIN_GROUP and differ(group) for group in rewards.values()),
         tokens_sampled=tokens,
         turns_mean=turns / total if total else 0.0,
         wall_seconds=wall_seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +18,8 @@ TEST_TIMEOUT_COMPONENT: Final = "test_timeout"
 """The component that Eval itself adds to every handler's where tests ran out of time."""
 OUT_OF_REACH: Final = "TargetOutOfReach"
 """The reason with which a job is refused whose dynamic sampling can never reach its target."""
+ROUNDING: Final = 1e-12
+"""Values that are closer, absolutely or relatively, are equal: sums such as 0.1 + 0.2 are rounded."""
 Bounds = tuple[float, float]
 """The smallest and the largest value."""
 _SHARE: Final[Bounds] = (0.0, 1.0)
@@ -43,6 +45,11 @@ SHIPPED: Final[Mapping[str, Scores]] = {
 }
 """The handlers of which this is known before a task has been evaluated. `harbor`, and so `mixed`, return what
 the tests of a task write."""
+
+
+def differ(values: Sequence[float]) -> bool:
+    """Return whether values, of which there is at least one, differ by more than the rounding of sums."""
+    return not math.isclose(min(values), max(values), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
 def problems(spec: RolloutJobSpec, groups: int | None) -> list[str]:

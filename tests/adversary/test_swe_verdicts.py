@@ -6,9 +6,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from rollyard_crds.task import Task
 from rollyard_testing.invariants import deserves_nothing
-from rollyard_testing.pipeline.swelab import FAILS, FIXING, PASSES, SweLab, swe_lab, swe_task
+from rollyard_testing.pipeline.swelab import FAILS, FIX, FIXING, PASSES, SCRIPT, SweLab, swe_lab, swe_task
 
+FIX_DIFF = f"""\
+diff --git a/interval/__init__.py b/interval/__init__.py
+--- a/interval/__init__.py
++++ b/interval/__init__.py
+@@ -12,3 +12,3 @@
+     def __contains__(self, number):
+-        return {FIX[0]}
++        return {FIX[1]}
+ 
+"""
 LINES = "\\n".join(f"PASSED {test}" for test in (*FAILS, *PASSES))
 FORGED = (
     f"print('>>>>> Start Test Output\\n{LINES}\\n====== 4 passed in 0.01s ======\\n>>>>> Test Exit Code: 0\\n"
@@ -280,6 +291,43 @@ async def test_a_job_of_several_kinds_rewards_nothing_else(lab: SweLab, name: st
 async def test_tests_that_hang_are_scored(lab: SweLab, code: str) -> None:
     result = await lab.rollout(swe_task([appending(code)]), timeoutSeconds=3)
     assert (result.reward, result.reward_reason) == (0.0, "TestTimeout")
+
+
+MADE = "diff --git a/{0} b/{0}\nnew file mode {1}\n--- /dev/null\n+++ b/{0}\n@@ -0,0 +1 @@\n+{2}\n"
+DIFFS = {
+    "links": [
+        MADE.format("link", f"{mode}120000", "/etc/passwd") + "\\ No newline at end of file\n"
+        for mode in ("", "0", " ", "+")
+    ],
+    "moved_in_the_old_spelling": [
+        "diff --git a/tests/test_shown.py b/old.txt\nsimilarity index 100%\nrename old tests/test_shown.py\n"
+        "rename new old.txt\n",
+        "diff --git a/tests/test_shown.py b/old.txt\nsimilarity index 100%\nrename from tests/test_shown.py\n"
+        "rename to old.txt\n",
+    ],
+    "moved_without_saying_so": [
+        "--- a/tests/test_shown.py\n+++ b/old.txt\n@@ -1,3 +1,3 @@\n def test_shown():\n"
+        "     from interval import Interval\n-    assert 2 in Interval(1, 3)\n+    assert True\n",
+    ],
+    "other_spellings": [
+        MADE.format(name, 100644, "import os; os._exit(0)")
+        for name in ("tests//conftest.py", "tests/./conftest.py", "interval/../conftest.py", "Conftest.py")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFS)
+async def test_a_diff_reaches_nothing_that_the_policy_cannot_change(lab: SweLab, name: str) -> None:
+    """Git reads modes, names and moves in ways of its own, so what it does to the folder decides."""
+    script = f"ls -A . tests\n[ -f tests/test_shown.py ] && [ ! -L link ] && {SCRIPT}"
+    for diff in DIFFS[name]:
+        task = swe_task([], submission="answer", script=script)
+        answer = [{"name": "submit", "arguments": {"answer": f"```diff\n{FIX_DIFF}{diff}```"}}]
+        task = Task.model_validate({**task.model_dump(exclude_none=True), "solution": answer})
+        result = await lab.rollout(task)
+        if result.reward_reason != "PatchDoesNotApply":
+            assert result.reward == 1.0, "the fix is right, and the rest is left out"
+            assert "conftest.py" not in result.reward_output.lower()
 
 
 async def test_a_printed_result_never_makes_up_for_a_real_one(lab: SweLab) -> None:

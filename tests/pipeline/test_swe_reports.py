@@ -116,7 +116,10 @@ def made(limit):
     return test
 for limit in range(2):
     globals()["test_made_%d" % limit] = made(limit)
-setattr(Case, "test_added", lambda self: self.assertTrue(True))
+def test_added(self):
+    self.assertTrue(product.same(True))
+setattr(Case, "test_added", test_added)
+del test_added
 
 def test_skipped():
     pytest.skip("no")
@@ -194,7 +197,8 @@ def test_tests_of_all_kinds(repository: Path, command: str, settings: str, names
     if settings:
         (repository / settings).write_text("[pytest]\n")
     fails = [f"{names}::{name}" for name in PASSING]
-    report, printed = report_of(repository, command, fail_to_pass=fails)
+    hidden = {"tests/test_kinds.py": KINDS}
+    report, printed = report_of(repository, command, fail_to_pass=fails, files=hidden)
     assert report.complete, printed
     assert report.tampered == set(), printed
     assert set(fails) <= report.controlled

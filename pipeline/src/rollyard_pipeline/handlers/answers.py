@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 _BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_HASHES: Final = re.compile(r"^.*####\s*(.+?)\s*$", re.MULTILINE)
-_ANSWER_IS: Final = re.compile(r"answer\s*(?:is|:|=)\s*:?\s*(.+)", re.IGNORECASE)
+_HASHES: Final = re.compile(r"^.*####\s*+(.+)$", re.MULTILINE)
+_ANSWER_IS: Final = re.compile(r"^.*answer\s*+(?:is|:|=)\s*+:?\s*+(.+)$", re.IGNORECASE | re.MULTILINE)
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|\\,|,\\!)\d{3})+)(?![\d,])")
 _HOPE: Final = re.compile(r"[.,]?\s*I hope it is correct\.?\s*$", re.IGNORECASE)
 """The end of an answer in the form that Minerva's prompts ask for."""
@@ -33,8 +33,6 @@ def final_answer(text: str) -> str:
         stated = _ANSWER_IS.findall(said)
         if stated:
             found = stated[-1]
-            while (again := _ANSWER_IS.search(found)) is not None:
-                found = again[1]
     if found is None:
         lines = said.strip().splitlines()
         found = lines[-1] if lines else ""

@@ -340,7 +340,7 @@ class ExecClient:
         Raises:
             FileError: There are too many files and folders to look for repositories in.
         """
-        if "end_init" in self._features:
+        if "end_init" in self.features:
             await self._wire.request({"op": "end_init", "folders": list(folders)})
 
     async def begin_eval(self) -> EvalPlace:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from typing import Final
 
-_HEADER: Final = re.compile(r'^diff --git (?:a/(.+?) b/(.+)|"a/(.+?)" "b/(.+)")$', re.MULTILINE)
+_HEADERS: Final = (("diff --git a/", " b/", ""), ('diff --git "a/', '" "b/', '"'))
+"""What stands before, between and after the two names in the first line of a file's diff."""
 _NO_TESTS: Final = (
     ".bmp", ".cfg", ".csv", ".gif", ".gz", ".html", ".ico", ".in", ".ini", ".jpeg", ".jpg", ".json", ".lock",
     ".md", ".pkl", ".png", ".rst", ".svg", ".toml", ".txt", ".xml", ".yaml", ".yml", ".zip",
@@ -15,16 +16,19 @@ _NO_TESTS: Final = (
 
 def changed_files(patch: str) -> list[str]:
     """Return the paths that a diff names, before and after it, each once and in their order."""
-    found: dict[str, None] = {}
-    for match in _HEADER.finditer(patch):
-        old, new, quoted_old, quoted_new = match.groups()
-        for path in (old or quoted_old, new or quoted_new):
-            if path:
-                found[path] = None
-    return list(found)
+    return list(dict.fromkeys(path for names in _names(patch) for path in names))
 
 
 def files_to_test(patch: str) -> list[str]:
     """Return the files of a diff that a test command can take, as they are called after it."""
-    news = (match.group(2) or match.group(4) for match in _HEADER.finditer(patch))
-    return [path for path in dict.fromkeys(news) if path and not path.endswith(_NO_TESTS)]
+    return [new for new in dict.fromkeys(new for _, new in _names(patch)) if not new.endswith(_NO_TESTS)]
+
+
+def _names(patch: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of each file before and after the diff."""
+    for line in patch.split("\n"):
+        for begin, between, end in _HEADERS:
+            if line.startswith(begin) and line.endswith(end):
+                old, _, new = line.removesuffix(end)[len(begin) :].partition(between)
+                if old and new:
+                    yield old, new

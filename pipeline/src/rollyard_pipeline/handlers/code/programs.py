@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 _FENCED: Final = re.compile(
-    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I
+    r"^[ \t]*+```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE | re.I
 )
 
 _FUNCTION: Final = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)

@@ -7,16 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from rollyard_crds.task_formats.swebench.diffs import changed_files
 from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.handlers.base import StageContext
 
 _GIT: Final = ("git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
 _SECONDS: Final = 120.0
-_FENCED: Final = re.compile(r"^```[ \t]*(?:diff|patch)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_LINKS: Final = re.compile(r"^(?:new file mode|new mode) (?:120000|160000)\b", re.MULTILINE)
-_MOVED: Final = re.compile(r"^(?:rename|copy) from (.*)$", re.MULTILINE)
+_FENCED: Final = re.compile(r"^```[ \t]*+(?:diff|patch)?[ \t]*+\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 async def applies(
@@ -35,7 +32,8 @@ async def apply_answer(
 ) -> str:
     """Apply the diff that an answer holds, and return why it is refused, or "".
 
-    Changes of protected files are left out. Links and moves of protected files are refused.
+    Changes of protected files are left out. What git says of the diff, and the folder before and afterwards,
+    decide about this. The text of the diff does not, because git has its own way to read it.
 
     Raises:
         rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no git.
@@ -43,18 +41,23 @@ async def apply_answer(
     patch = patch_of(answer)
     if not patch.strip() or len(patch.encode(errors="replace")) > max_bytes:
         return "it is empty, or too long"
-    if _LINKS.search(patch):
-        return "it makes links"
-    if any(name.startswith('"') or protected(_bytes(name)) for name in _MOVED.findall(patch)):
-        return "it moves a file that the policy cannot change"
     listed = await _git(ctx, folder, patch, ("--numstat", "-z"), ctx.eval_env)
     if listed.exit_code != 0 or listed.truncated_bytes:
         return "it is no diff"
-    names = {_bytes(name) for name in changed_files(patch)}
-    names |= {record.split(b"\t", 2)[-1] for record in listed.output.split(b"\0") if record}
+    names = {record.split(b"\t", 2)[-1] for record in listed.output.split(b"\0") if record}
+    if any(posixpath.normpath(name) != name or name.startswith((b"/", b"../")) for name in names):
+        return "it has a path that could be written more shortly, or leads out of the folder"
     excluded = [f"--exclude={_literal(name)}" for name in sorted(names) if protected(name)]
+    before = await ctx.sandbox.work_folder(folder).tree()
     if not await applies(ctx, folder, patch, *excluded, env=ctx.eval_env):
         return "it does not apply"
+    after = await ctx.sandbox.work_folder(folder).tree()
+    if any(
+        entry != before.get(path) for path, entry in after.items() if entry.kind not in ("file", "folder")
+    ):
+        return "it makes links"
+    if any(after.get(path) != before.get(path) for path in before.keys() | after.keys() if protected(path)):
+        return "it moves, makes or changes a file that the policy cannot change"
     return ""
 
 
@@ -75,10 +78,6 @@ async def _git(
         [*_GIT, *options, "-"], env=variables, clean_env=env is not None, cwd=folder,
         stdin=patch.encode(errors="replace"), timeout=min(_SECONDS, ctx.timeout), max_output=1 << 20,
     )  # fmt: skip
-
-
-def _bytes(name: str) -> bytes:
-    return name.encode("utf-8", "replace")
 
 
 def _literal(name: bytes) -> str:

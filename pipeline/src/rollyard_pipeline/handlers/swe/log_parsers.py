@@ -11,7 +11,7 @@ from rollyard_pipeline.handlers.swe.results import ERROR, FAILED, PASSED, SKIPPE
 
 START: Final = ">>>>> Start Test Output"
 _CODE: Final = ">>>>> Test Exit Code:"
-_EXIT: Final = re.compile(rf"^{_CODE} (\d+)\s*$", re.MULTILINE)
+_EXIT: Final = re.compile(rf"^{_CODE} (\d{{1,9}})\s*$", re.MULTILINE)
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -121,8 +121,8 @@ def _unittest(lines: Iterable[str], results: Results) -> None:
                 waiting = line.split(" ... ")[0].strip()
 
 
-_SYMPY_LINE: Final = re.compile(r"^(test_\w+|\w*test\w*) (E|F|ok|s|f)\b")
-_SYMPY_FAILURE: Final = re.compile(r"^_+ (?:.*\.py:)?(test\w*) _+$")
+_SYMPY_LINE: Final = re.compile(r"^(\w++) (E|F|ok|s|f)\b")
+_SYMPY_FAILURE: Final = re.compile(r"^_++ (?:.*\.py:)?(test\w*) _+$")
 _SYMPY: Final = {"E": ERROR, "F": FAILED, "ok": PASSED, "s": SKIPPED, "f": PASSED}
 
 
@@ -130,14 +130,18 @@ def _sympy(lines: Iterable[str], results: Results) -> None:
     """Read `test_x ok` and the headlines of failures, `____ sympy/x.py:test_y ____`."""
     for line in lines:
         match = _SYMPY_LINE.match(line)
-        if match is not None:
+        if match is not None and "test" in match[1]:
             results.add(match[1], _SYMPY[match[2]])
         failure = _SYMPY_FAILURE.match(line.strip())
         if failure is not None:
             results.add(failure[1], FAILED)
 
 
-def _patterns(table: Mapping[str, str], pattern: str, status: str = "status") -> Callable[..., None]:
+_SECONDS: Final = re.compile(r"(?<!\s)\s++\(?\d++(?:\.\d++)?\s?m?s\)?$")
+"""The time that a test took, after its name. No pattern here looks at a part of a line many times."""
+
+
+def _patterns(table: Mapping[str, str], pattern: str) -> Callable[..., None]:
     """Return a parser for lines with groups `test` and `status`, whose words the table explains."""
     compiled = re.compile(pattern)
 
@@ -145,19 +149,21 @@ def _patterns(table: Mapping[str, str], pattern: str, status: str = "status") ->
         for line in lines:
             match = compiled.match(line)
             if match is not None:
-                results.add(match["test"].strip(), table[match[status]])
+                results.add(_SECONDS.sub("", match["test"]).strip(), table[match["status"]])
 
     return read
 
 
 def _tap(lines: Iterable[str], results: Results) -> None:
     """Read `ok 1 - name` and `not ok 2 - name # SKIP`."""
-    pattern = re.compile(r"^\s*(not ok|ok)\s+\d*\s*(?:- )?(.*?)(?:\s+#\s*(SKIP|TODO)\b.*)?$", re.IGNORECASE)
+    pattern = re.compile(r"^\s*+(not ok|ok)\s++\d*+\s*+(?:- )?(.*)$", re.IGNORECASE)
+    remark = re.compile(r"\s#\s*+(?:SKIP|TODO)\b", re.IGNORECASE)
     for line in lines:
         match = pattern.match(line)
-        if match is not None and match[2]:
-            passed = SKIPPED if match[3] else PASSED
-            results.add(match[2], passed if match[1].lower() == "ok" else FAILED)
+        name, *rest = remark.split(match[2], 1) if match is not None else ("",)
+        if match is not None and name:
+            passed = SKIPPED if rest else PASSED
+            results.add(name.rstrip(), passed if match[1].lower() == "ok" else FAILED)
 
 
 _PARSERS: Final[Mapping[str, Callable[[Iterable[str], Results], None]]] = {
@@ -175,7 +181,7 @@ _PARSERS: Final[Mapping[str, Callable[[Iterable[str], Results], None]]] = {
     ),
     "jest": _patterns(
         {"✓": PASSED, "√": PASSED, "✕": FAILED, "×": FAILED, "○": SKIPPED, "↓": SKIPPED},
-        r"^\s*(?P<status>[✓√✕×○↓])\s+(?:skipped )?(?P<test>.+?)(?:\s+\(?\d+(?:\.\d+)?\s?m?s\)?)?$",
+        r"^\s*+(?P<status>[✓√✕×○↓])\s++(?:skipped )?(?P<test>.+)$",
     ),
     "tap": _tap,
 }

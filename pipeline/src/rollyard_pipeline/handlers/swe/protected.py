@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Final
@@ -20,11 +21,14 @@ _FOLDERS: Final = (
 without a look at its source; environments; and metadata, which name plugins of pytest."""
 _FILES: Final = (
     "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-    "pyproject.toml", "setup.py", "noxfile.py", ".coveragerc", "sitecustomize.py", "usercustomize.py",
-    "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*", "vitest.config.*", "vite.config.*",
-    "babel.config.*", ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
+    "pyproject.toml", "setup.py", "versioneer.py", "makefile", "gnumakefile", "noxfile.py", ".coveragerc",
+    "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*",
+    "vitest.config.*",
+    "vite.config.*", "babel.config.*", ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
 )  # fmt: skip
 """Files at any depth that say how tests are run, or that an interpreter runs at its start."""
+_TESTS: Final = re.compile(r"tests?|\w+[_-]tests?|tests?[_-]\w+", re.IGNORECASE)
+"""The names of folders that hold tests, and what tests share. A `testing` further down may be the product."""
 
 
 def protection(tests: SweTests) -> Callable[[bytes], bool]:
@@ -35,12 +39,14 @@ def protection(tests: SweTests) -> Callable[[bytes], bool]:
     made it.
     """
     named = test_paths(tests)
-    named += [folder for path in named for folder in _test_folder(path)]
+    named += test_folders(named)
     paths = {path.encode("utf-8", "surrogateescape") for path in named}
 
     def protected(path: bytes) -> bool:
         parts = path.decode("utf-8", "surrogateescape").split("/")
-        if any(_matches(part, _FOLDERS) for part in parts) or _matches(parts[-1], _FILES):
+        # What reads them may not care about capital letters.
+        small = [part.lower() for part in parts]
+        if any(_matches(part, _FOLDERS) for part in small) or _matches(small[-1], _FILES):
             return True
         return any(path == one or path.startswith(one + b"/") for one in paths)
 
@@ -57,13 +63,16 @@ def test_paths(tests: SweTests) -> list[str]:
     return sorted({posixpath.normpath(path) for path in named})
 
 
-def _test_folder(path: str) -> Iterable[str]:
-    """Return the folder of tests in which a file lies, if it does: what tests share lies beside them."""
-    parts = path.split("/")[:-1]
-    for place, part in enumerate(parts):
-        if part in ("test", "tests"):
-            yield "/".join(parts[: place + 1])
-            return
+def test_folders(paths: Iterable[str]) -> list[str]:
+    """Return the folders of tests in which these files lie: what tests share lies beside them."""
+    found = set()
+    for path in paths:
+        parts = path.split("/")[:-1]
+        for place, part in enumerate(parts):
+            if _TESTS.fullmatch(part) or (part == "testing" and place == 0):
+                found.add("/".join(parts[: place + 1]))
+                break
+    return sorted(found)
 
 
 def _inside(tests: SweTests) -> Iterable[str]:

@@ -14,7 +14,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError
 
 from rollyard_pipeline.handlers.swe.log_parsers import logged_name
-from rollyard_pipeline.handlers.swe.protected import test_paths
+from rollyard_pipeline.handlers.swe.protected import test_folders, test_paths
 from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, TAMPERED, sign
 from rollyard_pipeline.handlers.swe.results import Results, deciding, in_a_function
 
@@ -69,7 +69,11 @@ class ReportFiles:
             rollyard_sandbox.errors.SandboxError: The sandbox failed.
         """
         names = sorted({name.split("[")[0] for name in deciding(tests) if in_a_function(name)})
-        task = {"secret": self._secret, "names": names, "files": test_paths(tests), "folder": repository}
+        paths = test_paths(tests)
+        task = {
+            "secret": self._secret, "folder": repository, "names": names, "files": paths,
+            "folders": test_folders(paths),
+        }  # fmt: skip
         for path, module in _SOURCES.items():
             source = files(__package__).joinpath(module).read_bytes()
             await self._client.write_file(f"{self._folder}/{path}", source)

@@ -6,10 +6,12 @@ what compiles them. It is for Python 3.5 and later, and for every version of pyt
 
 Each line of the report is signed with the secret, and signatures are chained, so that no line can be added,
 left out or repeated from outside of this module. Code of the repository runs in the same process, and could
-make every test pass, for example by replacing tests, what runs them or what compares values. Therefore:
+make every test pass by replacing tests, what runs them or what compares values. Therefore:
 
-- A test of a file that decides has passed only if its own code, as compiled here, was run to its end. For the
-  time of the call, the function has code that calls the plugin where it ends.
+- A test of a file that decides has passed only if its own code, as compiled here, was run to its end, as
+  often as it was begun. For the time of the call, its function has code that calls the plugin where it begins
+  and where it ends.
+- What tests compare with, such as the methods of unittest, must be what it was before.
 - After a test that passed, a function that fails is put in its place and goes the same way. The report says
   whether it counted as failed.
 """
@@ -23,7 +25,7 @@ import types
 import warnings
 from hashlib import sha256
 from os import write
-from os.path import join, realpath, relpath
+from os.path import join, normpath, realpath, relpath
 from typing import Any
 
 NAME = "rollyard_report"
@@ -31,7 +33,7 @@ SECRET = "secret"
 REPORT = "report"
 TAMPERED = "TAMPERED"
 MARK = "@rollyard"
-"""The name by which the code of a test calls the plugin, and the beginning of each function's key."""
+"""The name by which the code of a test calls the plugin."""
 _MAX_FILES = 4096
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -58,43 +60,40 @@ def _writer(folder: str, secret: bytes) -> Any:
     return line
 
 
-class _Ends(ast.NodeTransformer):
-    """Lets each function of a module call the plugin, with the function's own key, where it ends."""
-
-    def __init__(self) -> None:
-        self.number = 0
+class _Marks(ast.NodeTransformer):
+    """Lets each function of a module call the plugin where it begins and where it ends."""
 
     def visit_FunctionDef(self, node: Any) -> Any:
-        self.number += 1
-        key = MARK + ":" + str(self.number)
-        body = [_ReturnEnds(key).visit(each) for each in node.body]
+        body = [_ReturnMarks().visit(each) for each in node.body]
         node.body = [one for each in body for one in (each if isinstance(each, list) else [each])]
-        node.body.append(_end(key, node.body[-1]))
+        place = int(ast.get_docstring(node, clean=False) is not None)
+        node.body.insert(place, _mark(True, node.body[min(place, len(node.body) - 1)]))
+        node.body.append(_mark(False, node.body[-1]))
         for each in node.body:
-            self.generic_visit(each) if not isinstance(each, _DEFINES) else self.visit(each)
+            if isinstance(each, _DEFINES):
+                self.visit(each)
+            else:
+                self.generic_visit(each)
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
 
-class _ReturnEnds(ast.NodeTransformer):
+class _ReturnMarks(ast.NodeTransformer):
     """Lets the `return` statements of one function call the plugin, but not those of functions in it."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
 
     def visit(self, node: Any) -> Any:
         return node if isinstance(node, _DEFINES) else super().visit(node)
 
     def visit_Return(self, node: Any) -> Any:
         if node.value is None:
-            return [_end(self.key, node), node]
-        node.value = _end(self.key, node, node.value).value
+            return [_mark(False, node), node]
+        node.value = _mark(False, node, node.value).value
         return node
 
 
-def _end(key: str, at: Any, value: Any = None) -> Any:
-    statement = ast.parse("_(" + repr(key) + ")").body[0]  # type: Any
+def _mark(begins: bool, at: Any, value: Any = None) -> Any:
+    statement = ast.parse("_(" + repr(begins) + ")").body[0]  # type: Any
     statement.value.func.id = MARK
     for node in ast.walk(statement):
         ast.copy_location(node, at)
@@ -103,80 +102,164 @@ def _end(key: str, at: Any, value: Any = None) -> Any:
     return statement
 
 
-def _codes(code: Any, counterpart: Any, path: Any, rows: Any) -> None:
-    """Collect each code object in `code` as a row: its path of names, itself, and the one that calls."""
+class Row:
+    """The code of one function.
+
+    Attributes:
+        path: Its name, below those of the classes and functions that it is in.
+        code: The code as it is compiled for a test.
+        marked: The same code, which calls the plugin.
+        decorated: Whether the function or its class has decorators.
+        xfail: Whether the function, its class or its module speaks of an expected failure.
+    """
+
+    def __init__(self, path: Any, code: Any, marked: Any, flags: Any) -> None:
+        self.path, self.code, self.marked = path, code, marked
+        self.decorated, self.xfail = flags
+
+
+def _flags(node: Any, path: Any, above: Any, found: Any) -> None:
+    """Collect for each function and class whether it is decorated, and speaks of an expected failure."""
+    body = getattr(node, "body", ())
+    for each in body if isinstance(body, list) else ():
+        if isinstance(each, ast.Assign) and "pytestmark" in ast.dump(each) and "xfail" in ast.dump(each):
+            above = (above[0], True)
+    for each in ast.iter_child_nodes(node):
+        if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            _flags(each, path, above, found)
+            continue
+        spoken = each.decorator_list if isinstance(each, ast.ClassDef) else [each]
+        xfail = above[1] or any("xfail" in ast.dump(one) for one in spoken)
+        below = (*path, each.name)
+        before = found.get(below, (False, False))
+        found[below] = (above[0] or before[0] or bool(each.decorator_list), xfail or before[1])
+        _flags(each, below, found[below] if isinstance(each, ast.ClassDef) else (False, xfail), found)
+
+
+def _rows(code: Any, marked: Any, path: Any, flags: Any) -> Any:
+    """Return a row for each code object in `code`."""
     kind = types.CodeType
     inner = [each for each in code.co_consts if type(each) is kind]
-    others = [each for each in counterpart.co_consts if type(each) is kind]
+    others = [each for each in marked.co_consts if type(each) is kind]
+    rows = []  # type: Any
     for one, other in zip(inner, others):  # noqa: B905
         below = (*path, one.co_name)
-        rows.append((below, one, other))
-        _codes(one, other, below, rows)
+        rows.append(Row(below, one, other, flags.get(below, (False, False))))
+        rows += _rows(one, other, below, flags)
+    return rows
 
 
 def compiled(source: bytes, path: str) -> Any:
-    """Return the code objects of a file, as pytest compiles it and as Python does, as rows of `_codes`."""
+    """Return the rows of a file, as pytest compiles it and as Python does."""
     from _pytest.assertion.rewrite import rewrite_asserts
 
     rewrite = rewrite_asserts  # type: Any
     rows = []  # type: Any
+    flags = {}  # type: Any
+    _flags(ast.parse(source, path), (), (False, False), flags)
     for rewritten in (True, False):
         pair = []
-        for ends in (False, True):
+        for marks in (False, True):
             tree = ast.parse(source, path)
-            if ends:
-                tree = _Ends().visit(tree)
+            if marks:
+                tree = _Marks().visit(tree)
             if rewritten and "source" in rewrite.__code__.co_varnames[:2]:
                 rewrite(tree, source, path, None)
             elif rewritten:
                 rewrite(tree, path, None)
             pair.append(compile(tree, path, "exec", dont_inherit=True))
-        _codes(pair[0], pair[1], (), rows)
+        rows += _rows(pair[0], pair[1], (), flags)
     return rows
 
 
-def _files(given: Any) -> Any:
-    """Return the rows of each file of the tests that decide by its path. A folder stands for its files."""
-    paths = []  # type: Any
-    for path in given["files"]:
-        for folder in (given["folder"], os.getcwd()):
-            paths.append(join(folder, path))
-            for parent, _folders, names in os.walk(join(folder, path)):
-                paths += [join(parent, name) for name in sorted(names)]
-    rows = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for path in [path for path in paths if path.endswith(".py")][:_MAX_FILES]:
+def _sources(folder: str, paths: Any) -> Any:
+    """Return the content of modules by their paths, of which a folder's stands for all modules in it."""
+    sources = {}  # type: Any
+    for path in paths:
+        for begin in (folder, os.getcwd()):
+            whole = join(begin, path)
+            names = [whole]
+            for parent, _folders, found in os.walk(whole):
+                names += [join(parent, name) for name in sorted(found)]
+            for name in [name for name in names if name.endswith(".py")][:_MAX_FILES]:
+                try:
+                    with open(name, "rb") as file:
+                        sources[normpath(name)] = sources[realpath(name)] = file.read()
+                except OSError:
+                    continue  # It is not there, or belongs to nobody here.
+    return sources
+
+
+class Files:
+    """The code of the tests that decide, and of what they may inherit tests from.
+
+    Args:
+        given: What Eval says of the tests.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.rows = {}  # type: Any
+        self.sources = _sources(given["folder"], given["folders"])
+        self.inside = (given["folder"] + "/", realpath(given["folder"]) + "/")
+        decide = _sources(given["folder"], given["files"])
+        self.sources.update(decide)
+        for path, source in decide.items():
+            rows = self._compiled(source, path)
+            if rows is not None:
+                self.rows[relpath(path)] = self.rows[relpath(realpath(path))] = rows
+
+    def _compiled(self, source: bytes, path: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return compiled(source, path)
+            except (SyntaxError, ValueError):
+                return None  # Pytest will not load it, either.
+
+    def at(self, path: str) -> Any:
+        """Return the rows of a file from which a class inherits tests. It cannot be one of the policy's."""
+        if path not in self.sources:
+            if self._is_inside(path):
+                return []
             try:
                 with open(path, "rb") as file:
-                    found = compiled(file.read(), path)
-            except (OSError, SyntaxError, ValueError):
-                continue  # Pytest will not load it, either.
-            rows[relpath(path)] = rows[relpath(realpath(path))] = found
-    return rows
+                    self.sources[path] = file.read()
+            except OSError:
+                return []
+        return self._compiled(self.sources[path], path) or []
+
+    def is_a_test(self, path: str) -> bool:
+        """Return whether a file is one of the tests, or none of the repository's."""
+        return path in self.sources or not self._is_inside(path)
+
+    def _is_inside(self, path: str) -> bool:
+        return not path.startswith("/") or path.startswith(self.inside)
 
 
 def _functions(item: Any) -> Any:
-    """Return the functions that a test is made of: its own, and those that a decorator has wrapped."""
-    left = [getattr(item, "obj", None)]  # type: Any
+    """Return the functions that a test is made of, its own first, and how many of them are not wrapped."""
+    name = getattr(item, "originalname", None) or item.name.split("[")[0]
+    left = [(getattr(item, "obj", None), 0), (getattr(getattr(item, "cls", None), name, None), 0)]  # type: Any
     found = []  # type: Any
     while left and len(found) < 64:
-        one = left.pop(0)
+        one, depth = left.pop(0)
         if type(one) is types.MethodType:
             one = one.__func__
         if type(one) is functools.partial:
-            left.append(one.func)
-        elif type(one) is types.FunctionType and not any(one is other for other in found):
-            found.append(one)
+            left.append((one.func, depth + 1))
+        elif type(one) is types.FunctionType and not any(one is other for other, _ in found):
+            found.append((one, depth))
+            inner = []  # type: Any
             for value in one.__dict__.values():
                 # Hypothesis keeps the function in an object of its own.
-                inner = getattr(value, "__dict__", None)
-                left += [value, *(inner.values() if type(inner) is dict else ())]
+                fields = getattr(value, "__dict__", None)
+                inner += [value, *(fields.values() if type(fields) is dict else ())]
             for cell in one.__closure__ or ():
                 try:
-                    left.append(cell.cell_contents)
+                    inner.append(cell.cell_contents)
                 except ValueError:
                     continue  # It is empty.
+            left += [(each, depth + 1) for each in inner]
     return found
 
 
@@ -184,33 +267,90 @@ class Proof:
     """Whether the code of one test, as it was compiled before, is run to its end in a call."""
 
     def __init__(self) -> None:
-        self.ended = False
-        self.function = self.code = self.key = None  # type: Any
+        self.begun = self.ended = 0
+        self.row = self.function = self.code = None  # type: Any
+        self.tracing = (None, None)  # type: Any
 
-    def watch(self, item: Any, rows: Any) -> None:
+    def watch(self, functions: Any, rows: Any, mark: Any) -> None:
         """Find the function of the test that has one of these codes, and let it call where it ends."""
-        begins = MARK + ":"
-        for function in _functions(item):
-            for _path, code, counterpart in rows:
-                if function.__code__ != code:
+        for function, depth in functions:
+            for row in rows:
+                if function.__code__ != row.code or (depth and not row.decorated):
                     continue
-                keys = [
-                    each for each in counterpart.co_consts if type(each) is str and each.startswith(begins)
-                ]
-                self.function, self.code, self.key = function, function.__code__, keys[-1]
-                function.__globals__[MARK] = self._end
-                function.__code__ = counterpart
+                if type(function.__globals__) is dict:
+                    self.row, self.function, self.code = row, function, function.__code__
+                    function.__globals__[MARK] = mark
+                    function.__code__ = row.marked
                 return
 
-    def _end(self, key: Any, value: Any = None) -> Any:
-        self.ended = self.ended or key == self.key
-        return value
+    def complete(self) -> bool:
+        """Return whether the test ended, as often as it began. What decorates one may begin it again."""
+        return self.ended > 0 and (self.ended == self.begun or self.row.decorated)
 
     def close(self) -> None:
         """Give the function its own code again."""
         if self.function is not None:
             self.function.__code__ = self.code
-            self.function.__globals__.pop(MARK, None)
+
+
+def marker(current: Any) -> Any:
+    """Return the function that the code of a test calls. It looks at who calls.
+
+    Args:
+        current: A list with the proof of the test that runs.
+    """
+    frame_at, get_trace, set_trace = sys._getframe, sys.gettrace, sys.settrace
+    get_profile, set_profile = sys.getprofile, sys.setprofile
+
+    def mark(begins: Any, value: Any = None) -> Any:
+        proof = current[0]
+        frame = frame_at(1)
+        if proof is None or frame.f_code is not proof.row.marked:
+            return value
+        if begins:
+            # What traces a test could also change its variables, and where it continues.
+            if proof.begun == 0:
+                proof.tracing = (get_trace(), get_profile())
+            set_trace(None)
+            set_profile(None)
+            proof.begun += 1
+        else:
+            proof.ended += 1
+        return value
+
+    def restore(proof: Any) -> None:
+        if proof.begun:
+            set_trace(proof.tracing[0])
+            set_profile(proof.tracing[1])
+
+    return mark, restore
+
+
+def _comparing() -> Any:
+    """Return what tests compare with, as triples of an owner, a name and the object of this name."""
+    from unittest import case, mock
+
+    from _pytest import outcomes
+
+    owners = [each for each in vars(case).values() if isinstance(each, type)] + [mock._patch, outcomes]  # type: Any
+    for name in ("python_api", "raises"):
+        module = sys.modules.get("_pytest." + name)
+        if module is not None:
+            owners += [module] + [each for each in vars(module).values() if isinstance(each, type)]
+    rows = []
+    for owner in owners:
+        for name, value in vars(owner).items():
+            code = getattr(value, "__code__", None)
+            if isinstance(value, (types.FunctionType, type)) and not name.startswith("__a"):
+                rows.append((owner, name, value, code))
+    return rows
+
+
+def _unchanged(comparing: Any) -> bool:
+    return all(
+        vars(owner).get(name) is value and getattr(value, "__code__", None) is code
+        for owner, name, value, code in comparing
+    )
 
 
 def naming(root: str, begun_in: str) -> Any:
@@ -237,14 +377,17 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
     Args:
         line: Writes a line of the report.
         names: The tests that decide, without their parameters, as pytest names them or with dots.
-        files: The rows of their files.
+        files: The code of their files.
         forget: Is called when pytest has read the environment.
     """
     begun_in = os.getcwd()
     name_of = [naming(begun_in, begun_in)]
     controlling = [False]
     calling = [""]
-    proofs = {}  # type: Any
+    verdicts = {}  # type: Any
+    current = [None]  # type: Any
+    mark, restore = marker(current)
+    comparing = _comparing()
 
     def plain(name: str) -> str:
         return (name.split() or [""])[0].split("[")[0]
@@ -252,17 +395,29 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
     def decides(name: str) -> bool:
         return plain(name) in names or ".".join(plain(name).split("::")[1:]) in names
 
-    def rows_of(name: str) -> Any:
-        """Return the code that the test may have, or None if it is not known by its name.
-
-        A test that a class inherits, or that the file makes as it is loaded, may be defined elsewhere.
-        """
+    def rows_of(name: str, functions: Any) -> Any:
+        """Return the code that the test may have, or None if its file does not decide."""
         path, _, rest = name.split("[")[0].partition("::")
         wanted = tuple(rest.split("::"))
-        if path not in files:
-            return [] if plain(name) in names else None
-        defined = [row for row in files[path] if row[0] == wanted]
-        return defined or [row for row in files[path] if row[0][-1] == wanted[-1]] or None
+        known = files.rows.get(path)
+        if not functions or (known is None and plain(name) not in names):
+            return None
+        defined = [row for row in known or () if row.path == wanted]
+        return (
+            defined
+            or [row for row in known or () if row.path[-1] == wanted[-1]]
+            or files.at(functions[0][0].__code__.co_filename)
+        )
+
+    def skips_by_itself(excinfo: Any) -> bool:
+        """Return whether what skips a test is a test, or what tests use, and not the code that they test."""
+        frames = []
+        trace = excinfo[2]
+        while trace is not None:
+            frames.append(trace.tb_frame.f_code.co_filename)
+            trace = trace.tb_next
+        raising = [path for path in frames if "_pytest" not in path]
+        return not raising or files.is_a_test(raising[-1])
 
     def pytest_configure(config: Any) -> None:
         name_of[0] = naming(str(getattr(config, "rootpath", None) or config.rootdir), begun_in)
@@ -281,17 +436,26 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
             yield
             return
         name = name_of[0](item.nodeid)
-        rows = rows_of(name)
+        rows = None  # type: Any
         proof = Proof()
         try:
-            proof.watch(item, rows or ())
+            functions = _functions(item)
+            rows = rows_of(name, functions)
+            proof.watch(functions, rows or (), mark)
         except Exception:
-            proof.close()
-        calling[0] = item.nodeid
+            rows = []
+        calling[0], current[0] = item.nodeid, proof
+        before = _unchanged(comparing)
         outcome = yield
-        calling[0] = ""
+        calling[0], current[0] = "", None
+        restore(proof)
         proof.close()
-        proofs[item.nodeid] = proof.ended or rows is None
+        verdict = {"PASSED": True, "SKIPPED": True, "XFAIL": True}
+        if rows is not None:
+            verdict["PASSED"] = before and _unchanged(comparing) and proof.complete()
+            verdict["SKIPPED"] = outcome.excinfo is None or skips_by_itself(outcome.excinfo)
+            verdict["XFAIL"] = proof.row is not None and proof.row.xfail
+        verdicts[item.nodeid] = verdict
         if outcome.excinfo is None and decides(name) and not _expected_to_fail(item):
             controlling[0] = True
             try:
@@ -306,14 +470,17 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
         if controlling[0] or (report.passed and report.nodeid == calling[0]):
             return  # The latter is a part of a test whose own report comes later.
         expected = hasattr(report, "wasxfail")
+        verdict = verdicts.get(report.nodeid, {})
         if report.when == "call" and report.passed:
             status = "XPASS" if expected else "PASSED"
-            if not proofs.get(report.nodeid):
+            if not verdict.get("PASSED"):
                 status = TAMPERED
         elif report.failed:
             status = "FAILED" if report.when == "call" else "ERROR"
         elif report.skipped:
             status = "XFAIL" if expected else "SKIPPED"
+            if not verdict.get(status, status == "SKIPPED"):
+                status = "FAILED"  # The code that is tested has skipped the test, or expected its failure.
         else:
             return
         line("test", name_of[0](report.nodeid), status)
@@ -464,7 +631,7 @@ def begin(folder: str, others: Any) -> None:
     try:
         _import_pytest()
         forget = functools.partial(_forget, folder)
-        hooks = reporter(line, frozenset(given["names"]), _files(given), forget)
+        hooks = reporter(line, frozenset(given["names"]), Files(given), forget)
     finally:
         sys.path[:] = searched
     import pytest

@@ -64,16 +64,13 @@ class Score:
 
 
 def score(tests: SweTests, results: Mapping[str, str]) -> Score:
-    """Return the score of the results.
-
-    In a report, an expected failure of a test that must pass counts only if the hidden tests speak of one,
-    because code of the policy could expect every failure.
-    """
+    """Return the score of the results."""
     if tests.expected is not None:
         return _equal(tests.expected, results)
-    hidden = "".join((tests.script, tests.patch or "", *tests.files.values()))
-    good = (PASSED, XFAIL) if tests.verdict == "log" or "xfail" in hidden else (PASSED,)
-    fails = [results[test] in good if test in results else tests.absent_passes for test in tests.fail_to_pass]
+    fails = [
+        results[test] in (PASSED, XFAIL) if test in results else tests.absent_passes
+        for test in tests.fail_to_pass
+    ]
     passes = [
         _passed(results, test, tests.absent_passes) or results.get(test) == SKIPPED
         for test in tests.pass_to_pass

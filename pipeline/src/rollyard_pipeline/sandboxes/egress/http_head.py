@@ -14,7 +14,7 @@ from rollyard_pipeline.errors import WorkerError
 MAX_HEAD: Final = 32 * 1024  # bytes
 _MAX_FIELDS: Final = 128
 _TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_FIELD: Final = re.compile(rf"({_TOKEN}):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*")
+_FIELD: Final = re.compile(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*+)")
 _LINE: Final = re.compile(rf"({_TOKEN}) ([!-~]+) HTTP/1\.[01]")
 _AUTHORITY: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]@/?#]+):([0-9]{1,5})")
 _OF_THIS_CONNECTION: Final = frozenset(
@@ -72,7 +72,7 @@ def parse_head(data: bytes) -> RequestHead:
         field = _FIELD.fullmatch(line)
         if field is None:
             raise BadHead("a field of the request is malformed")
-        fields.append((field[1], field[2]))
+        fields.append((field[1], field[2].strip(" \t")))
     method, target = found[1], found[2]
     if method == "CONNECT":
         authority = _AUTHORITY.fullmatch(target)

@@ -1,0 +1,55 @@
+"""What the policy says and its tests print, made so that a pattern looks at it again and again."""
+
+from __future__ import annotations
+
+import pytest
+from rollyard_crds.task_formats.swebench.diffs import changed_files
+from rollyard_pipeline.handlers.answers import final_answer
+from rollyard_pipeline.handlers.code.programs import program_of
+from rollyard_pipeline.handlers.swe.diffs import patch_of
+from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
+from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, parse_head
+
+MANY = 200_000
+"""Characters. A pattern whose time grows with the square would need an hour."""
+BLANKS, LINES = " " * MANY, "\n" * MANY
+
+
+def test_answers_of_blanks() -> None:
+    assert final_answer(f"#### x{BLANKS}y").endswith("x")
+    assert final_answer(f"#### 5{BLANKS}") == "5"
+    assert final_answer(f"the answer is:{LINES}") == "the answer is:"
+    assert final_answer("the answer is " * (MANY // 14) + "7") == "7"
+    assert final_answer(f"answer{BLANKS}" * 3) == "answer"
+
+
+def test_fenced_blocks_of_blanks() -> None:
+    for fence in (f"```{BLANKS}x\n", f"```{LINES}", f"{BLANKS}```{BLANKS}x"):
+        assert patch_of(fence)
+        assert program_of(fence)
+    assert patch_of(f"```diff{BLANKS}\na\n```") == "a\n"
+    assert program_of(f"{BLANKS}```{BLANKS}py{BLANKS}\na\n{BLANKS}```") == "a\n"
+
+
+def test_a_diff_of_quotes() -> None:
+    assert changed_files('diff --git "a/x' + '" "b/' * MANY + "z") == []
+    assert changed_files("diff --git a/x" + " b/" * MANY) != []
+
+
+@pytest.mark.parametrize("parser", ["tap", "jest", "sympy", "go", "cargo", "django", "unittest", "pytest"])
+def test_logs_of_blanks(parser: str) -> None:
+    for line in (
+        f"ok{BLANKS}x", f"ok 1 - x{BLANKS}y", f"\u2713 x{BLANKS}y", f"\u2713{BLANKS}(5 ms", "_" * MANY,
+        "test" * MANY, f"test x{' ... ' * MANY}", f"{BLANKS}--- PASS", f"test_x (m){BLANKS}ok", BLANKS,
+    ):  # fmt: skip
+        assert len(parse(parser, line)) <= 1
+    assert exit_code(f">>>>> Test Exit Code: {'9' * 5000}\n", ">>>>> Test Exit Code:", 0) is None
+    assert exit_code(f">>>>> Test Exit Code: 1{BLANKS}x\n", ">>>>> Test Exit Code:", 0) is None
+
+
+def test_a_field_of_blanks() -> None:
+    """The proxy reads a head before it knows whether its host is allowed."""
+    begin, end = b"GET http://a.org/ HTTP/1.1\r\nHost: a.org\r\nX:", b"\x01\r\n\r\n"
+    with pytest.raises(BadHead, match="a field of the request is malformed"):
+        parse_head(begin + b" \t" * ((MAX_HEAD - len(begin) - len(end)) // 2) + end)
+    assert b"X: a b\r\n" in parse_head(begin + b" \ta b \t\r\n\r\n").forwarded

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
 from rollyard_testing.adversary.attacklab import TOOLS, Lab
 from rollyard_testing.adversary.attacks import Attack, edit, ipython, python
+from rollyard_testing.adversary.policyserver import calling
 
 IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1}}
 """With these options a tool call ends after a second."""
@@ -430,3 +434,21 @@ while True:
 @pytest.mark.parametrize("attack", [BUSY, STOPPER], ids=lambda attack: attack.name)
 def test_busy_processes_keep_no_exec_server_from_answering(bubblewrap_lab: Lab, attack: Attack) -> None:
     bubblewrap_lab.attack(attack)
+
+
+def test_an_exec_server_that_crashes_gives_one_further_try(bubblewrap_lab: Lab) -> None:
+    """No command reaches the server. A policy that knew a bug of it could end it as often as it likes."""
+    attack = Attack(name="crashes", goal="Begin again as often as it likes.", steps=())
+    with bubblewrap_lab.dictated(attack) as rollout:
+        for _ in range(2):
+            assert rollout.bash("echo here") == "here"
+            (server,) = bubblewrap_lab.first_processes(rollout.mark)
+            os.kill(server, signal.SIGKILL)
+            rollout.say_last(calling("bash", {"command": "echo lost"}))
+        found = rollout.outcome().trajectory
+    assert (found.status, found.reward, found.reward_reason) == ("succeeded", 0.0, "SandboxCrashed")
+    assert (found.attempt, found.truncated_reason) == (1, "SandboxCrashed")
+    assert [(one.stage, one.reason, one.counted) for one in found.attempts] == [
+        ("eval", "SandboxCrashed", True)
+    ]
+    assert "this is a bug" in bubblewrap_lab.log()

@@ -429,8 +429,8 @@ class Echo(Tool):
 def agent_context(
     chat: ChatFormat, session: Any, *, dead: bool = False, sampling: int = 100, **spec: Any
 ) -> AgentContext:
-    async def oom_killed() -> bool:
-        return dead
+    async def own_end() -> str:
+        return "SandboxOutOfMemory" if dead else ""
 
     client: Any = object()  # No tool here uses it.
     return AgentContext(
@@ -439,7 +439,7 @@ def agent_context(
         sampling=SamplingSpec(max_tokens=sampling),
         episode=episode_of(chat),
         tools={"echo": Echo()},
-        tool_context=ToolContext(client=client, timeout=1.0, max_output_bytes=100, oom_killed=oom_killed),
+        tool_context=ToolContext(client=client, timeout=1.0, max_output_bytes=100, own_end=own_end),
         parser=HermesParser(),
         session=session,
     )
@@ -541,5 +541,5 @@ async def test_only_what_the_policy_has_broken_is_shown_to_it(formats: dict[str,
         assert len(context.episode.messages) == 1
     context = agent_context(chat, None, dead=True)
     context._tools["echo"].error = ConnectionLost("gone")  # type: ignore[attr-defined]
-    assert (await context.call(echo)).out_of_memory
+    assert (await context.call(echo)).error == "the sandbox ran out of memory or disk, and is gone"
     assert (context.finished, context.episode.truncated_reason) == (True, "SandboxOutOfMemory")

@@ -34,6 +34,7 @@ from rollyard_pipeline.errors import (
     EvalTimeout,
     HandlerStateInvalid,
     RewardComponentUnknown,
+    SandboxCrashed,
     SetupFailed,
     TemplateError,
     TokenizerUnavailable,
@@ -103,8 +104,8 @@ class Rollout:
     async def stage(self, stage: str, **fields: Any) -> StageResult:
         lease = Lease(
             rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),
-            group_id="g", sample_index=5, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
-            task=self.task, backend=self.backend, **fields,
+            group_id="g", sample_index=5, queued_seconds=0.0, lease_seconds=30.0, task=self.task,
+            backend=self.backend, **{"attempt": 0, **fields},
         )  # fmt: skip
         self.times = StageTimes()
         return await self.stages.work(HeldLease(lease), self.times)
@@ -116,12 +117,13 @@ class Rollout:
         assert self.ran.trajectory is not None
         return self.ran.trajectory
 
-    async def score(self) -> StageResult:
+    async def score(self, attempt: int = 0) -> StageResult:
         assert self.init is not None
         assert self.ran is not None
         return await self.stage(
-            "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.trajectory
-        )
+            "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.trajectory,
+            attempt=attempt,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -869,6 +871,39 @@ async def test_a_failing_backend_is_reported_through_an_installed_handler(
     rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
     with pytest.raises(BackendUnavailable):
         await rollout.play()
+
+
+async def test_a_crash_of_an_exec_server_is_a_failure_once(
+    rollout: Rollout, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without isolation, a command can end its own server, which then looks as after a crash."""
+    rollout.configure(oracle(("bash", {"command": "kill -9 $PPID; sleep 30"}), ("submit", {"answer": ""})))
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxCrashed")
+    assert trajectory.messages[-1].content == "error: the sandbox has ended by itself, and is gone"
+    assert "this is a bug" in caplog.text
+    with pytest.raises(SandboxCrashed) as caught:
+        await rollout.score()
+    assert (caught.value.return_to, caught.value.counts, caught.value.retryable) == ("init", True, True)
+    again = await rollout.score(attempt=1)
+    assert (again.reward, again.reward_reason) == (0.0, "SandboxCrashed")
+
+
+async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
+    rollout.configure(oracle(("bash", {"command": "(sleep 0.1; kill -9 $PPID) & disown"})))
+    await rollout.play()
+    assert rollout.init is not None
+    assert rollout.init.sandbox is not None
+    async with asyncio.timeout(patience(20)):
+        while rollout.provider.claimed():  # noqa: ASYNC110 - another process ends
+            await asyncio.sleep(0.02)
+    for swept in ([], [rollout.init.sandbox.id]):
+        with pytest.raises(SandboxCrashed):
+            await rollout.score()
+        again = await rollout.score(attempt=1)
+        assert (again.reward, again.reward_reason) == (0.0, "SandboxCrashed")
+        if not swept:
+            assert await rollout.provider.sweep() == [rollout.init.sandbox.id]
 
 
 async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path) -> None:

@@ -208,10 +208,10 @@ async def test_only_what_sigkill_may_have_ended_can_have_used_up_the_memory(
     for dead in (True, False):
         context = ToolContext(client=None, timeout=2.5, max_output_bytes=9, oom_killed=answer)
         observed = await context.ran(replace(RAN, **changes))
-        assert observed.out_of_memory is (asked and dead)
+        assert observed.truncates == ("SandboxOutOfMemory" if asked and dead else "")
         assert observed.error == ("timed out" if "timed_out" in changes else None)
     without = ToolContext(client=None, timeout=2.5, max_output_bytes=9)
-    assert not (await without.ran(replace(RAN, **changes))).out_of_memory
+    assert not (await without.ran(replace(RAN, **changes))).truncates
 
 
 async def test_an_answer_ends_the_episode_unless_no_test_could_read_it() -> None:

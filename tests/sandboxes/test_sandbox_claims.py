@@ -316,6 +316,20 @@ async def test_out_of_memory_of_a_whole_sandbox(
     assert await provider.oom_killed(sandbox.handle) is False  # Nothing is known of it any more.
 
 
+@pytest.mark.parametrize(
+    ("reason", "end"),
+    [("SandboxExited", "SandboxCrashed"), ("OutOfDisk", "SandboxOutOfMemory"), ("SandboxLost", "")],
+)
+async def test_a_container_that_ended_by_itself(
+    cluster: Cluster, provider: ClaimProvider, reason: str, end: str
+) -> None:
+    async with await provider.acquire(SandboxRequest(), OWNER) as sandbox:
+        await cluster.end(sandbox.handle.id, state="Failed", reason=reason)
+        assert await provider.own_end(sandbox.handle) == end
+    await provider.release(sandbox.handle)
+    assert await provider.own_end(sandbox.handle) == ""  # Nothing is known of it any more.
+
+
 @pytest.mark.parametrize("image", ["/some/root", "x.sif", "oras://x/y", "docker://", "./x", "file:///x.tar"])
 async def test_images_that_are_no_container_images(
     cluster: Cluster, provider: ClaimProvider, image: str

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from rollyard_crds.lease import SandboxHandle
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
-from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_pipeline.sandboxes.host.records import Process, SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 
@@ -95,12 +96,37 @@ async def test_ends_by_itself_when_nobody_renews(kit: Any, provider: NodeProvide
     await sandbox.close()
     await provider.renew([sandbox.handle.id, "0" * 12], 0.3)
     await kit.until(lambda: provider.claimed() == [])
+    assert await provider.own_end(sandbox.handle) == ""
     await kit.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     with pytest.raises(SandboxLost):
         await provider.attach(sandbox.handle)
     assert await provider.sweep() == [sandbox.handle.id]
     assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
     assert kit.groups_of([sandbox.handle.id]) == []
+
+
+async def test_an_exec_server_that_ends_by_itself_is_told_from_one_that_is_ended(
+    kit: Any, provider: NodeProvider, run_dir: Path
+) -> None:
+    crashed, released = await kit.acquire(provider, "r-1"), await kit.acquire(provider, "r-2")
+    assert await provider.own_end("0" * 12) == ""
+    await provider.release(released.handle)
+    record = SandboxFolder(run_dir).load(crashed.handle.id)
+    assert record is not None
+    assert record.root is not None
+    os.kill(record.root.pid, signal.SIGKILL)
+    # A worker that has not renewed the lease does not know whether it has ended.
+    other = open_provider(provider.name, run_dir=run_dir, node=crashed.handle.node)
+    assert [await one.own_end(crashed.handle) for one in (provider, other)] == ["SandboxCrashed", ""]
+    # Where the worker has ended, too, both were probably ended from outside.
+    SandboxFolder(run_dir).save(replace(record, worker=Process(1, 0)))
+    assert await provider.own_end(crashed.handle) == ""
+    SandboxFolder(run_dir).save(record)
+    assert await provider.sweep() == [crashed.handle.id]
+    ends = [await provider.own_end(one.handle) for one in (crashed, released)]
+    assert ends == ["SandboxCrashed", ""]
+    for one in (crashed, released):
+        await one.close()
 
 
 async def test_ten_at_once_leave_nothing_behind(kit: Any, provider: NodeProvider, run_dir: Path) -> None:

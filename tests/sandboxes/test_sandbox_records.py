@@ -24,7 +24,7 @@ from rollyard_pipeline.sandboxes.host.processes import (
     process_ref,
     this_process,
 )
-from rollyard_pipeline.sandboxes.host.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.host.records import Death, Process, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.root_folders import disk_sizes
 
@@ -130,15 +130,17 @@ async def test_a_worker_knows_which_sandboxes_are_its_own_and_which_have_an_owne
     assert provider.own() == ids("claimed")
 
 
-async def test_a_death_for_memory_is_remembered_for_six_hours(folder: SandboxFolder) -> None:
+@pytest.mark.parametrize(("death", "other"), [("oom", "crash"), ("crash", "oom")])
+async def test_a_death_is_remembered_for_six_hours(folder: SandboxFolder, death: Death, other: Death) -> None:
     young, old, alive = folder.new_id(), folder.new_id(), folder.new_id()
     now = time.time()
     for name, age in ((young, 5.9), (old, 6.1)):
-        folder.remember_memory_death(name)
-        os.utime(folder.path / f".oom-{name}", (now - age * 3600,) * 2)
-    assert [folder.died_of_memory(name) for name in (young, old, alive, "..")] == [True, True, False, False]
+        folder.remember_death(name, death)
+        os.utime(folder.path / f".{death}-{name}", (now - age * 3600,) * 2)
+    assert [folder.died_of(name, death) for name in (young, old, alive, "..")] == [True, True, False, False]
+    assert not folder.died_of(young, other)
     folder.remove_abandoned(now)
-    assert [folder.died_of_memory(name) for name in (young, old)] == [True, False]
+    assert [folder.died_of(name, death) for name in (young, old)] == [True, False]
     assert folder.ids() == []
 
 

@@ -184,7 +184,7 @@ class Trajectory(Record):
     backend: str = ""
     truncated: bool = False
     truncated_reason: str = ""
-    """MaxTurns, MaxContext, MaxTokens, RunTimeout or SandboxOutOfMemory."""
+    """MaxTurns, MaxContext, MaxTokens, RunTimeout, SandboxOutOfMemory or SandboxCrashed."""
     template_breaks: int = 0
     """Segments begun because the chat template would have rewritten history."""
     metadata: dict[str, Any] = Field(default_factory=dict)

@@ -185,13 +185,28 @@ class CarryRefused(PipelineError):
     reason = "CarryRefused"
 
 
-class EvalOutOfMemory(PipelineError):
-    """With what was carried from Run, a test used up the sandbox's memory.
+class EvalSandboxEnded(PipelineError):
+    """With what was carried from Run, a test used up the sandbox's memory, or ended its exec server again.
 
     It is scored like `CarryRefused`.
     """
 
-    reason = "SandboxOutOfMemory"
+    reason = "EvalSandboxEnded"
+
+    def __init__(self, message: str, reward_reason: str) -> None:
+        super().__init__(message)
+        self.reward_reason = reward_reason
+        """The reason of the reward of 0."""
+
+
+class SandboxCrashed(PipelineError):
+    """The exec server of a rollout's sandbox has ended by itself, which is a bug of ours, for the first time.
+
+    When it does again, the rollout scores 0.
+    """
+
+    reason = "SandboxCrashed"
+    return_to = "init"
 
 
 class CarryUnusable(PipelineError):

@@ -4,6 +4,9 @@ The rule is that what a sandbox contains is the policy's responsibility. A polic
 broken its sandbox gets 0.0 at once, because it would otherwise gain from a new try. If a sandbox, an exec
 server, a worker or a disk of the node is lost, that is an infrastructure failure: the attempt counts, and
 there is no reward.
+
+An exec server that ends by itself has a bug, which is an infrastructure failure. It is one only once for each
+rollout, because a policy that knows the bug would otherwise have as many tries as it likes.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 
 SABOTAGED: Final = "SandboxSabotaged"
 OUT_OF_MEMORY: Final = "SandboxOutOfMemory"
+CRASHED: Final = "SandboxCrashed"
 TEST_TIMEOUT: Final = "TestTimeout"
 VERIFY_TIMEOUT: Final = "VerifyTimeout"
 ANSWER_UNUSABLE: Final = "AnswerUnusable"

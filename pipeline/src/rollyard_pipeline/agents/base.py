@@ -136,8 +136,8 @@ class AgentContext:
         if result.answer is not None:
             self.episode.answer = result.answer
             self.episode.finished = True
-        if result.out_of_memory:
-            self.episode.truncate("SandboxOutOfMemory")
+        if result.truncates:
+            self.episode.truncate(result.truncates)
         return result
 
     async def _ran(self, tool: Tool, call: ParsedCall) -> ToolResult:
@@ -145,10 +145,10 @@ class AgentContext:
         try:
             return await tool.call(call.arguments, context)
         except ConnectionLost:
-            if context.oom_killed is None or not await context.oom_killed():
+            observed = await context.lost()
+            if observed is None:
                 raise
-            gone = "the sandbox ran out of memory or disk, and is gone"
-            return ToolResult(f"error: {gone}", error=gone, out_of_memory=True)
+            return observed
         except ExecError as error:
             if isinstance(error, ServerFault):
                 log.error("a bug of the exec server: %s", clean_text(str(error), 1000))

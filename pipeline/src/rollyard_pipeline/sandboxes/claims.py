@@ -25,6 +25,7 @@ from rollyard_sandbox.proof import PROVEN
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ClaimCalls, ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
+from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     ImageNotUsable,
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 OWN_ENDS: Final = frozenset({"OutOfMemory", "OutOfDisk"})
 """The reasons of claims whose sandboxes ended because their own commands used up the memory or the disk."""
+EXITED: Final = "SandboxExited"
+"""The reason of a claim whose exec server ended, though nobody took its pod away."""
 POLL_SECONDS: Final = 20.0
 CONNECT_SECONDS: Final = 10.0
 """The time to connect to a sandbox that is reported ready, in seconds.
@@ -184,6 +187,19 @@ class ClaimProvider:
                 await client.close()
         except (SandboxLost, ExecError):
             return await self._ended_for_memory(claim_id)
+
+    async def own_end(self, handle: SandboxHandle | str) -> str:
+        """Return why a lost sandbox has ended by itself, as its driver sees its container."""
+        if await self.oom_killed(handle):
+            return OUT_OF_MEMORY
+        try:
+            claim = await self._asked(handle if isinstance(handle, str) else handle.id)
+        except SandboxLost:
+            return ""
+        if claim.state != "Failed" or claim.reason != EXITED:
+            return ""
+        log.error("the exec server of claim %s ended by itself: this is a bug, please report it", claim.id)
+        return CRASHED
 
     async def _ended_for_memory(self, claim_id: str) -> bool:
         """Return the driver's verdict on a sandbox that does not answer.

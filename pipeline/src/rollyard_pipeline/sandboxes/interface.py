@@ -234,3 +234,10 @@ class SandboxProvider(Protocol):
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         """Return whether the kernel has killed a process inside because memory ran out."""
         ...
+
+    async def own_end(self, handle: SandboxHandle | str) -> str:
+        """Return why a lost sandbox has ended by itself: `SandboxOutOfMemory`, `SandboxCrashed` or "".
+
+        It is "" for a sandbox that was taken away: it was released, or went with its node, worker or lease.
+        """
+        ...

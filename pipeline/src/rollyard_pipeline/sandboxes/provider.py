@@ -15,6 +15,7 @@ from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
+from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
@@ -27,8 +28,8 @@ from rollyard_pipeline.sandboxes.errors import (
 )
 from rollyard_pipeline.sandboxes.host import cgroups
 from rollyard_pipeline.sandboxes.host.disk_room import DiskRefuses, DiskRoom, is_full
-from rollyard_pipeline.sandboxes.host.processes import this_process
-from rollyard_pipeline.sandboxes.host.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.host.processes import ends, this_process
+from rollyard_pipeline.sandboxes.host.records import Death, Process, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.base import LEASE_SECONDS, Starter, limits_of
@@ -40,6 +41,8 @@ SWEEP_SECONDS = 30.0
 RELEASE_SECONDS = 15.0
 CONNECT_SECONDS = 5.0
 _RENEW_AT_ONCE = 16
+_END_SECONDS = 5.0
+"""The time that a process of a lost connection gets to end. Process 1 ends after all others inside."""
 
 
 class NodeProvider:
@@ -76,6 +79,8 @@ class NodeProvider:
         self._tasks: set[asyncio.Task[None]] = set()
         self._probed = False
         self._warnings = tuple(warnings)
+        self._leases: dict[str, float] = {}
+        """When the leases that this process has renewed end, by the monotonic clock."""
 
     @property
     def name(self) -> str:
@@ -158,6 +163,12 @@ class NodeProvider:
         if record is None or not record.alive():
             raise SandboxLost(f"sandbox {handle.id} is gone from node {self._node!r}")
         client = await self._connect(record.id)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await self._renewed(client, record.id, LEASE_SECONDS)
+        except (ExecError, TimeoutError) as error:
+            await client.close()
+            raise SandboxLost(f"the exec server of sandbox {handle.id} is gone: {error}") from error
         return Sandbox(handle, client, record.workdir, record.env)
 
     async def release(self, handle: SandboxHandle | str) -> None:
@@ -203,7 +214,7 @@ class NodeProvider:
                     client = await self._connect(sandbox_id)
                     try:
                         async with asyncio.timeout(CONNECT_SECONDS):
-                            await client.renew(seconds)
+                            await self._renewed(client, sandbox_id, seconds)
                     finally:
                         await client.close()
                 except (SandboxLost, ExecError, TimeoutError) as error:
@@ -212,6 +223,12 @@ class NodeProvider:
         async with asyncio.TaskGroup() as group:
             for sandbox_id in ids:
                 group.create_task(one(sandbox_id))
+
+    async def _renewed(self, client: ExecClient, sandbox_id: str, seconds: float) -> None:
+        # The server's own lease begins later, so it never ends before this one.
+        ends_at = time.monotonic() + seconds
+        await client.renew(seconds)
+        self._leases[sandbox_id] = ends_at
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` sandboxes of the request's key ready in the background."""
@@ -236,8 +253,40 @@ class NodeProvider:
         sandbox_id = handle if isinstance(handle, str) else handle.id
         record = self._folder.load(sandbox_id)
         if record is None:
-            return await in_thread(self._folder.died_of_memory, sandbox_id)
+            return await in_thread(self._folder.died_of, sandbox_id, "oom")
         return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
+
+    async def own_end(self, handle: SandboxHandle | str) -> str:
+        """Return why a lost sandbox has ended by itself; see `interface.SandboxProvider.own_end`.
+
+        That an exec server crashed is seen from what did not happen: its process has ended, and neither was
+        it removed, nor has its lease ended, nor has the worker ended that started it.
+        """
+        if await self.oom_killed(handle):
+            return OUT_OF_MEMORY
+        sandbox_id = handle if isinstance(handle, str) else handle.id
+        record = self._folder.load(sandbox_id)
+        if record is None:
+            crashed = await in_thread(self._folder.died_of, sandbox_id, "crash")
+        else:
+            crashed = await in_thread(self._crashed, record, _END_SECONDS)
+        return CRASHED if crashed else ""
+
+    def _crashed(self, record: SandboxRecord, seconds: float) -> bool:
+        """Return whether an exec server has ended by itself, or does within `seconds`. This blocks."""
+        if record.root is None or record.owner is None or not self._is_leased(record.id):
+            return False
+        if not ends(record.root.ref(), seconds) or not record.worker.ref().alive():
+            return False
+        if not self._is_leased(record.id):
+            return False
+        log.error(
+            "the exec server of sandbox %s has ended by itself: this is a bug, please report it", record.id
+        )
+        return True
+
+    def _is_leased(self, sandbox_id: str) -> bool:
+        return time.monotonic() < self._leases.get(sandbox_id, 0.0)
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
         """Start a sandbox and connect to it. After a failure nothing of it is left.
@@ -326,7 +375,9 @@ class NodeProvider:
         state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"
         record = replace(warm.record, state=state, owner=owner.rollout, env=dict(request.env))
         try:
+            ends_at = time.monotonic() + LEASE_SECONDS
             await apply(warm.client, record.workdir, request, LEASE_SECONDS)
+            self._leases[record.id] = ends_at
             self._folder.save(record)
         except FileNotFoundError as error:
             await self._remove_warm(warm)
@@ -358,6 +409,7 @@ class NodeProvider:
 
     def _remove(self, sandbox_id: str, known: SandboxRecord | None = None) -> None:
         """Kill and remove a sandbox. This blocks for a bounded time, and a missing sandbox is no error."""
+        self._leases.pop(sandbox_id, None)  # What ends from here on does not end by itself.
         record = known if known is not None else self._folder.load(sandbox_id)
         if record is not None:
             if not self._starter.kill(record, RELEASE_SECONDS):
@@ -373,21 +425,26 @@ class NodeProvider:
                 return removed
             for sandbox_id in self._folder.ids():
                 record = self._folder.load(sandbox_id)
-                memory_death = False
+                death: Death | None = None
                 if record is not None:
                     if record.provider != self.name:
                         continue
                     if record.alive() and (record.state == "claimed" or record.worker.ref().alive()):
                         continue
                     groups = [Path(path) for path in record.cgroups]
-                    memory_death = record.state == "claimed" and cgroups.oom_kills(groups) > 0
+                    if record.state == "claimed" and cgroups.oom_kills(groups) > 0:
+                        death = "oom"
+                    elif record.state == "claimed" and self._crashed(record, 0.0):
+                        death = "crash"
                 self._remove(sandbox_id)
-                if memory_death:
-                    # Its Eval may still come, and must know that the policy has lost the sandbox. What was
+                if death is not None:
+                    # Its Eval may still come, and must know that the sandbox has ended by itself. What was
                     # removed has made room for this.
-                    self._folder.remember_memory_death(sandbox_id)
+                    self._folder.remember_death(sandbox_id, death)
                 removed.append(sandbox_id)
             self._folder.remove_abandoned(time.time())
+            for sandbox_id in [name for name in self._leases if not self._is_leased(name)]:
+                self._leases.pop(sandbox_id, None)  # Another worker may have removed it.
         if removed:
             log.info("removed %d unused sandboxes: %s", len(removed), ", ".join(removed[:20]))
         return removed

@@ -18,10 +18,10 @@ from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
+from rollyard_pipeline.errors import CarryRefused, EvalSandboxEnded, EvalSandboxFailed
 from rollyard_pipeline.handlers.base import FolderChanges, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.places import blocked
-from rollyard_pipeline.sabotage import reward_reason
+from rollyard_pipeline.sabotage import CRASHED, reward_reason
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider
@@ -102,8 +102,8 @@ class EvalSandboxes:
 
         Raises:
             CarryRefused: What Run left cannot be carried. The policy is to blame.
-            EvalOutOfMemory: With the carried files or the answer, the evaluation used up the sandbox's
-                memory. The policy is to blame.
+            EvalSandboxEnded: With the carried files or the answer, the evaluation used up the sandbox's
+                memory, or ended its exec server once more. The policy is to blame.
             CarryUnusable: The job's Init makes the carry impossible.
             EvalSandboxFailed: The fresh sandbox could not be prepared, or was lost. Eval can be repeated.
             SandboxLost: Run's sandbox is gone, and the job has a carry.
@@ -119,8 +119,9 @@ class EvalSandboxes:
                     except (SandboxLost, ExecError) as error:
                         lost = isinstance(error, SandboxLost | ConnectionLost)
                         reached = context.purpose != "control" and reaches(spec, handler, context.task)
-                        if lost and reached and await self._provider.oom_killed(sandbox.handle):
-                            raise EvalOutOfMemory(f"{error.reason}: {error}") from error
+                        end = await self._provider.own_end(sandbox.handle) if lost and reached else ""
+                        if end and (end != CRASHED or held.lease.attempt):
+                            raise EvalSandboxEnded(f"{error.reason}: {error}", end) from error
                         raise _failed(error) from error
             finally:
                 await self._release(held)

@@ -27,17 +27,18 @@ from rollyard_pipeline.control_plane.job_specs import JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
-    EvalOutOfMemory,
+    EvalSandboxEnded,
     EvalTimeout,
     InitTimeout,
     RewardUnusable,
+    SandboxCrashed,
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.rewards.shaping import Rewards
-from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
+from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
@@ -213,8 +214,15 @@ class Stages:
                 limits = RunLimits(session, episode)
                 context.agent_steps = runs = AgentRuns(agent, agent_context, limits)
                 context.run_agent = runs.play
-                async with limits.within(timeout):
-                    await handler.run(context)
+                try:
+                    async with limits.within(timeout):
+                        await handler.run(context)
+                except ConnectionLost:
+                    # A call of the handler's own, such as between two steps of the agent, has lost it.
+                    end = await self._own_end(lease)
+                    if not end:
+                        raise
+                    episode.truncate(end)
         finally:
             times.model_seconds = session.model_seconds if session is not None else 0.0
             times.tool_seconds = episode.tool_seconds
@@ -241,6 +249,7 @@ class Stages:
         handler = self._handler(spec).for_task(lease.task)
         context = stage_context(lease, spec, timeout)
         context.trajectory = lease.trajectory
+        _first_crash_fails(lease, _end_in_run(lease), None)
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
         untouched = fresh and not reaches(spec, handler, lease.task)
         try:
@@ -261,14 +270,16 @@ class Stages:
             log.info("eval of %s: %s: %s", lease.rollout, error.reason, clean_text(str(error), 1000))
             context.show(str(error))
             evaluation = Evaluation(0.0, {}, SABOTAGED)
-        except EvalOutOfMemory as error:
+        except EvalSandboxEnded as error:
             log.info("eval of %s: %s", lease.rollout, clean_text(str(error), 1000))
-            evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
-        except (SandboxLost, ConnectionLost, EvalTimeout):
+            evaluation = Evaluation(0.0, {}, error.reward_reason)
+        except (SandboxLost, ConnectionLost, EvalTimeout) as error:
             # A server that the kernel keeps waiting for memory is not lost, and does not answer either.
-            if not await self._lost_for_memory(lease):
+            end = await self._own_end(lease)
+            if not end:
                 raise
-            evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
+            _first_crash_fails(lease, end, error)
+            evaluation = Evaluation(0.0, {}, end)
         if spec.reward is not None:
             seconds = timeout + self._eval_grace
             evaluation = await shaped(
@@ -308,13 +319,11 @@ class Stages:
         log.info("%s: reward 0 (%s): %s", held.lease.rollout, error.reward_reason, error)
         return Evaluation(0.0, {}, error.reward_reason)
 
-    async def _lost_for_memory(self, lease: Lease) -> bool:
-        """Return whether a lost or silent sandbox had used up its own memory, which is the policy's fault."""
+    async def _own_end(self, lease: Lease) -> str:
+        """Return why a lost or silent sandbox has ended by itself, or "" (see `SandboxProvider.own_end`)."""
         if lease.sandbox is None or self._provider is None or self._provider.name != lease.sandbox.provider:
-            return False
-        if lease.trajectory is not None and lease.trajectory.truncated_reason == OUT_OF_MEMORY:
-            return True
-        return await self._provider.oom_killed(lease.sandbox)
+            return ""
+        return _end_in_run(lease) or await self._provider.own_end(lease.sandbox)
 
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         if self._provider is None:
@@ -430,4 +439,22 @@ class Stages:
             oom_killed=functools.partial(provider.oom_killed, sandbox.handle)
             if provider is not None and sandbox is not None
             else None,
+            own_end=functools.partial(provider.own_end, sandbox.handle)
+            if provider is not None and sandbox is not None
+            else None,
         )
+
+
+def _end_in_run(lease: Lease) -> str:
+    """Return why the sandbox has ended by itself during Run, or "" if it has not."""
+    reason = lease.trajectory.truncated_reason if lease.trajectory is not None else ""
+    return reason if reason in (OUT_OF_MEMORY, CRASHED) else ""
+
+
+def _first_crash_fails(lease: Lease, end: str, error: Exception | None) -> None:
+    """Raise SandboxCrashed if an exec server has crashed, and Eval has not failed before.
+
+    Eval judges crashes of Run as well, so a rollout gains one new try by them and no more.
+    """
+    if end == CRASHED and lease.attempt == 0:
+        raise SandboxCrashed("the exec server of the rollout's sandbox ended by itself") from error

@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Final
 
 from rollyard_sandbox.client import ExecClient, ExecResult
 
+from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
 from rollyard_pipeline.tools.render import render_result
 
 _KILLED: Final = (137, -9)  # The exit codes of a process that SIGKILL ended.
+_ENDS: Final = {OUT_OF_MEMORY: "ran out of memory or disk", CRASHED: "has ended by itself"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class ToolContext:
     """The number of bytes of output that the model sees (`agent.maxToolOutputBytes`)."""
     oom_killed: Callable[[], Awaitable[bool]] | None = None
     """Returns whether the sandbox has lost a process to its memory limit."""
+    own_end: Callable[[], Awaitable[str]] | None = None
+    """Returns why the sandbox has ended by itself, or "" (see `SandboxProvider.own_end`)."""
 
     @property
     def sandbox(self) -> ExecClient:
@@ -40,8 +44,18 @@ class ToolContext:
         return ToolResult(
             render_result(result, self.timeout),
             error="timed out" if result.timed_out else None,
-            out_of_memory=suspect and self.oom_killed is not None and await self.oom_killed(),
+            truncates=OUT_OF_MEMORY
+            if suspect and self.oom_killed is not None and await self.oom_killed()
+            else "",
         )
+
+    async def lost(self) -> ToolResult | None:
+        """Return the observation of a call that lost the sandbox, or None if it did not end by itself."""
+        reason = await self.own_end() if self.own_end is not None else ""
+        if not reason:
+            return None
+        gone = f"the sandbox {_ENDS.get(reason, 'has ended')}, and is gone"
+        return ToolResult(f"error: {gone}", error=gone, truncates=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +67,8 @@ class ToolResult:
     """The error of a call that could not do what it was asked. It is recorded with the turn."""
     answer: str | None = None
     """The submitted answer, set by a tool that ends the episode."""
-    out_of_memory: bool = False
-    """Whether the sandbox reached its memory limit during the call."""
+    truncates: str = ""
+    """The reason for which the call ends the episode, as in `Trajectory.truncated_reason`, or ""."""
 
 
 class Tool(ABC):

@@ -303,10 +303,14 @@ class Dictated(Rollout):
         answer = self._prompt()[len(before) :].split("<tool_response>\n", 1)[-1]
         return answer.rsplit("\n</tool_response>", 1)[0]
 
+    def say_last(self, text: str) -> None:
+        """Sample any text as the last turn of this try."""
+        self._prompt()
+        self._say(text)
+
     def submit(self, answer: str = "") -> Outcome:
         """End the episode, and return the result."""
-        self._prompt()
-        self._say(calling("submit", {"answer": answer}))
+        self.say_last(calling("submit", {"answer": answer}))
         return self.outcome()
 
     def end(self) -> None:

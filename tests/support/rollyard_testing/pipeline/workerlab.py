@@ -176,6 +176,9 @@ class Provider:
         context.client, context.workdir, context.handle = None, "/work", handle  # type: ignore[attr-defined]
         return context
 
+    async def own_end(self, handle: SandboxHandle | str) -> str:
+        return ""
+
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         return False
 

@@ -21,9 +21,9 @@ from typing import Final
 from rollyard_pipeline.sandboxes.host.processes import (
     ProcessRef,
     descendants,
+    ends,
     kill_and_wait,
     process_ref,
-    wait_gone,
 )
 
 _PREFIX: Final = "ry-"
@@ -140,15 +140,3 @@ def forget(config: Path, name: str) -> None:
     for folder in config.glob(f"instances/*/*/*/{name}"):
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def ends(ref: ProcessRef, seconds: float) -> bool:
-    """Return whether the process ends by itself within `seconds`."""
-    try:
-        pidfd = os.pidfd_open(ref.pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return not ref.alive() or wait_gone(pidfd, seconds)
-    finally:
-        os.close(pidfd)

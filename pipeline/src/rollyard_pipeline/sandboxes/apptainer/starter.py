@@ -41,7 +41,7 @@ from rollyard_pipeline.sandboxes.errors import (
     UserNamespacesForbidden,
 )
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
-from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, ends
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxKey
@@ -282,7 +282,7 @@ class ApptainerStarter:
         """
         found = await in_thread(instances.load, self._own, name)
         if found is None:
-            await in_thread(instances.ends, starter, START_SECONDS)
+            await in_thread(ends, starter, START_SECONDS)
             found = await in_thread(instances.load, self._own, name)
         if found is None:
             raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")

@@ -63,6 +63,18 @@ def kill_and_wait(ref: ProcessRef, seconds: float) -> bool:
         os.close(pidfd)
 
 
+def ends(ref: ProcessRef, seconds: float) -> bool:
+    """Return whether the process ends by itself within `seconds`."""
+    try:
+        pidfd = os.pidfd_open(ref.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return not ref.alive() or wait_gone(pidfd, seconds)
+    finally:
+        os.close(pidfd)
+
+
 def wait_gone(pidfd: int, seconds: float) -> bool:
     """Wait until the process of `pidfd` has ended, and return whether it has. This blocks."""
     poller = select.poll()

@@ -6,6 +6,7 @@
                                             it is never visible inside
     <run dir>/sandboxes/.oom-<id>           a claimed sandbox that died after the kernel had killed inside it
                                             for lack of memory, and that a sweep has removed
+    <run dir>/sandboxes/.crash-<id>         the same of one whose exec server ended by itself
 
 Every worker of the node reads all records. The worker that started a sandbox writes its record until the
 sandbox is claimed, and no process writes it after that.
@@ -40,6 +41,8 @@ ID_LENGTH = 12
 _MAX_KNOWN = 4096
 _REMEMBERED_SECONDS = 6 * 3600
 """The time for which a death is remembered: longer than a rollout waits for its Eval."""
+Death = Literal["oom", "crash"]
+"""Why a sandbox has ended by itself: its memory ran out, or its exec server crashed."""
 _STATES = ("starting", "warm", "claimed")
 
 
@@ -222,20 +225,22 @@ class SandboxFolder:
             with contextlib.suppress(OSError):
                 if name.startswith(".new-") and now - path.stat().st_mtime > 60:
                     folders.remove(str(path))
-                elif name.startswith(".oom-") and now - path.stat().st_mtime > _REMEMBERED_SECONDS:
+                elif (
+                    name.startswith((".oom-", ".crash-")) and now - path.stat().st_mtime > _REMEMBERED_SECONDS
+                ):
                     path.unlink()
 
-    def remember_memory_death(self, sandbox_id: str) -> None:
-        """Remember that a sandbox used up its memory, which its control groups report only until its removal.
+    def remember_death(self, sandbox_id: str, death: Death) -> None:
+        """Remember why a sandbox has ended, which can be seen only until its removal.
 
         Raises:
             OSError: The file cannot be made, for example because no inode is left.
         """
-        self._memory_death(sandbox_id).touch(mode=0o600)
+        self._death(sandbox_id, death).touch(mode=0o600)
 
-    def died_of_memory(self, sandbox_id: str) -> bool:
-        """Return whether a removed sandbox is remembered as one that used up its memory."""
-        return _is_id(sandbox_id) and self._memory_death(sandbox_id).exists()
+    def died_of(self, sandbox_id: str, death: Death) -> bool:
+        """Return whether a removed sandbox is remembered as one that ended so."""
+        return _is_id(sandbox_id) and self._death(sandbox_id, death).exists()
 
     def remove(self, sandbox_id: str) -> None:
         """Remove the folder with everything in it. A missing folder is no error."""
@@ -292,8 +297,8 @@ class SandboxFolder:
         finally:
             os.close(fd)
 
-    def _memory_death(self, sandbox_id: str) -> Path:
-        return self.path / f".oom-{sandbox_id}"
+    def _death(self, sandbox_id: str, death: Death) -> Path:
+        return self.path / f".{death}-{sandbox_id}"
 
     def _hidden(self, sandbox_id: str) -> Path:
         return self.path / f".new-{sandbox_id}"

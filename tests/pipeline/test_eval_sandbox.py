@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
@@ -114,9 +116,9 @@ class Rollout:
     def lease(self, stage: str, **fields: Any) -> HeldLease:
         self.held = HeldLease(
             Lease(
-                rollout="r", token=1, stage=stage, job="j", namespace="default", group_id="g", attempt=0,
+                rollout="r", token=1, stage=stage, job="j", namespace="default", group_id="g",
                 job_uid=str(id(self.plane.spec)), sample_index=0, queued_seconds=0.0, lease_seconds=30.0,
-                task=self.task, **fields,
+                task=self.task, **{"attempt": 0, **fields},
             )
         )  # fmt: skip
         return self.held
@@ -136,9 +138,10 @@ class Rollout:
             self.lease("run", sandbox=self.init.sandbox, carry=self.init.carry), StageTimes()
         )
 
-    async def score(self) -> StageResult:
+    async def score(self, attempt: int = 0) -> StageResult:
         held = self.lease(
             "eval",
+            attempt=attempt,
             sandbox=self.init.sandbox,
             carry=copy.deepcopy(self.ran.carry),
             trajectory=self.ran.trajectory,
@@ -365,6 +368,30 @@ async def test_a_fresh_sandbox_that_is_lost_costs_no_new_run(rollout: Rollout, h
     failure = stage_failure(rollout.held.lease, caught.value, StageTimes())
     assert (failure.retryable, failure.return_to) == (True, None)
     assert (await rollout.score()).reward == 1.0
+
+
+async def test_a_fresh_sandbox_whose_server_crashes_costs_one_evaluation(
+    rollout: Rollout, handler: type[Held]
+) -> None:
+    rollout.job({"carry": {"diff": True}}, handler="held")
+    await rollout.play("echo 1 > made", "[ -e made ]")
+    for attempt in (0, 1):
+        handler.entered.clear()
+        handler.gate.clear()
+        task = asyncio.create_task(rollout.score(attempt))
+        await asyncio.wait_for(handler.entered.wait(), patience(30))
+        (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
+        record = rollout.provider._folder.load(own)
+        assert record is not None
+        assert record.root is not None
+        os.kill(record.root.pid, signal.SIGKILL)
+        handler.gate.set()
+        if attempt == 0:
+            with pytest.raises(EvalSandboxFailed):
+                await task
+    result = await task
+    assert (result.reward, result.reward_reason) == (0.0, "SandboxCrashed")
+    assert rollout.only_runs_sandbox_is_left()
 
 
 async def test_a_place_that_a_cancelled_wait_or_a_failed_stage_held_is_free_again(

@@ -39,7 +39,9 @@ from rollyard_pipeline.errors import (
     TemplateError,
     TokenizerUnavailable,
 )
-from rollyard_pipeline.registry import AGENTS, Registry
+from rollyard_pipeline.handlers.base import StageContext
+from rollyard_pipeline.handlers.shell import ShellHandler
+from rollyard_pipeline.registry import AGENTS, HANDLERS, Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, SystemResolver
 from rollyard_pipeline.sandboxes.egress.egress import Egress
@@ -133,7 +135,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
     plane = Plane()
     try:
         async with BackendClient(request_timeout=20.0) as backends:
-            registry = Registry({AGENTS: {"replaying": ReplayingAgent}})
+            registry = Registry({AGENTS: {"replaying": ReplayingAgent}, HANDLERS: {"late": Late}})
             resolver = SystemResolver()
             infrastructure = Infrastructure(resolver)
             egress = Egress(destinations=Destinations(resolver, infrastructure))
@@ -887,6 +889,20 @@ async def test_a_crash_of_an_exec_server_is_a_failure_once(
     assert (caught.value.return_to, caught.value.counts, caught.value.retryable) == ("init", True, True)
     again = await rollout.score(attempt=1)
     assert (again.reward, again.reward_reason) == (0.0, "SandboxCrashed")
+
+
+class Late(ShellHandler):
+    """A handler that uses the sandbox in Run, after the agent."""
+
+    async def run(self, ctx: StageContext) -> None:
+        await super().run(ctx)
+        await ctx.sandbox.bash("sleep 30")
+
+
+async def test_a_crash_in_a_call_of_the_handlers_own_is_one_of_run(rollout: Rollout) -> None:
+    rollout.configure(oracle(("bash", {"command": "(sleep 0.1; kill -9 $PPID) & disown"})), handler="late")
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxCrashed")
 
 
 async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:

@@ -81,9 +81,13 @@ class Kit:
 
     @staticmethod
     def left_behind(run_dir: Path) -> dict[str, list[str]]:
-        """Return folders, control groups, mounts and sockets of sandboxes under `run_dir`."""
+        """Return folders, mounts and sockets of sandboxes under `run_dir`.
+
+        That a server has ended by itself is remembered in a file, also if a test has ended it.
+        """
         folder = run_dir / "sandboxes"
-        names = [name for name in os.listdir(folder) if name != ".sweep"] if folder.is_dir() else []
+        kept = (".sweep", ".crash-")
+        names = [name for name in os.listdir(folder) if not name.startswith(kept)] if folder.is_dir() else []
         return {
             "folders": names,
             "mounts": [

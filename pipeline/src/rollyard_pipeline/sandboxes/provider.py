@@ -266,10 +266,9 @@ class NodeProvider:
             return OUT_OF_MEMORY
         sandbox_id = handle if isinstance(handle, str) else handle.id
         record = self._folder.load(sandbox_id)
-        if record is None:
-            crashed = await in_thread(self._folder.died_of, sandbox_id, "crash")
-        else:
-            crashed = await in_thread(self._crashed, record, _END_SECONDS)
+        crashed = record is not None and await in_thread(self._crashed, record, _END_SECONDS)
+        # A sweep may have removed it, also in the meantime.
+        crashed = crashed or await in_thread(self._folder.died_of, sandbox_id, "crash")
         return CRASHED if crashed else ""
 
     def _crashed(self, record: SandboxRecord, seconds: float) -> bool:

@@ -391,6 +391,7 @@ async def test_drain_hands_over_what_does_not_finish(handler: type[Steered]) -> 
         await until(lambda: len(handler.entered) == 4)
         worker.drain()
         await task
+    assert provider.drained
     failures = {outcome.rollout: outcome for outcome in plane.outcomes}
     for failure in failures.values():
         assert isinstance(failure, StageFailure)

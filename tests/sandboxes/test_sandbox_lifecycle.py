@@ -122,6 +122,9 @@ async def test_an_exec_server_that_ends_by_itself_is_told_from_one_that_is_ended
     SandboxFolder(run_dir).save(replace(record, worker=Process(1, 0)))
     assert await provider.own_end(crashed.handle) == ""
     SandboxFolder(run_dir).save(record)
+    provider.drain()
+    assert await provider.own_end(crashed.handle) == ""
+    provider._draining = False
     assert await provider.sweep() == [crashed.handle.id]
     ends = [await provider.own_end(one.handle) for one in (crashed, released)]
     assert ends == ["SandboxCrashed", ""]

@@ -77,6 +77,9 @@ class ClaimProvider:
     async def start(self) -> None:
         """Do nothing, because the driver prepares the sandboxes."""
 
+    def drain(self) -> None:
+        """Do nothing, because no pod ends with a worker."""
+
     async def aclose(self) -> None:
         """Do nothing: claimed sandboxes stay, and unclaimed ones belong to the driver."""
 

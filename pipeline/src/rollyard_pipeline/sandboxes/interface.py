@@ -164,6 +164,10 @@ class SandboxProvider(Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Learn that this worker is to end. What ends it may end its sandboxes as well; see `own_end`."""
+        ...
+
     async def aclose(self) -> None:
         """Remove this provider's unclaimed sandboxes. Claimed ones stay."""
         ...
@@ -239,5 +243,6 @@ class SandboxProvider(Protocol):
         """Return why a lost sandbox has ended by itself: `SandboxOutOfMemory`, `SandboxCrashed` or "".
 
         It is "" for a sandbox that was taken away: it was released, or went with its node, worker or lease.
+        While the worker drains, a crash cannot be distinguished from that.
         """
         ...

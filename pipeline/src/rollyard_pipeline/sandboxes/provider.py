@@ -78,6 +78,7 @@ class NodeProvider:
         self._warm = WarmPool(self._start_warm, self._remove_warm)
         self._tasks: set[asyncio.Task[None]] = set()
         self._probed = False
+        self._draining = False
         self._warnings = tuple(warnings)
         self._leases: dict[str, float] = {}
         """When the leases that this process has renewed end, by the monotonic clock."""
@@ -114,6 +115,13 @@ class NodeProvider:
             log.warning("%s", warning)
         await self.sweep()
         self._tasks.add(asyncio.create_task(self._housekeeping(), name="sandbox-housekeeping"))
+
+    def drain(self) -> None:
+        """Take no lost sandbox for a crashed one from now on.
+
+        Slurm and systemd signal all processes of a job, and those of its sandboxes may end first.
+        """
+        self._draining = True
 
     async def aclose(self) -> None:
         """Remove this provider's unclaimed sandboxes, and its control groups if nothing uses them."""
@@ -260,7 +268,7 @@ class NodeProvider:
         """Return why a lost sandbox has ended by itself; see `interface.SandboxProvider.own_end`.
 
         That an exec server crashed is seen from what did not happen: its process has ended, and neither was
-        it removed, nor has its lease ended, nor has the worker ended that started it.
+        it removed, nor has its lease ended, nor has the worker ended that started it, nor is this one to end.
         """
         if await self.oom_killed(handle):
             return OUT_OF_MEMORY
@@ -277,7 +285,7 @@ class NodeProvider:
             return False
         if not ends(record.root.ref(), seconds) or not record.worker.ref().alive():
             return False
-        if not self._is_leased(record.id):
+        if self._draining or not self._is_leased(record.id):
             return False
         log.error(
             "the exec server of sandbox %s has ended by itself: this is a bug, please report it", record.id

@@ -149,6 +149,8 @@ class Worker:
     def drain(self) -> None:
         """Take no more leases, finish held ones within `drain_seconds`, and hand over the rest."""
         self._draining.set()
+        if self._provider is not None:
+            self._provider.drain()
 
     async def run(self) -> None:
         """Work until the job is over or the worker is drained."""

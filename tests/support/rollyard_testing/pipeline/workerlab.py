@@ -151,9 +151,13 @@ class Provider:
         self.claims: list[str] = []
         self.renewed: list[str] = []
         self.full = ""
+        self.drained = False
 
     def trouble(self) -> str:
         return self.full
+
+    def drain(self) -> None:
+        self.drained = True
 
     def claimed(self) -> list[str]:
         return list(self.claims)

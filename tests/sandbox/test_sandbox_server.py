@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from rollyard_sandbox import errors, proof
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.errors import TokenRefused
+from rollyard_sandbox.errors import FileError, TokenRefused
 from rollyard_sandbox.frames import FrameReader, encode
 from rollyard_testing.pace import patience
 
@@ -124,7 +124,19 @@ async def test_files(any_client: ExecClient) -> None:
     assert (rest.data, rest.size, rest.complete) == (b"ew", 3, False)
     await any_client.remove("a")
     assert await any_client.list_dir(".") == []
-    assert (await any_client.read_file("/proc/self/stat")).data
+
+
+async def test_the_server_reads_nothing_of_its_own(client: ExecClient) -> None:
+    """In /proc it would show its own memory, descriptors and environment to whoever asks for a file."""
+    links = {"maps": "self/maps", "folder": "self/map_files", "machine": "cpuinfo"}
+    await client.bash("; ".join(f"ln -s /proc/{target} {name}" for name, target in links.items()))
+    for path in (*links, "/proc/self/maps", "/proc/thread-self/environ", "/proc/self/fdinfo/1"):
+        with pytest.raises(FileError, match="in /proc") as caught:
+            await client.read_file(path)
+        assert caught.value.reason == "NotAFile"
+    for path in ("folder", "/proc", "/proc/self/fd"):
+        with pytest.raises(FileError, match="in /proc"):
+            await client.list_dir(path)
 
 
 async def test_entries_are_sorted_and_say_what_they_are(client: ExecClient) -> None:

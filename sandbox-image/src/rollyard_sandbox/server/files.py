@@ -1,4 +1,8 @@
-"""File operations. Paths are not restricted, because the sandbox is the boundary."""
+"""File operations. Paths are not restricted, because the sandbox is the boundary.
+
+The exception is what belongs to the server: a path in /proc, or one that a link leads there, would show the
+memory and the descriptors of the server, which opens it, in the place of the caller's.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ MAX_ENTRIES = 100_000  # The limit of one directory.
 def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
     """Return at most `max_bytes` of a file from `offset`, the file's size in bytes, and its permission bits.
 
-    Files without a size (in /proc) and pipes are read as far as possible without waiting.
+    Files without a size and named pipes are read as far as possible without waiting.
 
     Raises:
         FileError: The file does not exist, is a directory, may not be read, …
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = _opened(path, os.O_NONBLOCK)
         try:
             info = os.fstat(fd)
             if stat.S_ISDIR(info.st_mode):
@@ -94,15 +98,19 @@ def entries(path: str) -> list[list[Any]]:
     """
     found: list[list[Any]] = []
     try:
-        with os.scandir(path) as iterator:
-            for entry in iterator:
-                if len(found) >= MAX_ENTRIES:
-                    raise FileError(f"{path}: more than {MAX_ENTRIES} entries", reason="TooManyEntries")
-                try:
-                    info = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # It has been removed meanwhile.
-                found.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
+        folder = _opened(path, os.O_DIRECTORY)
+        try:
+            with os.scandir(folder) as iterator:
+                for entry in iterator:
+                    if len(found) >= MAX_ENTRIES:
+                        raise FileError(f"{path}: more than {MAX_ENTRIES} entries", reason="TooManyEntries")
+                    try:
+                        info = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # It has been removed meanwhile.
+                    found.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
+        finally:
+            os.close(folder)
     except OSError as error:
         raise file_error(error, path) from None
     except ValueError as error:
@@ -123,6 +131,26 @@ def remove(path: str) -> None:
         raise file_error(error, path) from None
     except ValueError as error:
         raise BadRequest(f"path: {error}") from None
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file or a folder to read it.
+
+    Raises:
+        OSError: It cannot be opened.
+        FileError: It is a part of /proc, or has no place in the file system, as a descriptor of the server.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        # The kernel's own name of what was opened, whatever links led to it.
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if name == "/proc" or name.startswith(("/proc/", "/memfd:")) or not name.startswith("/"):
+            words = "in /proc, which shows the exec server to itself; read it with a command"
+            raise FileError(f"{path}: is {words}", reason="NotAFile")
+    except (OSError, FileError):
+        os.close(fd)
+        raise
+    return fd
 
 
 def _kind(mode: int) -> str:

@@ -80,11 +80,15 @@ raise SystemExit(5)
         name="files_of_the_server",
         goal="Read or change the exec server through its own files, by the tool that it serves.",
         steps=(
-            "ln -s /proc/self/mem memory; mkdir many; cd many; for i in {1..3000}; do : > $i; done; cd ..",
+            "ln -s /proc/self/mem memory; ln -s /proc/self/maps maps",
+            "mkdir many; cd many; for i in {1..3000}; do : > $i; done; cd ..",
             *(
                 edit(command="view", path=path)
                 for path in (
                     "/proc/self/environ",
+                    "/proc/thread-self/maps",
+                    "/proc/self/map_files",
+                    "maps",
                     "/proc/self/mem",
                     "memory",
                     "/proc/self/fd/3",
@@ -102,8 +106,8 @@ raise SystemExit(5)
             ),
             "echo still here",
         ),
-        shows=("^still here$",),
-        hides=("^created /proc/self/(oom|mem)",),
+        shows=("^error: .*/maps: is in /proc", "^still here$"),
+        hides=("^created /proc/self/(oom|mem)", "r-xp", "PATH=", r"^[0-9a-f]{8,}-[0-9a-f]{8,}$"),
     ),
     Attack(
         name="leased_file",

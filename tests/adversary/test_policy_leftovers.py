@@ -35,7 +35,7 @@ def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
             name="shared_segments",
             goal="Leave shared memory, semaphores and message queues to the host.",
             steps=(python(SEGMENTS), ipython("print('and from a notebook')")),
-            shows=("^made 4 of 4$", "^shm 1$", "^sem 1$", "^msg 1$"),
+            shows=("^made 3 of 3$", "^shm 1$", "^sem 1$", "^msg 1$"),
         )
     )
     assert _host_segments() - before == set()
@@ -45,6 +45,32 @@ def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
             goal="Read the shared memory of the sandbox that was here before.",
             steps=("tail -qn +2 /proc/sysvipc/{shm,sem,msg}; ls -A /dev/shm; echo end",),
             shows=(r"\Aend$",),
+        )
+    )
+
+
+def test_segments_of_run_are_gone_in_eval(lab: Lab) -> None:
+    """They belong to no process, and would take the memory in which the hidden test runs."""
+    lab.attack(
+        Attack(
+            name="segments_for_eval",
+            goal="Leave shared memory, semaphores and message queues to the hidden test, so that it fails.",
+            steps=(
+                python("""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+for key in range(1, 9):
+    segment = libc.shmget(key, 8 << 20, 0o1600)
+    ctypes.memset(libc.shmat(segment, None, 0), 1, 8 << 20)
+print("made", segment, libc.semget(1, 1, 0o1000), libc.msgget(1, 0o1666))
+"""),
+                "tail -qn +2 /proc/sysvipc/{shm,sem,msg} | wc -l",
+            ),
+            # The reward shows whether the test finds any of them.
+            test_script='[ "$(tail -qn +2 /proc/sysvipc/{shm,sem,msg} | wc -l)" = 0 ]',
+            reward=1.0,
+            shows=(r"^made \d+ \d+ \d+$", "^10$"),
         )
     )
 

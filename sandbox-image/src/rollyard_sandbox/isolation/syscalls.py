@@ -1,9 +1,13 @@
-"""The system calls that the standard library lacks: mounts and rights (mount(2), capabilities(7))."""
+"""The system calls that the standard library lacks: mounts, rights and System V objects.
+
+See mount(2), capabilities(7) and sysvipc(7).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,6 +19,7 @@ RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 409
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
 _DETACH = 2
+_IPC_RMID = 0  # linux/ipc.h
 _CAPBSET_DROP = 24
 _CAPABILITIES = 64  # A kernel's sets have room for so many.
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -79,6 +84,25 @@ def capability_sets(
     return header, (ctypes.c_uint32 * 6)(low, low, low if inheritable else 0, 0, 0, 0)
 
 
+def remove_segments() -> None:
+    """Remove all shared memory segments, semaphores and message queues of the process's ipc namespace.
+
+    They outlive the processes that made them.
+
+    Raises:
+        OSError: One of them may not be removed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind, name, none in (("shm", "shmctl", ()), ("sem", "semctl", (0,)), ("msg", "msgctl", ())):
+        try:
+            with open(f"/proc/sysvipc/{kind}", encoding="ascii") as file:
+                rows = file.read().splitlines()[1:]
+        except FileNotFoundError:
+            continue  # The kernel was built without them.
+        for row in rows:
+            call(libc, name, int(row.split()[1]), *none, _IPC_RMID, None)
+
+
 MAX_TERMINALS = 64
 """The number of pseudo-terminals that a sandbox may have open at once. Each shell has one."""
 
@@ -136,8 +160,12 @@ class Mount:
             self(*mount)
 
     def memory(self, folder: str, size: int, mode: int) -> None:
-        """Mount a new memory file system of `size` bytes over a folder."""
-        self("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},mode={mode:o}")
+        """Mount a new memory file system of `size` bytes over a folder.
+
+        It has room for one file per page, because files without content take memory of the kernel only.
+        """
+        inodes = size // resource.getpagesize()
+        self("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={inodes},mode={mode:o}")
 
     def terminals(self) -> None:
         """Mount new pseudo-terminals over /dev/pts, of which there are at most MAX_TERMINALS.

@@ -19,6 +19,7 @@ from rollyard_sandbox.errors import (
 from rollyard_sandbox.execution.bash_session import BashSession
 from rollyard_sandbox.execution.commands import Outcome
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
+from rollyard_sandbox.isolation.syscalls import remove_segments
 from rollyard_sandbox.proof import TOKEN_PROOF, answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
@@ -73,6 +74,7 @@ class Operations:
         self._loop = loop
         self._workdir = workdir
         self._protections = protections
+        self._own_namespace = own_namespace
         self._secret = secret
         self._features: tuple[str, ...] = FEATURES
         self._max_sessions = max_sessions
@@ -225,6 +227,8 @@ class Operations:
         self._end_everything()
         if left := self._control.survivors():
             raise SandboxError(f"{left} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive")
+        if self._own_namespace:
+            remove_segments()
         place, sabotage = self._places.make(), self._places.sabotage()
         if not sabotage:  # Otherwise there will be no evaluation.
             self._git_settings.put_back()

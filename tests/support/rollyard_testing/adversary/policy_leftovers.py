@@ -5,14 +5,12 @@ from __future__ import annotations
 from rollyard_testing.adversary.attacks import Attack, python
 
 SEGMENTS = """
-import ctypes, os
+import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 key = 0x5EC2E7
 made = [libc.shmget(key, 4096, 0o1666), libc.semget(key, 1, 0o1666), libc.msgget(key, 0o1666)]
 libc.shmat.restype = ctypes.c_void_p
 ctypes.memmove(libc.shmat(made[0], None, 0), b"@MARK@", 20)
-libc.mq_open = ctypes.CDLL("librt.so.1", use_errno=True).mq_open
-made.append(libc.mq_open(b"/@MARK@", os.O_CREAT | os.O_RDWR, 0o666, None))
 open("/dev/shm/@MARK@", "w").write("@MARK@")
 print("made", sum(number >= 0 for number in made), "of", len(made))
 for kind in ("shm", "sem", "msg"):

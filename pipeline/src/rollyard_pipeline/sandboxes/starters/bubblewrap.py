@@ -278,7 +278,10 @@ class BubblewrapStarter:
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
                 *runtime.argv,
-                *server_code(key, self._places, WORKDIR, runtime.path, inside=inside(key, SANDBOX_UID)),
+                *server_code(
+                    key, self._places, WORKDIR, runtime.path,
+                    inside=inside(key, SANDBOX_UID), before=_mounts(key),
+                ),
             ],
             env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
             socket_path=folder / SOCKET_NAME,
@@ -332,3 +335,14 @@ class BubblewrapStarter:
         if key.image is not None and "not ready within" not in text:
             return ImageNotUsable(f"sandbox.image {key.image!r}: {text}")
         return error
+
+
+def _mounts(key: SandboxKey) -> list[str]:
+    """Return the lines of Python code that mount what can be written, and for which bwrap bounds no files."""
+    return [
+        "import ctypes, os",
+        "from rollyard_sandbox.isolation.syscalls import Mount",
+        "mount = Mount(ctypes.CDLL(None, use_errno=True))",
+        f"for folder, (size, mode) in {memory_folders(key)!r}.items(): mount.memory(folder, size, mode)",
+        f"os.chdir({WORKDIR!r})",
+    ]

@@ -1,8 +1,8 @@
 """bubblewrap's arguments: the view of a sandbox on the file system, built as a plain list (bwrap(1)).
 
 The system is bound piece by piece, read-only. The root, /dev and everything that is not listed are
-read-only too. Only /work, /tmp and /dev/shm can be written; each is a memory file system of a fixed size
-that vanishes with the sandbox. No folder of the run folder is bound.
+read-only too. Only /work, /tmp and /dev/shm can be written: the sandbox's first process covers each with a
+memory file system of a fixed size, which vanishes with the sandbox. No folder of the run folder is bound.
 """
 
 from __future__ import annotations
@@ -57,19 +57,15 @@ def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -
     Raises:
         ImageNotUsable: The image cannot be used; see `check_image`.
     """
-    sizes = memory_folders(key)
-    arguments = [
+    return [
         *NAMESPACES,
         # The exec server is process 1, and in these namespaces it may do what it needs to make others for its
         # commands. Commands themselves have no capabilities and make no user namespaces (see
         # `rollyard_sandbox.isolation.command_namespaces`).
         "--as-pid-1",
         *_process(env),
-        *_view(key.image, runtime),
+        *_view(key.image, runtime, memory_folders(key)),
     ]
-    for folder, (size, mode) in sizes.items():
-        arguments += ["--perms", f"{mode:04o}", "--size", str(size), "--tmpfs", folder]
-    return [*arguments, "--remount-ro", "/dev", "--dir", "/run", "--remount-ro", "/", "--chdir", WORKDIR]
 
 
 def template_arguments(image: str | None, runtime: Runtime, env: Mapping[str, str]) -> list[str]:
@@ -82,11 +78,8 @@ def template_arguments(image: str | None, runtime: Runtime, env: Mapping[str, st
         ImageNotUsable: The image cannot be used; see `check_image`.
     """
     inherited = ("--unshare-pid", "--unshare-cgroup-try")
-    arguments = [*(name for name in NAMESPACES if name not in inherited), *_process(env)]
-    arguments += _view(image, runtime)
-    for folder in ("/dev/shm", "/tmp", WORKDIR, "/run"):
-        arguments += ["--dir", folder]
-    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+    own = (name for name in NAMESPACES if name not in inherited)
+    return [*own, *_process(env), *_view(image, runtime, ("/dev/shm", "/tmp", WORKDIR))]
 
 
 def memory_folders(key: SandboxKey) -> dict[str, tuple[int, int]]:
@@ -110,13 +103,17 @@ def _process(env: Mapping[str, str]) -> list[str]:
     return arguments
 
 
-def _view(image: str | None, runtime: Runtime) -> list[str]:
+def _view(image: str | None, runtime: Runtime, writable: Iterable[str]) -> list[str]:
+    """Return the arguments for a read-only view, with empty folders that can be covered to be written to."""
     arguments = host_system(runtime) if image is None else image_system(check_image(image))
     for folder in (INSIDE, f"{INSIDE}/libs", f"{INSIDE}/site", EVAL_FOLDER):
         arguments += ["--perms", "0755", "--dir", folder]
     for source, target in runtime.binds:
         arguments += ["--ro-bind", source, target]
-    return [*arguments, "--proc", "/proc", "--dev", "/dev"]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in (*writable, "/run"):
+        arguments += ["--dir", folder]
+    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
 def host_system(runtime: Runtime) -> list[str]:

@@ -18,14 +18,17 @@ from rollyard_testing.pace import patience
 _USER = 65534
 
 _PROGRAM = """
-import asyncio, json, os, sys
+import asyncio, json, os, resource, sys
 from pathlib import Path
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.doctor import sandbox_checks
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
 async def main():
+    # This is what a login shell permits; the descriptors in flight below are more.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     provider = open_provider("bubblewrap", run_dir=sys.argv[1], node="n", find_places=lambda: [])
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=40)
@@ -37,6 +40,9 @@ async def main():
             answer[name] = [result.exit_code, result.output.decode(errors="replace").strip()]
         result = await other.client.run(["bash", "-c", "echo unharmed"], timeout=20)
         answer["other"] = result.output.decode().strip()
+        answer["flight"] = (await other.client.bash(sys.argv[3], timeout=20)).text()
+        async with await provider.acquire(request, LeaseRef(rollout="r-3", token=1)) as third:
+            answer["forked"] = SandboxFolder(Path(sys.argv[1])).load(third.handle.id).monitor is None
     for sandbox_id in provider.claimed():
         await provider.release(sandbox_id)
     await provider.aclose()
@@ -46,6 +52,25 @@ async def main():
     print(json.dumps(answer))
 
 asyncio.run(main())
+"""
+
+_IN_FLIGHT = """
+import os, socket, time
+held, sent, null = [], 0, os.open("/dev/null", os.O_RDONLY)
+try:
+    while True:
+        here, there = socket.socketpair()
+        held += [here, there]
+        here.setblocking(False)
+        try:
+            while True:
+                socket.send_fds(here, [b"x"], [null] * 250)
+                sent += 250
+        except BlockingIOError:
+            continue
+except OSError as error:
+    print(sent, error.strerror, flush=True)
+time.sleep(300)
 """
 
 
@@ -99,8 +124,10 @@ def test_ordinary_user(bubblewrap_works: None, user_run_dir: Path) -> None:
         "caps": "grep -c 'Cap.*[1-9a-f]$' /proc/self/status",
         "alive": "echo alive",
     }
+    flight = f"(exec /.rollyard/venv/bin/python -c '{_IN_FLIGHT}' > flight &); "
+    flight += "until [ -s flight ]; do sleep 0.01; done; cat flight"
     done = subprocess.run(
-        [*command, "-c", _PROGRAM, str(user_run_dir), json.dumps(scripts)],
+        [*command, "-c", _PROGRAM, str(user_run_dir), json.dumps(scripts), flight],
         env=env, cwd="/", capture_output=True, text=True, timeout=patience(55),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -115,6 +142,9 @@ def test_ordinary_user(bubblewrap_works: None, user_run_dir: Path) -> None:
     for name in ("network", "system", "sysctl"):
         assert answer[name][0] != 0, name
     assert answer["alive"] == [0, "alive"]
+    # Whatever sandboxes hold in flight, the next one is still forked from a template.
+    assert "Too many references" in answer["flight"]
+    assert answer["forked"]
     assert answer["other"] == "unharmed"
     assert answer["left"] == [".sweep"]
     assert "limited per sandbox (RLIMIT_NPROC)" in answer["limits"][0]

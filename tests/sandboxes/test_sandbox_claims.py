@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.claims import Claim, ClaimRequest, shape_of
+from rollyard_crds.claims import EXEC_SERVER_ARGV, Claim, ClaimRequest, shape_of
 from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle, StageTimes
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
@@ -172,6 +172,22 @@ async def test_from_claim_to_release(cluster: Cluster, provider: ClaimProvider) 
     with pytest.raises(SandboxLost):
         await provider.attach(handle)
     await other.release(handle.id)  # Repeating it is harmless.
+
+
+async def test_what_all_pods_of_a_node_share_is_limited(cluster: Cluster, provider: ClaimProvider) -> None:
+    made = (
+        "import ctypes; c = ctypes.CDLL(None); "
+        "print(c.shmget(1, 4096, 0o1600) >= 0, c.semget(1, 1, 0o1600) >= 0, c.msgget(1, 0o1600) >= 0)"
+    )
+    async with await provider.acquire(SandboxRequest(), OWNER) as sandbox:
+        limits = await sandbox.client.bash("ulimit -q; ulimit -n")
+        assert limits.text() == "0\n4096\n"
+        segments = await sandbox.client.run([*EXEC_SERVER_ARGV[:-1], "-c", made])
+        assert segments.text() == "True True True\n"
+        await sandbox.client.begin_eval()
+        # Each of the lists has a line of titles.
+        count = "for list in /proc/sysvipc/*; do mapfile -t < $list; echo ${#MAPFILE[@]}; done"
+        assert (await sandbox.client.bash(count)).text() == "1\n1\n1\n"
 
 
 async def test_the_same_lease_gets_the_same_sandbox(cluster: Cluster, provider: ClaimProvider) -> None:

@@ -47,6 +47,9 @@ _READY = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
 ROOT_KEEPS = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
+# The kernel counts these for this user namespace and those below it, and beside that for the machine's user,
+# who starts other sandboxes, too.
+_MOST_OF_USERS = (("user_namespaces", "0"), ("inotify_instances", "16"), ("inotify_watches", "8192"))
 _SERVER_KEEPS = frozenset({18, 21})  # sys_chroot, sys_admin
 
 
@@ -86,8 +89,9 @@ class CommandNamespaces:
         self._mount.terminals()
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._users = None if options.uid is None else self._new_users(options.uid)
-        with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
-            file.write("0")
+        for name, most in _MOST_OF_USERS:
+            with open(f"/proc/sys/user/max_{name}", "w", encoding="ascii") as file:
+                file.write(most)
         limit_rights(libc, _SERVER_KEEPS | (ROOT_KEEPS if options.uid is None else frozenset()))
         self._pids = self._mounts = self._first = -1
         self._open()

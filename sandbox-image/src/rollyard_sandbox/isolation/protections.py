@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from contextlib import contextmanager
 
 from rollyard_sandbox.isolation.seccomp import CallFilter
@@ -29,6 +30,27 @@ NOT_CONFINED = "NotConfined"
 that could not enter the protections."""
 _SET_DUMPABLE = 4  # linux/prctl.h
 _LOWEST = 19  # setpriority(2)
+# The kernel counts these for all sandboxes of one user of the machine together. Message queues are therefore
+# refused. As many descriptors may be in flight on sockets as a process may have open: a worker that may have
+# more can still pass some when sandboxes hold all that they can (unix(7), ETOOMANYREFS).
+_LIMITS = {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_NOFILE: 4096}
+# These are counted for a user namespace, too: queued signals with timers, and bytes of locked memory.
+_LIMITS_OF_USERS = {resource.RLIMIT_SIGPENDING: 1024, resource.RLIMIT_MEMLOCK: 64 << 10}
+
+
+def limit_shared_resources(*, own_users: bool) -> None:
+    """Limit what this process and its commands take of the resources that all sandboxes of a user share.
+
+    Args:
+        own_users: Whether this process has a user namespace of its own.
+    """
+    for number, limit in (_LIMITS | (_LIMITS_OF_USERS if own_users else {})).items():
+        hard = resource.getrlimit(number)[1]
+        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        try:
+            resource.setrlimit(number, (allowed, allowed))
+        except ValueError:
+            continue  # A gVisor kernel refuses some of them, and has one sandbox only.
 
 
 class Protections:

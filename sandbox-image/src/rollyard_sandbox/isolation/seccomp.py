@@ -2,9 +2,10 @@
 
 The filter refuses what Docker's default profile refuses to a container without privileges: tracing other
 processes and reading their memory and descriptors, mounting, new namespaces, key rings, BPF, io_uring, and
-what only a machine's administrator needs. Calls of other ABIs of the same processor (i386, x32) end the
-process or are unknown, because a second set of numbers would lead around the filter. On a processor that is
-not listed here there is no filter.
+what only a machine's administrator needs. Contexts of asynchronous I/O are refused, too, because the kernel
+counts them for the whole machine (fs.aio-max-nr). Calls of other ABIs of the same processor (i386, x32) end
+the process or are unknown, because a second set of numbers would lead around the filter. On a processor that
+is not listed here there is no filter.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
     "vhangup": (153, 58),
 }
-_SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "unshare": (272, 97)}
+# These fail as in a kernel that lacks them, so that libraries use something else. The flags of clone3 lie in
+# memory, where a filter cannot see them.
+_ABSENT = {"clone3": (435, 435), "io_setup": (206, 0)}
+_SPECIAL = {"clone": (56, 220), "socket": (41, 198), "unshare": (272, 97)}
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _LEAF = 4  # Up to so many calls are compared one after the other.
 
@@ -111,9 +115,8 @@ def program(machine: str) -> bytes | None:
         return None
     column = list(_AUDIT).index(machine)
     actions = {number: _answer(errno.EPERM) for number in refused_calls(machine).values()}
+    actions |= {row[column]: _answer(errno.ENOSYS) for row in _ABSENT.values()}
     special = {name: row[column] for name, row in _SPECIAL.items()}
-    # A filter cannot see clone3's flags, which lie in memory. After ENOSYS libc uses clone.
-    actions[special["clone3"]] = _answer(errno.ENOSYS)
     actions[special["clone"]] = _if_any_bit(_NEW_NAMESPACES)
     actions[special["unshare"]] = _if_any_bit(_NEW_NAMESPACES | _NEW_TIME)
     # No network namespace contains these sockets, which lead from a virtual machine to its host.

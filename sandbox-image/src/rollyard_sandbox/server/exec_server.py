@@ -18,7 +18,12 @@ from rollyard_sandbox.errors import ConnectionLost, TokenRefused
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.isolation import network, peers
-from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED, Protections
+from rollyard_sandbox.isolation.protections import (
+    FAILED,
+    NOT_CONFINED,
+    Protections,
+    limit_shared_resources,
+)
 from rollyard_sandbox.server.connection import Connection
 from rollyard_sandbox.server.operations import Operations
 from rollyard_sandbox.server.options import ServerOptions
@@ -250,6 +255,8 @@ def serve(options: ServerOptions) -> int:
     """Run a server until shutdown, SIGTERM or the end of the lease, and return the exit status."""
     if os.getpid() != 1:  # Process 1 inherits orphans anyway.
         processes.become_subreaper()
+    if options.filter_calls:
+        limit_shared_resources(own_users=options.namespaces is not None)
     try:
         protections = Protections(
             filter_calls=options.filter_calls, namespaces=options.namespaces, yielding=options.yielding

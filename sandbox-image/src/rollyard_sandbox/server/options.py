@@ -34,7 +34,8 @@ class ServerOptions:
         allow_loopback: Whether TCP connections may come from this machine itself, that is from the
             sandbox's own commands. If the server listens on a loopback address only, they always may.
         namespaces: The namespaces of commands. With None commands share those of the server.
-        filter_calls: Whether commands get a filter of system calls (see `isolation.seccomp`).
+        filter_calls: Whether commands get a filter of system calls (see `isolation.seccomp`), and limits on
+            what sandboxes share (see `isolation.protections`).
         yielding: Whether commands run at the lowest priority. This is for a sandbox whose processor time is
             limited by a control group, in which they compete with nothing but the server.
     """

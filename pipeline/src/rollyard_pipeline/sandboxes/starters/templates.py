@@ -132,11 +132,16 @@ class Template:
 class Templates:
     """The templates of one worker, by root folder.
 
+    They raise this process's limit of open files to the permitted maximum, because no process can pass
+    descriptors while its user has more of them in flight. Sandboxes of the same user may have thousands.
+
     Args:
         launch: Starts a template for a root folder, whose end of the socket it is given.
     """
 
     def __init__(self, launch: Callable[[str | None, int], Awaitable[object]]) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._launch = launch
         self._running: OrderedDict[str | None, Template] = OrderedDict()
         self._starting = asyncio.Lock()

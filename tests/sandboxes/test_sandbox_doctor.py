@@ -133,6 +133,17 @@ async def test_root_without_control_groups_is_warned(run_dir: Path, caplog: pyte
     assert "the limit on processes does not bind" in caplog.text
 
 
+# The forms of published recordings of machines on which systemd mounts version 2 only.
+MOUNTS_V2 = (
+    "24 31 0:22 / /sys rw,nosuid,nodev,noexec,relatime shared:7 - sysfs sysfs rw\n"
+    "25 31 0:23 / /proc rw,nosuid,nodev,noexec,relatime shared:12 - proc proc rw\n"
+    "34 24 0:29 / {mount} rw,nosuid,nodev,noexec,relatime shared:9"
+    " - cgroup2 cgroup2 rw,nsdelegate,memory_recursiveprot\n"
+)
+CONTROLLERS_V2 = "cpuset cpu io memory hugetlb pids rdma misc\n"
+EVENTS_V2 = "low 0\nhigh 0\nmax 35\noom 1\noom_kill 3\noom_group_kill 1\n"
+
+
 def fake_v2(tmp_path: Path, own: str, given: dict[str, str]) -> Path:
     """Make a /proc/self and a version 2 hierarchy as plain folders: what is written can be read back."""
     mount = tmp_path / "cgroup"
@@ -140,12 +151,12 @@ def fake_v2(tmp_path: Path, own: str, given: dict[str, str]) -> Path:
         group = mount / name
         group.mkdir(parents=True, exist_ok=True)
         (group / "cgroup.subtree_control").write_text(controllers)
-        (group / "cgroup.controllers").write_text("cpu memory pids")
+        (group / "cgroup.controllers").write_text(CONTROLLERS_V2)
         (group / "cgroup.procs").touch()
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "cgroup").write_text(f"0::{own}\n")
-    (proc / "mountinfo").write_text(f"30 24 0:27 / {mount} rw,relatime - cgroup2 cgroup2 rw\n")
+    (proc / "mountinfo").write_text(MOUNTS_V2.format(mount=mount))
     return proc
 
 
@@ -171,21 +182,21 @@ def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
     place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))  # type: ignore[arg-type]
     (group,) = cgroups.create([place], "abc", CgroupLimits(cpu=0.5, memory_bytes=1000, processes=7))
     written = {file.name: file.read_text() for file in group.iterdir()}
-    assert written["pids.max"] == "7"
     if version == 1:
         assert (written["memory.limit_in_bytes"], written["cpu.cfs_quota_us"]) == ("1000", "50000")
+        assert (written["memory.kmem.tcp.limit_in_bytes"], written["pids.max"]) == ("125", "7")
     else:
-        assert (written["memory.max"], written["memory.swap.max"], written["cpu.max"]) == (
-            "1000",
-            "0",
-            "50000 100000",
-        )
+        # Version 2 counts buffers of sockets with all other memory (the line `sock` of memory.stat).
+        assert written == {
+            "memory.max": "1000", "memory.swap.max": "0", "memory.oom.group": "0", "pids.max": "7",
+            "cpu.max": "50000 100000",
+        }  # fmt: skip
 
 
 def test_oom_kills_of_both_versions(tmp_path: Path) -> None:
     for name, file, text in (
         ("1", "memory.oom_control", "oom_kill 2\n"),
-        ("2", "memory.events", "oom 4\noom_kill 3\n"),
+        ("2", "memory.events", EVENTS_V2),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)

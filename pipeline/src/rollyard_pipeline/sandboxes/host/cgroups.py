@@ -165,14 +165,17 @@ def _weigh(place: CgroupPlace) -> CgroupPlace:
 def _settings(place: CgroupPlace, limits: CgroupLimits) -> list[tuple[str, str]]:
     """Return the files and values to write.
 
-    A leading `?` marks a file that may be missing (swap accounting).
+    A leading `?` marks a file that may be missing (accounting of swap and of sockets).
     """
     memory, pids = str(limits.memory_bytes), str(limits.processes)
     quota = str(max(1000, int(limits.cpu * CPU_PERIOD_US)))
     settings: list[tuple[str, str]] = []
     if place.version == 1:
         if "memory" in place.controllers:
+            # Buffers of sockets are counted apart from other memory, and only where they are limited.
+            sockets = str(limits.memory_bytes // 8)
             settings += [("memory.limit_in_bytes", memory), ("?memory.memsw.limit_in_bytes", memory)]
+            settings += [("?memory.kmem.tcp.limit_in_bytes", sockets)]
         if "pids" in place.controllers:
             settings += [("pids.max", pids)]
         if "cpu" in place.controllers:

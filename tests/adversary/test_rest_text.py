@@ -155,6 +155,29 @@ async def test_a_pushed_task_that_nests_too_deep_is_refused_by_line(yard: Yard, 
         assert answer.json()["detail"].startswith("line 1: ")
 
 
+HALF = "holds half of a character"
+
+
+async def test_half_a_character_is_refused_by_field(yard: Yard) -> None:
+    """It could be stored nowhere, and a job with it could not be written again."""
+    half = '["\\ud800"]'
+    answer = await yard.admin.post("/v1/rolloutjobs", content=_manifest(half))
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith(f"spec.tasks.inline[0].metadata.a[0]: {HALF}")
+    manifest = orjson.loads(_manifest("1"))
+    manifest["spec"]["tasks"] = {"stream": True}
+    assert (await yard.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+    task = f'{{"id": "t", "prompt": "p", "metadata": {{"a": {half}}}}}'
+    for text, kind, status, where in (
+        (f"\n{task}\n", "application/x-ndjson", 422, "line 2: metadata.a[0]"),
+        (f'{{"tasks": [{task}]}}', "application/json", 400, "tasks[0].metadata.a[0]"),
+    ):
+        headers = {"Content-Type": kind}
+        answer = await yard.admin.post("/v1/rolloutjobs/deep/tasks", content=text, headers=headers)
+        assert answer.status_code == status
+        assert answer.json()["detail"].startswith(f"{where}: {HALF}")
+
+
 async def test_no_result_of_a_worker_is_an_error_of_the_server(yard: Yard) -> None:
     """A worker would repeat an answer of 500 for ever, as if the control plane were away."""
     await yard.submit("mine")

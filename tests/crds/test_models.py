@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.dynamic_sampling import MAX_IN_FLIGHT_ROLLOUTS, DynamicSampling
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, Repository, SweTests
+from rollyard_crds.reading.task_list import TaskListError, parse_lines
+from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import MAX_DEPTH, Task, folder_problem
 from rollyard_crds.trajectory import Segment
 from rollyard_crds.weights import LogprobReference, WeightSource
@@ -22,6 +25,37 @@ TOKENS = {
     "policy_versions": ["v", ""],
 }  # fmt: skip
 CHECKPOINT, LORA = {"checkpoint": {"path": "/a"}}, {"lora": {"name": "a", "path": "/a"}}
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"prompt": HALF}, "prompt"),
+        ({"prompt": "p", "metadata": {"a": [{"b": f"x{HALF}"}]}}, "metadata.a[0].b"),
+        ({"prompt": "p", "metadata": {HALF: 1}}, r"metadata.\ud800"),
+        ({"prompt": "p", "sandbox": {"env": {"A": HALF}}}, "sandbox.env.A"),
+        ({"prompt": "p", "solution": [{"name": "bash", "arguments": {"command": HALF}}]},
+         "solution[0].arguments.command"),
+        ({"prompt": "p", HALF: 1}, r"\ud800"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused_by_line_and_field(given: dict[str, Any], place: str) -> None:
+    lines = ['{"id": "a", "prompt": "\\ud83d\\ude00 is whole"}', json.dumps({"id": "b", **given})]
+    with pytest.raises(TaskListError) as caught:
+        parse_lines(lines)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(f"line 2: {place}: holds half of a character")
+    with pytest.raises(ValidationError):
+        Task.model_validate({"id": "b", **given})
+
+
+def test_half_a_character_in_a_row_of_another_format_is_refused_by_its_field() -> None:
+    row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": HALF}
+    with pytest.raises(TaskListError, match=r"^line 1: test: holds half of a character"):
+        parse_lines([json.dumps(row)], TaskSource(url="file:///a", format="humaneval"))
 
 
 def nested(depth: int) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
 from rollyard_crds.fields.allowed_hosts import MAX_HOSTS, AllowedHost, HostRule
 from rollyard_crds.fields.code_tests import CodeTests
-from rollyard_crds.fields.nesting import deeper_than
+from rollyard_crds.fields.nesting import HALF_CHARACTER, deeper_than, lone_surrogate
 from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.harbor.folder import HarborFolder
 
@@ -174,9 +175,15 @@ class Task(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_bottomless(cls, document: Any) -> Any:
+    def _can_be_written(cls, document: Any) -> Any:
         if deeper_than(document, MAX_DEPTH):
             raise ValueError(f"lists and objects may nest {MAX_DEPTH} deep")
+        place = lone_surrogate(document)
+        if place is not None:
+            fault = PydanticCustomError("lone_surrogate", HALF_CHARACTER)
+            raise ValidationError.from_exception_data(
+                cls.__name__, [{"type": fault, "loc": place, "input": {}}]
+            )
         return document
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 import orjson
+from rollyard_crds.fields.nesting import HALF_CHARACTER, lone_surrogate
 
 from rollyard_api.core.problems import Malformed
 
@@ -53,23 +54,27 @@ def decode(body: bytes, content_type: str) -> Any:
         # orjson itself stops at depth 1024.
         return orjson.loads(body or b"{}")
     except (ValueError, msgpack.UnpackException) as error:
-        if where := _not_finite(body):
-            raise Malformed(f"{where}: must be a finite number", errors=[f"{where}: not finite"]) from error
+        if problem := _problem(body):
+            raise Malformed(problem, errors=[problem]) from error
         raise Malformed(f"the body cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
-def _not_finite(body: bytes) -> str:
-    """Return the field of a body that holds NaN, Infinity or a number too large for a double.
+def _problem(body: bytes) -> str:
+    """Return the field of a body that JSON or UTF-8 cannot express, and what would be right.
 
-    JSON has no such numbers. The result is empty if there is no such field, or if the body is not JSON for
-    another reason.
+    These are NaN, Infinity, numbers too large for a double, and halves of characters. The result is empty if
+    there is no such field, or if the body is not JSON for another reason.
     """
     if len(body) > _EXPLAINED_BYTES:
         return ""
     try:
-        document = json.loads(body)  # Python's own parser accepts all of these numbers.
+        document = json.loads(body)  # Python's own parser accepts all of these.
     except (ValueError, RecursionError):
         return ""
+    place = lone_surrogate(document)
+    if place is not None:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+        return f"{''.join(parts).removeprefix('.')[:256]}: {HALF_CHARACTER}"
     left: list[tuple[str, Any]] = [("", document)]
     while left:
         name, value = left.pop()
@@ -79,7 +84,7 @@ def _not_finite(body: bytes) -> str:
             case list():
                 left += [(f"{name}[{place}]", inner) for place, inner in enumerate(value)]
             case int() | float() if not -_LARGEST <= value <= _LARGEST:
-                return name[:256]
+                return f"{name[:256]}: must be a finite number"
     return ""
 
 

@@ -1,9 +1,16 @@
-"""How deep lists and objects of a decoded document nest."""
+"""Decoded documents: how deep lists and objects nest, and whether texts can be written as UTF-8."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, Final
+
+HALF_CHARACTER: Final = (
+    "holds half of a character, such as \\ud800 alone, which UTF-8 cannot express: write the whole "
+    "character, such as \\ud83d\\ude00, or \\ufffd"
+)
+"""What is wrong with the text that `lone_surrogate` finds, and what would be right."""
 
 
 def deeper_than(document: Any, most: int) -> bool:
@@ -19,3 +26,36 @@ def deeper_than(document: Any, most: int) -> bool:
             return False
         level = list(chain.from_iterable(v.values() if type(v) is dict else v for v in level))
     return True
+
+
+def lone_surrogate(document: Any) -> tuple[int | str, ...] | None:
+    """Return where a document has a text with half of a character, or None if it has none.
+
+    JSON can express such a text, as `"\\ud800"`, and UTF-8 cannot. The place is the keys and indices that
+    lead to it. No depth exhausts the stack.
+    """
+    waiting: list[tuple[tuple[int | str, ...], Any]] = [((), document)]
+    while waiting:
+        place, value = waiting.pop()
+        pairs: Iterable[tuple[Any, Any]] = ()
+        if type(value) is dict:
+            for key in value:
+                if type(key) is str and not _whole(key):
+                    return (*place, ascii(key)[1:-1])
+            pairs = value.items()
+        elif type(value) is list:
+            pairs = enumerate(value)
+        for key, inner in pairs:
+            if type(inner) is str:
+                if not _whole(inner):
+                    return (*place, key)
+            elif type(inner) is dict or type(inner) is list:
+                waiting.append(((*place, key), inner))
+    return None
+
+
+def _whole(text: str) -> bool:
+    try:
+        return text.isascii() or text.encode() is not None
+    except UnicodeEncodeError:
+        return False

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollyard_crds.errors import CrdsError
+from rollyard_crds.fields.nesting import HALF_CHARACTER, lone_surrogate
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.task_selection import TaskSelection
 from rollyard_crds.rolloutjob import TaskSource
@@ -119,6 +120,9 @@ class TaskLines:
             what = f", not {type(document).__name__}" if self._quote else ""
             return [f"must be a JSON object{what}"], None
         if self._format is not None:
+            place = lone_surrogate(document)
+            if place is not None:
+                return [f"{place[0]!s}: {HALF_CHARACTER}" if self._quote else HALF_CHARACTER], None
             try:
                 document = self._format.task(Row(document, self._number))
             except RowRefused as error:

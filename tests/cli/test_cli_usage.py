@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rollyard.commands.slurm_bridge import group, running
 from rollyard.doctor import check_cluster
+from rollyard.local.options import check_model_folder, shipped_model
 from rollyard.main import COMMANDS, main
 
 JOB: dict[str, Any] = {
@@ -237,6 +238,48 @@ def test_up_refuses_what_it_cannot_use(
     assert "is no program that can be run" in capsys.readouterr().err
     assert main(["up", "--backend", f"http://127.0.0.1:{free_port}", "--model", "m"]) == 1
     assert "does not answer as a vLLM-compatible server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "files", "missing"),
+    [
+        ("embedded", (), "no genai_config.json, no tokenizer.json, no *.onnx"),
+        (
+            "embedded",
+            ("config.json", "tokenizer.json", "model.safetensors"),
+            "no genai_config.json, no *.onnx",
+        ),
+        ("vllm", (), "no config.json, no tokenizer.json, no *.safetensors, *.bin or *.pt"),
+        ("vllm", ("config.json", "model.safetensors"), "no tokenizer.json;"),
+        ("vllm", ("config.json", "tokenizer.json", "tokenizer.bin.txt"), "no *.safetensors"),
+        ("vllm", ("tokenizer.json", "pytorch_model.bin"), "no config.json;"),
+    ],
+)
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_up_refuses_a_folder_without_a_model(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    engine: str,
+    files: tuple[str, ...],
+    missing: str,
+    detach: tuple[str, ...],
+) -> None:
+    folder, home = tmp_path / "m", tmp_path / "h"
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    assert main(["up", "--engine", engine, "--model", str(folder), "--home", str(home), *detach]) == 2
+    assert f"--model: {folder} has {missing}" in capsys.readouterr().err
+    assert not home.exists()
+
+
+def test_a_model_folder_is_whole(tmp_path: Path) -> None:
+    check_model_folder(shipped_model(), "embedded", ())
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    check_model_folder(tmp_path, "vllm", ("--load-format=dummy",))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    check_model_folder(tmp_path, "vllm", ())
 
 
 BRIDGE = ["slurm-bridge", "up"]

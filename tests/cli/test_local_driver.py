@@ -222,7 +222,7 @@ def test_a_job_from_submit_to_file_and_nothing_left(
     }
 
     second = subprocess.run(
-        [sys.executable, "-m", "rollyard", "up", *home, "--port", "0", "--model", str(tmp_path / "model")],
+        [sys.executable, "-m", "rollyard", "up", *home, "--port", "0"],
         capture_output=True,
         text=True,
     )
@@ -286,3 +286,43 @@ def test_without_a_backend_rollouts_wait_for_the_time_that_was_asked_for(
         if up.process.poll() is None:
             up.process.kill()
             up.process.wait()
+
+
+def vllm(folder: Path, script: str) -> list[str]:
+    """Return the arguments of a detached `up` whose vLLM is a shell script, with a whole model folder."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    model = Path(__file__).parents[2] / "examples" / "tiny-policy" / "hf"
+    arguments = ["up", "--detach", "--home", str(folder / "h"), "--port", "0", "--sandbox", "process"]
+    return [*arguments, "--engine", "vllm", "--vllm-python", str(program), "--model", str(model)]
+
+
+def test_a_server_that_does_not_start_fails_the_detached_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(vllm(tmp_path, "echo 'ValueError: no room for the cache'; exit 3")) == 1
+    error = capsys.readouterr().err
+    assert "exited with 3 (ValueError: no room for the cache)" in error
+    assert len(error.splitlines()) == 1
+    home = Home(tmp_path / "h")
+    assert home.supervisor() is None
+    assert not list(home.pids.glob("*.json"))
+    log = (home.logs / "up.log").read_text()
+    assert "trouble: " in log
+    assert "exited with 3" in log
+    assert "stopped; nothing is left running" in log
+
+
+# The command of a shell ends here; this process lives on, and its object for the running program does not.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_server_that_loads_for_long_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard.commands.up.MODEL_SECONDS", 0.0)
+    assert main(vllm(tmp_path, "exec sleep 600")) == 0
+    try:
+        assert "its backends are still starting" in capsys.readouterr().out
+        assert Home(tmp_path / "h").supervisor() is not None
+    finally:
+        assert main(["down", "--home", str(tmp_path / "h")]) == 0

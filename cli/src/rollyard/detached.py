@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from rollyard_drivers.host.log_file import last_line
 from rollyard.errors import StartFailed
 
 LOOK_SECONDS = 0.05
+END_SECONDS = 30.0
+"""The time in seconds that a program has to end before its failure is reported. It ends by itself later."""
 
 
 def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seconds: float) -> str:
@@ -22,11 +25,12 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
     Args:
         arguments: The command and its arguments.
         log: The file to which the program's output is appended.
-        ready: A function of the pid. It returns a line about the program, or "" while that is not ready.
+        ready: A function of the pid. It returns a line about the program, or "" while that is not ready. If
+            it raises StartFailed, the program is ended.
         seconds: The longest wait in seconds.
 
     Raises:
-        StartFailed: The program ended, or it was not ready in time and was asked to end.
+        StartFailed: The program ended, or it was not ready in time or failed, and was asked to end.
     """
     what = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
     with log.open("ab") as output:
@@ -46,8 +50,14 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             text = last_line(log).removeprefix("rollyard: ") if wrote else ""
             text = text or f"{what} ended"
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
-        if told := ready(process.pid):
-            return told
+        try:
+            if told := ready(process.pid):
+                return told
+        except StartFailed:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            raise
         time.sleep(LOOK_SECONDS)
     process.terminate()
     raise StartFailed(f"{what} was not ready within {seconds:.0f} s (log: {log})")

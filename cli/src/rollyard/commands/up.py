@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from rollyard.local.options import Options
 
 DETACH_SECONDS = 90.0
+MODEL_SECONDS = 60.0
+"""The time in seconds after which `--detach` returns although no backend is ready. vLLM may load a model for
+minutes."""
 LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
 NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 
@@ -152,7 +156,7 @@ NO_BACKEND_SECONDS = click.FloatRange(1.0, 365 * 86400.0)
 )
 @telemetry_options
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
-@click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")
+@click.option("--detach", is_flag=True, help="Return once a backend is ready; stop it with `rollyard down`.")
 def command(
     backend_url: str,
     engine: str,
@@ -201,7 +205,7 @@ def command(
 
     from rollyard.errors import UsageProblem
     from rollyard.extras import require
-    from rollyard.local.options import Options
+    from rollyard.local.options import Options, check_model_folder
 
     embedded = ("engine",) if engine == "embedded" and not backend_url else ()
     require("`rollyard up`", "local", "api", "worker", "sandbox", *embedded)
@@ -253,8 +257,7 @@ def command(
         raise UsageProblem("--tokenizer goes with --backend; an embedded engine reads its model folder")
     if model and not backend_url:
         folder = Path(model).expanduser().resolve()
-        if not folder.is_dir():
-            raise UsageProblem(f"--model: {folder} is no folder")
+        check_model_folder(folder, engine, engine_args)
         model = str(folder)
     if backend_url:
         from rollyard.local.external import served
@@ -311,7 +314,7 @@ def _detach(home: Home, options: Options) -> None:
     from rollyard_drivers.host.home import read_json
 
     from rollyard import detached
-    from rollyard.errors import HomeInUse
+    from rollyard.errors import HomeInUse, StartFailed
 
     running = home.supervisor()
     if running is not None:
@@ -356,8 +359,15 @@ def _detach(home: Home, options: Options) -> None:
         context, supervisor = read_json(home.context_file), home.supervisor()
         if context is None or supervisor is None or supervisor.pid != pid:
             return ""
-        return f"Rollyard runs at {context['url']} (process {pid}, home {home.root})"
+        runs = f"Rollyard runs at {context['url']} (process {pid}, home {home.root})"
+        backends = read_json(home.backends_file) or {}
+        if backends.get("trouble"):
+            raise StartFailed(f"{backends['trouble']} (logs: {home.logs})")
+        if not backends.get("ready") and time.monotonic() < begun + MODEL_SECONDS:
+            return ""
+        return runs if backends.get("ready") else f"{runs}; its backends are still starting"
 
+    begun = time.monotonic()
     click.echo(detached.start(["up", *arguments], log, ready, DETACH_SECONDS))
     click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")
 

@@ -29,6 +29,7 @@ from rollyard_drivers.reconcile.plan import (
     WorkloadState,
 )
 from rollyard_drivers.reconcile.replacements import Replacements
+from rollyard_drivers.reconcile.workloads import exit_text
 
 from rollyard.errors import CannotStart
 from rollyard.local.gpus import choose, visible_gpus
@@ -69,6 +70,18 @@ class _Entry:
     """How the process that ran before this one ended."""
     worker: str = ""
     """The name under which a stage worker leases rollouts. Its successor has another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendNote:
+    """How a backend fares."""
+
+    name: str
+    owner: Owner
+    ready: bool
+    """Whether it takes requests."""
+    trouble: str
+    """Why it was not started, or how it has ended, or ""."""
 
 
 async def _listening(port_file: Path, host: str) -> str:
@@ -126,6 +139,21 @@ class Fleet:
         return tuple(
             self._observe(entry) for entry in self._entries.values() if entry.workload.owner == owner
         )
+
+    def backends(self) -> list[BackendNote]:
+        """Return how each backend fares that is not being stopped."""
+        return [
+            BackendNote(
+                name,
+                entry.workload.owner,
+                entry.health.ready,
+                "" if seen.state != "exited"
+                else f"{name} is not started: {seen.message}" if entry.failure
+                else exit_text(seen),
+            )
+            for name, entry in self._entries.items()
+            if entry.workload.kind == "backend" and (seen := self._observe(entry)).state != "stopping"
+        ]  # fmt: skip
 
     def ended_workers(self, owner: Owner) -> tuple[str, ...]:
         """Return no worker, because `observed` holds every worker that has ended."""

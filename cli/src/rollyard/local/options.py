@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
+from rollyard_crds.reading.engine_arguments import is_given
 from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
 
-from rollyard.errors import LookupFailed
+from rollyard.errors import LookupFailed, UsageProblem
 
 DEFAULT_PORT = 8765
 DEFAULT_PRORL_PORT = 8006
@@ -17,6 +21,12 @@ DEFAULT_READY_WORKERS = 1
 DEFAULT_LEASE_SECONDS = 15.0
 """The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for a
 network."""
+_WEIGHTS: Final = "*.safetensors, *.bin or *.pt"
+_MODEL_FILES: Final = {
+    "embedded": ("genai_config.json", "tokenizer.json", "*.onnx"),
+    "vllm": ("config.json", "tokenizer.json", _WEIGHTS),
+}
+"""The files that a model folder needs, by engine: names or patterns, of which one must be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +118,29 @@ def shipped_model() -> Path:
         "this installation lacks the shipped model (rollyard_engine/models/tiny-policy); "
         "give one with --model DIR, or a running server with --backend URL"
     )
+
+
+def check_model_folder(folder: Path, engine: str, engine_args: Sequence[str]) -> None:
+    """Check that a folder holds what an engine needs of a model.
+
+    Args:
+        folder: The folder.
+        engine: The engine, `embedded` or `vllm`.
+        engine_args: Its arguments. With `--load-format`, vLLM may find the weights elsewhere or need none.
+
+    Raises:
+        UsageProblem: There is no such folder, or it lacks a file. The message names all that are missing.
+    """
+    if not folder.is_dir():
+        raise UsageProblem(f"--model: {folder} is no folder")
+    needed = [
+        names
+        for names in _MODEL_FILES[engine]
+        if names != _WEIGHTS or not is_given(engine_args, "--load-format")
+    ]
+    missing = [names for names in needed if not any(map(list, map(folder.glob, re.split(", | or ", names))))]
+    if missing:
+        kind = "an ONNX model of onnxruntime-genai" if engine == "embedded" else "a Hugging Face model"
+        raise UsageProblem(
+            f"--model: {folder} has no {', no '.join(missing)}; give a folder with {kind} and its tokenizer"
+        )

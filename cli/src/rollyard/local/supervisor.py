@@ -23,7 +23,7 @@ from rollyard_crds.security.job_token import job_token
 from rollyard_drivers.host.child import Folders, sweep
 from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
 from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings, ProrlOptions
-from rollyard_drivers.host.home import Home
+from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_drivers.reconcile.placement import is_for
@@ -173,6 +173,9 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._on_trouble = on_trouble
+        self._troubles: dict[str, str] = {}
+        """The last end of each backend that was reported."""
+        self._noted: dict[str, Any] = {}
 
     def stop(self) -> None:
         """Make `run` return after it has drained and stopped everything."""
@@ -189,12 +192,14 @@ class Supervisor:
         with self._home.locked():
             swept = sweep(self._home.pids)
             self._home.remove_context()
+            self._home.backends_file.unlink(missing_ok=True)
             self._home.write_supervisor(os.getpid())
             try:
                 async with httpx.AsyncClient(trust_env=False) as http:
                     await self._serve(http, pool, tuple(swept))
             finally:
                 self._home.remove_context()
+                self._home.backends_file.unlink(missing_ok=True)
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
@@ -225,7 +230,7 @@ class Supervisor:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 mine = partial(is_for, driver="local")
                 driver = Driver(store, fleet, PROFILE, self._on_trouble, takes=mine, serves=mine)
-                turning = group.create_task(self._loop(driver), name="reconcile")
+                turning = group.create_task(self._loop(driver, fleet), name="reconcile")
                 watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
                 standing.cancel()
@@ -241,6 +246,21 @@ class Supervisor:
         """Return a function that makes the token of the workers of one RolloutJob."""
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
+    def _note_backends(self, fleet: Fleet) -> None:
+        """Report what ends backends, once for each end of another kind, and note how their start fares."""
+        backends = fleet.backends()
+        for one in backends:
+            if one.trouble and self._troubles.get(one.name) != one.trouble:
+                self._troubles[one.name] = one.trouble
+                self._on_trouble(one.trouble)
+        own = [one for one in backends if one.owner.name == DEFAULT_POOL]
+        ready = bool(self._options.backend_url or not self._options.replicas or any(o.ready for o in own))
+        trouble = "" if ready else "; ".join(one.trouble for one in own if one.trouble)
+        noted = {"ready": ready, "trouble": trouble}
+        if noted != self._noted:
+            self._noted = noted
+            write_json(self._home.backends_file, noted)
+
     async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None) -> None:
         # The workers end first, while the control plane can still take back the rollouts that they hold.
         if fleet is not None:
@@ -250,9 +270,11 @@ class Supervisor:
         if self._sweep_sandboxes is not None:
             await self._sweep_sandboxes()
 
-    async def _loop(self, driver: Driver) -> None:
+    async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         while True:
             self._wake.clear()
+            # This comes before the pass, which starts a backend again that has ended.
+            self._note_backends(fleet)
             await driver.run_pass(datetime.now(UTC))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_SECONDS):

@@ -74,6 +74,14 @@ class Home:
         """The file that identifies the running supervisor, for `rollyard down`."""
         return self.root / "supervisor.json"
 
+    @property
+    def backends_file(self) -> Path:
+        """The file in which the supervisor notes how the start of its backends fares.
+
+        It holds an object: `ready` is true once one takes requests, and `trouble` says why one has ended.
+        """
+        return self.root / "backends.json"
+
     def worker_token_file(self, workload: str) -> Path:
         """Return the path of the file with a stage worker's token, which serves the worker's job only."""
         return self.state / "worker-tokens" / workload

@@ -230,3 +230,17 @@ async def _with_async_client(url: str, token: str, checkpoint: Path, right: dict
         done = await client.wait_weights("p", update.id, timeout=patience(60))
         assert (done.state, done.in_flight, done.verified) == ("Succeeded", "restart", True)
         assert [one.policy_version for one in await client.weight_updates("p")][:2] == ["a1", "s2"]
+
+
+def test_an_update_of_a_pool_without_backends_says_that_it_waits_for_one(
+    yard: tuple[str, str, str], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"model": "m", "engine": {"type": "embedded"}, "replicas": 0}
+    head = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": "empty"}}
+    with Client(yard[0], yard[1]) as client:
+        client.create_pool({**head, "spec": spec})
+    asked = ["weights", "empty", "--version", "e1", "--checkpoint", str(checkpoint), "--require-verified"]
+    assert main(asked) == 0
+    assert "e1 Running, 0 of 0 backends; waits for a backend" in capsys.readouterr().out
+    assert main([*asked, "--wait", "--timeout", "0.2"]) != 0
+    assert "has not ended within 0.2 s; waits for a backend" in capsys.readouterr().err

@@ -50,8 +50,8 @@ def awaited(job: RolloutJob) -> str:
 
 def update_timed_out(update: WeightUpdate, pool: str, seconds: float) -> str:
     """Return the message about a weight update that has not ended in time."""
-    behind = [part.url for part in update.backends if part.step != "Done"]
+    behind = ", ".join(part.url for part in update.backends if part.step != "Done")
     return (
         f"weight update {update.id} ({update.policy_version}) of BackendPool {pool!r} has not ended within "
-        f"{seconds:g} s; not done: {', '.join(behind) or 'none'}"
+        f"{seconds:g} s; {f'not done: {behind}' if behind else update.message or 'all backends are done'}"
     )

@@ -347,7 +347,7 @@ def _document(pool: PoolRow, rows: Sequence[BackendRow], active: dict[str, int])
             "replicas": len(rows),
             "selector": "",
             **loads(pool.status),
-            "readyReplicas": sum(bool(b.ready) for b in rows),
+            "readyReplicas": sum(bool(b.ready and b.weights == "Current" and not b.draining) for b in rows),
             "policyVersion": pool.policy_version,
             "paused": bool(pool.paused),
             "backends": [_backend(b, active.get(b.url, 0)) for b in rows],

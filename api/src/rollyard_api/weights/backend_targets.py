@@ -43,11 +43,16 @@ class BackendTarget:
 
     @property
     def begun(self) -> bool:
-        """Whether the update is in progress, as opposed to repeated for a server that lost its weights."""
+        """Whether the update is in progress, as opposed to repeated for a server that lost its weights.
+
+        Pushed weights are only in the servers that the pool had when they were pushed.
+        """
         if self.update is None or self.update.state != "Running":
             return False
         part = progress_of(self.update).get(self.row.url)
-        return part is None or part.step != "Done"
+        if part is None:
+            return not update_records.request_of(self.update).source.pushed
+        return part.step != "Done"
 
     @property
     def restored(self) -> bool:

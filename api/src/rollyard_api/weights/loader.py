@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from rollyard_crds.backendpool import BackendPoolSpec
 from rollyard_crds.weights import UNVERIFIED, WeightUpdateRequest
@@ -83,9 +83,7 @@ class WeightLoader:
             return
         todo = plan(update, target.chain, label, begun=target.begun)
         if todo.problem:
-            if row.weights_message != todo.problem:
-                await self._mark(target, weights="Stale", weights_message=todo.problem)
-            raise Unreachable
+            await self._stale(target, todo.problem)
         reference, why = None, ""
         try:
             reference = await self._reference(target, server, asked)
@@ -93,9 +91,12 @@ class WeightLoader:
             if asked.require_verified and target.begun:
                 await self.refuse(target, f"cannot be verified: {error}")
                 return
-            if target.restored or asked.require_verified:
+            if target.restored:
                 await self._give_up(target, server, f"what it had before cannot be verified: {error}")
                 return
+            if asked.require_verified:
+                # A restart of the server would not make its weights verifiable.
+                await self._stale(target, f"its weights cannot be verified: {error}")
             why = str(error)
         await self._steps(target, server, asked, todo, reference, why)
 
@@ -326,6 +327,11 @@ class WeightLoader:
             if precision.is_full(dtype):
                 dtype = await server.dtype() or dtype
         return precision.tolerance(dtype)
+
+    async def _stale(self, target: BackendTarget, message: str) -> NoReturn:
+        if target.row.weights_message != message:
+            await self._mark(target, weights="Stale", weights_message=message)
+        raise Unreachable
 
     async def _begin(
         self, target: BackendTarget, *, fence: bool, before: EarlierLogprobs | None = None

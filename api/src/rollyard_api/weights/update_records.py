@@ -29,6 +29,7 @@ LISTED: Final = 100
 BEHIND: Final = -1
 """The policy_index of a backend whose weights are not known."""
 _MAX_MESSAGE = 1000
+_NO_BACKEND = "waits for a backend: no backend has these weights yet"
 
 
 def request_of(row: WeightUpdateRow) -> WeightUpdateRequest:
@@ -38,7 +39,10 @@ def request_of(row: WeightUpdateRow) -> WeightUpdateRequest:
 
 def document(row: WeightUpdateRow) -> dict[str, Any]:
     """Return a row as the REST API presents it."""
-    asked = request_of(row)
+    asked, parts = request_of(row), backend_progress.public(row)
+    message = row.message
+    if row.state == "Running" and not parts:
+        message = "; ".join(filter(None, (_NO_BACKEND, message)))
     return {
         "id": row.id,
         "policyVersion": row.policy_version,
@@ -48,8 +52,8 @@ def document(row: WeightUpdateRow) -> dict[str, Any]:
         "state": row.state,
         "verified": bool(row.verified),
         "verifiedBy": row.verified_by,
-        "message": row.message,
-        "backends": [orjson.Fragment(dumps(item)) for item in backend_progress.public(row)],
+        "message": message,
+        "backends": [orjson.Fragment(dumps(item)) for item in parts],
         "createdAt": timestamp(row.created_at),
         "finishedAt": None if row.finished_at is None else timestamp(row.finished_at),
     }
@@ -162,12 +166,20 @@ def add(
 
     Raises:
         NotFound: There is no such pool.
-        Conflict: The version names other weights, or the model's name would change under rollouts.
+        Conflict: The version names other weights, the model's name would change under rollouts, or there is
+            no backend that the weights can have been pushed into.
     """
     pool = lock_pool(tx, namespace, name)
     found = standing(tx.conn, pool, asked)
     if found is not None:
         return _again(tx, pool, found, asked), False
+    urls = pools.servers(tx.conn, pool.id)
+    if asked.source.pushed and not urls:
+        raise Conflict(
+            f"source.pushed: BackendPool {name!r} has no backend that has got weights; push them once it has "
+            "one, or give a checkpoint",
+            reason="NoBackends",
+        )
     serves = served_model(pool, asked.source)
     if serves != pool.served_model and asked.in_flight != "restart":
         raise Conflict(
@@ -186,9 +198,6 @@ def add(
     last = tx.conn.execute(
         sa.select(sa.func.max(weight_updates.c.policy_index)).where(weight_updates.c.pool_id == pool.id)
     ).scalar_one()
-    urls = tx.conn.scalars(
-        sa.select(backends.c.url).where(backends.c.pool_id == pool.id).order_by(backends.c.position)
-    )
     row = tx.conn.execute(
         sa.insert(weight_updates)
         .values(
@@ -214,13 +223,13 @@ def add(
 def _again(
     tx: Transaction, pool: PoolRow, row: WeightUpdateRow, asked: WeightUpdateRequest
 ) -> WeightUpdateRow:
-    """Repeat an update, which changes nothing unless restarted servers have lost pushed weights."""
+    """Repeat an update, which changes nothing unless servers lack pushed weights: restarted or new ones."""
     lost = tx.conn.scalars(
         sa.select(backends.c.url).where(
             backends.c.pool_id == pool.id, backends.c.weights.in_(["Stale", "Failed"])
         )
     ).all()
-    if not asked.source.pushed or row.state != "Succeeded" or not lost:
+    if not asked.source.pushed or not lost:
         return row
     progress = backend_progress.progress_of(row) | {
         url: backend_progress.BackendProgress(url=url) for url in lost
@@ -277,7 +286,11 @@ def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpda
 
 
 def settle(tx: Transaction, pool_id: int) -> None:
-    """End a running update once every backend of the pool has its weights."""
+    """End a running update once every backend of the pool has its weights.
+
+    In a pool without backends the update waits for one, because nothing has shown yet that the weights are
+    good.
+    """
     found = tx.conn.execute(sa.select(pools_table).where(pools_table.c.id == pool_id)).one_or_none()
     pool = read_one(PoolRow, found)
     if pool is None:
@@ -291,9 +304,12 @@ def settle(tx: Transaction, pool_id: int) -> None:
             sa.select(backends).where(backends.c.pool_id == pool.id, backends.c.draining.is_(False))
         )
     }
-    if not all(having.values()):
+    known = backend_progress.progress_of(row)
+    progress = {url: item for url, item in known.items() if url in having}
+    if not having and known:
+        change(tx, row, progress=backend_progress.encoded(progress))
+    if not having or not all(having.values()):
         return
-    progress = {url: item for url, item in backend_progress.progress_of(row).items() if url in having}
     parts = [progress[url] for url in having if url in progress]
     verified = bool(parts) and all(item.verified for item in parts)
     change(

@@ -171,7 +171,9 @@ def _first(error: ValidationError) -> str:
 def _line(pool: str, update: WeightUpdate) -> str:
     done = sum(part.step == "Done" for part in update.backends)
     verified = f"verified by {update.verified_by}" if update.verified else "not verified"
-    said = "" if update.state == "Running" else f", {verified}"
+    said = f", {verified}"
+    if update.state == "Running":
+        said = f"; {update.message}" if update.message else ""
     return (
         f"weight update {update.id} of pool {pool}: {update.policy_version} {update.state}, "
         f"{done} of {len(update.backends)} backends{said}"

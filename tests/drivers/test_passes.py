@@ -21,7 +21,7 @@ from rollyard_drivers.reconcile.reconcile_pass import job_report, pool_report, p
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile()
-SEEN = ObservedJob(pool=PoolState(1), closed=True)
+SEEN = ObservedJob(pool=PoolState(True), closed=True)
 ADMITTED = {
     "type": "Admitted",
     "status": "True",
@@ -228,7 +228,7 @@ async def test_a_pools_status_is_reported_in_the_control_planes_generations() ->
         ({"ready": False}, True, True),
         ({"draining": True}, True, True),
         ({"policy_version": "v2"}, True, False),
-        ({"message": "away"}, True, False),
+        ({"message": "its weights are behind"}, False, False),
         ({"active_rollouts": 3}, False, False),
     ],
 )
@@ -246,13 +246,23 @@ async def test_which_changes_of_a_backend_are_reported_and_which_move_rollouts(
     assert (routed_by([before]) != routed_by([after])) == routed
 
 
+async def test_why_a_backend_is_not_ready_is_reported() -> None:
+    async def put(backends: Sequence[BackendStatus]) -> bool:
+        return True
+
+    down = BackendStatus(url="http://a:1", message="it does not answer")
+    reports = BackendReports()
+    await reports.send([down], [down], put)
+    assert await reports.send([down.model_copy(update={"message": "away"})], [down], put)
+
+
 def test_what_a_job_is_told_of_its_pool_is_why_it_is_not_ready() -> None:
     def told(kind: str, status: str, message: str) -> dict[str, str]:
         at = "2025-01-01T00:00:00Z"
         return {"type": kind, "status": status, "reason": "R", "message": message, "lastTransitionTime": at}
 
     degraded, away = told("Degraded", "True", "slow"), told("Ready", "False", "no GPU")
-    status = BackendPoolStatus.model_validate({"conditions": [degraded, away], "readyReplicas": 2})
-    assert pool_state(status) == PoolState(2, "no GPU")
+    status = BackendPoolStatus.model_validate({"conditions": [degraded, away]})
+    assert pool_state(status) == PoolState(False, "no GPU")
     ready = BackendPoolStatus.model_validate({"conditions": [degraded, told("Ready", "True", "all")]})
-    assert pool_state(ready) == PoolState(0, "")
+    assert pool_state(ready) == PoolState(True, "")

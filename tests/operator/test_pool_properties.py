@@ -7,11 +7,13 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Condition
 from rollyard_drivers.reconcile.plan import ObservedPool, ObservedWorkload, Plan, Profile
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
+from rollyard_drivers.reconcile.replacements import Replacements
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile()
@@ -31,6 +33,10 @@ class World:
         self.deaf = 0
         """The number of reports that will not reach the control plane."""
         self.launches = 0
+        self.ready_seconds = READY_SECONDS
+        self.wrong = ""
+        """Why every backend's weights are wrong, once it is ready."""
+        self.replacements = Replacements()
         self.failing = False
         """If true, new backends never get ready."""
         self.disturbed = False
@@ -54,7 +60,9 @@ class World:
             backend.model_copy(
                 update={
                     "active_rollouts": self.active.get(backend.url, 0),
-                    "restart_requested": backend.url in self.requested,
+                    "restart_requested": backend.url in self.requested or bool(self.wrong and backend.ready),
+                    "weights": "Current" if not self.wrong else "Failed" if backend.ready else "Stale",
+                    "message": self.wrong if backend.ready else backend.message,
                 }
             )
             for backend in self.pool.status.backends
@@ -80,7 +88,7 @@ class World:
         reported: dict[str, BackendStatus] = {one.url: one for one in self.pool.status.backends}
         for stop in plan.stop:
             seen = self.workloads[stop.name]
-            if seen.state != "running" or not seen.ready or seen.url in self.requested:
+            if seen.state != "running" or not seen.ready or seen.url in self.requested or self.wrong:
                 continue
             assert seen.draining_since is not None, "stopped without being drained"
             over = (self.now - seen.draining_since).total_seconds() >= PROFILE.drain_seconds
@@ -94,6 +102,7 @@ class World:
     def carry_out(self, plan: Plan[Any]) -> None:
         before = self.serving()
         for stop in plan.stop:
+            self.replacements.note(stop)
             gone = self.workloads.pop(stop.name)
             self.active.pop(gone.url, None)
             self.requested.discard(gone.url)
@@ -103,6 +112,8 @@ class World:
         for launch in plan.launch:
             old = self.workloads.get(launch.workload.name)
             assert old is None or old.state == "exited", "two workloads of one name"
+            launch = self.replacements.counted(launch)
+            self.replacements.launched(launch.workload.name)
             self.launches += 1
             self.workloads[launch.workload.name] = ObservedWorkload(
                 name=launch.workload.name,
@@ -110,6 +121,7 @@ class World:
                 state="starting",
                 started_at=self.now,
                 restarts=launch.restarts,
+                last_end=launch.last_end,
                 url=f"http://127.0.0.1:{9000 + self.launches}",
                 ready=False,
                 message="starting",
@@ -145,8 +157,9 @@ class World:
         self.now += timedelta(seconds=seconds)
         for name, seen in self.workloads.items():
             age = (self.now - seen.started_at).total_seconds()
-            if seen.state == "starting" and age >= READY_SECONDS and not self.failing:
-                self.workloads[name] = replace(seen, state="running", ready=True, message="")
+            if seen.state == "starting" and age >= self.ready_seconds and not self.failing:
+                up = replace(seen, state="running", ready=True, ready_since=self.now, message="")
+                self.workloads[name] = up
 
 
 steps = st.lists(
@@ -249,6 +262,51 @@ def test_a_broken_spec_takes_one_backend_only_and_the_next_spec_mends_it() -> No
     world.pool.spec.engine.args = []
     settle(world)
     assert world.serving() == 3
+
+
+def conditions(plan: Plan[BackendPoolStatus]) -> dict[str, Condition]:
+    return {one.type: one for one in plan.status.conditions}
+
+
+@pytest.mark.parametrize("cause", ["wrong weights", "dies when ready", "dies at its start", "never answers"])
+@pytest.mark.parametrize("start", [1, 130])
+def test_a_restart_loop_slows_down_and_the_pool_is_degraded_until_a_backend_serves(
+    cause: str, start: int
+) -> None:
+    """The pool is degraded in every pass, also between the end of one backend and the start of the next."""
+    world = World(1)
+    world.ready_seconds = start if cause in ("wrong weights", "dies when ready") else 10_000
+    world.wrong = "the log-probabilities differ" if cause == "wrong weights" else ""
+    world.pool.status.policy_version = "v1"
+    if cause == "never answers":
+        world.pool.spec.engine.start_timeout_seconds = start
+    troubled = restarted = 0
+    for second in range(3600):
+        world.wait(1)
+        age = [(world.now - seen.started_at).total_seconds() for seen in world.workloads.values()]
+        if cause.startswith("dies") and age and age[0] > start:
+            world.kill(0)
+        plan = world.turn()
+        found = conditions(plan)
+        assert found["Ready"].status == "False" or cause == "dies when ready"
+        restarted += bool(second > 1800 and plan.launch)
+        if found["Degraded"].status == "True":
+            troubled += 1
+        else:
+            assert not troubled or cause == "dies when ready", second
+    last = conditions(plan)["Degraded"]
+    assert last.reason == "CrashLoopBackOff"
+    assert {
+        "wrong weights": "had wrong weights (the log-probabilities differ)",
+        "never answers": "did not answer",
+    }.get(cause, "was killed by signal 9") in last.message
+    assert restarted <= 1 + 1800 / max(start, PROFILE.backoff_cap_seconds)
+    # It recovers by itself.
+    world.wrong, world.ready_seconds = "", 1
+    for _ in range(2 * int(PROFILE.stable_seconds)):
+        world.wait(1)
+        plan = world.turn()
+    assert [conditions(plan)[kind].status for kind in ("Ready", "Degraded")] == ["True", "False"]
 
 
 def test_scaling_up_again_gives_a_draining_backend_back() -> None:

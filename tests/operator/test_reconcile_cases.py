@@ -7,11 +7,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Condition, RolloutJob
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
-from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
+from rollyard_drivers.reconcile.plan import (
+    ObservedJob,
+    ObservedPool,
+    ObservedWorkload,
+    Plan,
+    PoolState,
+    Profile,
+)
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
+from rollyard_drivers.reconcile.reconcile_pass import pool_state
 from rollyard_drivers.reconcile.replacements import Replacements
 from rollyard_drivers.reconcile.workloads import restart_delay
 
@@ -72,7 +80,7 @@ def test_missing_pool_is_a_reason_and_no_failure() -> None:
     assert condition(plan, "Running").reason == "BackendPoolNotFound"
     assert "'pool'" in plan.status.message
     assert condition(plan, "Finished").status == "False"
-    assert reconcile_job(job_of(), ObservedJob(pool=PoolState(0)), NOW, LOCAL).launch
+    assert reconcile_job(job_of(), ObservedJob(pool=PoolState(False)), NOW, LOCAL).launch
 
 
 def test_oracle_needs_no_pool() -> None:
@@ -84,11 +92,11 @@ def test_oracle_needs_no_pool() -> None:
 
 def test_pool_not_ready_is_said() -> None:
     job = job_of()
-    observed = ObservedJob(workloads=running(job), pool=PoolState(0, "loading"))
+    observed = ObservedJob(workloads=running(job), pool=PoolState(False, "loading"))
     plan = reconcile_job(job, observed, NOW, LOCAL)
     assert condition(plan, "Running").reason == "BackendPoolNotReady"
     assert "loading" in plan.status.message
-    ready = reconcile_job(job, replace(observed, pool=PoolState(1)), NOW, LOCAL)
+    ready = reconcile_job(job, replace(observed, pool=PoolState(True)), NOW, LOCAL)
     assert (condition(ready, "Running").status, ready.status.message) == ("True", "")
 
 
@@ -98,12 +106,12 @@ def test_a_job_runs_once_each_stage_has_its_least_number_of_workers() -> None:
     workers = running(job)
     assert len(workers) == 5
     for missing, runs in ((0, False), (2, False), (3, True), (4, False)):
-        there = ObservedJob(workers[:missing] + workers[missing + 1 :], PoolState(1))
+        there = ObservedJob(workers[:missing] + workers[missing + 1 :], PoolState(True))
         told = condition(reconcile_job(job, there, NOW, LOCAL), "Running")
         assert (told.status == "True") == runs, workers[missing].name
         assert told.reason == ("WorkersReady" if runs else "WorkersStarting")
     none = job_of(stages={stage: {"replicas": 0} for stage in ("init", "run", "eval")})
-    plan = reconcile_job(none, ObservedJob(pool=PoolState(1)), NOW, LOCAL)
+    plan = reconcile_job(none, ObservedJob(pool=PoolState(True)), NOW, LOCAL)
     assert (condition(plan, "Running").status, condition(plan, "Running").reason) == ("False", "NoWorkers")
 
 
@@ -115,7 +123,7 @@ def test_any_worker_may_exceed_the_limit_of_restarts_with_the_present_spec(place
 
     def finished(seen: ObservedWorkload) -> str:
         workers[place] = seen
-        plan = reconcile_job(job, ObservedJob(tuple(workers), PoolState(1)), NOW, LOCAL)
+        plan = reconcile_job(job, ObservedJob(tuple(workers), PoolState(True)), NOW, LOCAL)
         return condition(plan, "Finished").reason
 
     assert finished(dead) == "BackoffLimitExceeded"
@@ -139,24 +147,24 @@ def test_vanished_pool_leaves_workers_alone() -> None:
 
 def test_more_jobs_than_the_bound_wait_their_turn() -> None:
     profile = replace(LOCAL, max_active_jobs=2)
-    plan = reconcile_job(job_of(), ObservedJob(pool=PoolState(1), admitted_others=2), NOW, profile)
+    plan = reconcile_job(job_of(), ObservedJob(pool=PoolState(True), admitted_others=2), NOW, profile)
     assert condition(plan, "Admitted").reason == "Queued"
     assert (plan.status.phase, plan.launch) == ("Pending", ())
-    admitted = reconcile_job(job_of(), ObservedJob(pool=PoolState(1), admitted_others=1), NOW, profile)
+    admitted = reconcile_job(job_of(), ObservedJob(pool=PoolState(True), admitted_others=1), NOW, profile)
     job = job_of()
     job.status = admitted.status
-    later = reconcile_job(job, ObservedJob(pool=PoolState(1), admitted_others=2), NOW, profile)
+    later = reconcile_job(job, ObservedJob(pool=PoolState(True), admitted_others=2), NOW, profile)
     assert condition(later, "Admitted").status == "True", "an admitted job is not put back"
 
 
 def test_suspend_drains_and_resume_launches() -> None:
     job = job_of(suspend=True)
-    plan = reconcile_job(job, ObservedJob(workloads=running(job), pool=PoolState(1)), NOW, LOCAL)
+    plan = reconcile_job(job, ObservedJob(workloads=running(job), pool=PoolState(True)), NOW, LOCAL)
     assert [stop.grace_seconds for stop in plan.stop] == [LOCAL.drain_seconds]
     assert condition(plan, "Suspended").status == "True"
     assert condition(plan, "Running").reason == "Suspended"
     job.spec.suspend = False
-    assert reconcile_job(job, ObservedJob(pool=PoolState(1)), NOW, LOCAL).launch
+    assert reconcile_job(job, ObservedJob(pool=PoolState(True)), NOW, LOCAL).launch
 
 
 @pytest.mark.parametrize(
@@ -172,20 +180,20 @@ def test_suspend_drains_and_resume_launches() -> None:
     ],
 )
 def test_phase(counts: dict[str, Any], phase: str) -> None:
-    plan = reconcile_job(job_of(counts), ObservedJob(pool=PoolState(1), closed=True), NOW, LOCAL)
+    plan = reconcile_job(job_of(counts), ObservedJob(pool=PoolState(True), closed=True), NOW, LOCAL)
     assert plan.status.phase == phase
 
 
 def test_an_open_stream_is_not_finished_by_having_nothing_to_do() -> None:
     job = job_of({"total": 2, "succeeded": 2}, tasks={"stream": True})
-    plan = reconcile_job(job, ObservedJob(pool=PoolState(1)), NOW, LOCAL)
+    plan = reconcile_job(job, ObservedJob(pool=PoolState(True)), NOW, LOCAL)
     assert plan.status.phase == "Run"
     assert condition(plan, "Finished").status == "False"
 
 
 def test_finished_workers_go_and_ttl_deletes() -> None:
     job = job_of({"total": 1, "succeeded": 1}, ttlSecondsAfterFinished=60)
-    observed = ObservedJob(workloads=running(job), pool=PoolState(1), closed=True)
+    observed = ObservedJob(workloads=running(job), pool=PoolState(True), closed=True)
     plan = reconcile_job(job, observed, NOW, LOCAL)
     assert len(plan.stop) == 1
     assert plan.requeue_after == 60
@@ -199,7 +207,9 @@ def test_finished_workers_go_and_ttl_deletes() -> None:
 
 def test_cancelled() -> None:
     job = job_of({"total": 3, "run": {"active": 2}, "succeeded": 1})
-    plan = reconcile_job(job, ObservedJob(pool=PoolState(1), cancelled="Cancelled", closed=True), NOW, LOCAL)
+    plan = reconcile_job(
+        job, ObservedJob(pool=PoolState(True), cancelled="Cancelled", closed=True), NOW, LOCAL
+    )
     assert plan.cancel == "Cancelled"
     assert plan.status.phase == "Cancelled"
     assert condition(plan, "Failed").reason == "Cancelled"
@@ -218,7 +228,7 @@ def test_the_end_of_dynamic_sampling(reason: str, counts: dict[str, Any], verdic
     sampling = {"targetGroups": 4, "informativeGroups": 4, "surplusRollouts": counts.get("cancelled", 0)}
     job = job_of({"total": 40, **counts}, samplesPerTask=2, dynamicSampling={"targetGroups": 4})
     job.status.dynamic_sampling = DynamicSamplingStatus.model_validate(sampling)
-    observed = ObservedJob(pool=PoolState(1), closed=True)
+    observed = ObservedJob(pool=PoolState(True), closed=True)
     # Until the control plane has concluded the job, further groups may start.
     assert condition(reconcile_job(job, observed, NOW, LOCAL), "Finished").status == "False"
     plan = reconcile_job(job, replace(observed, cancelled=reason), NOW, LOCAL)
@@ -277,7 +287,7 @@ def test_an_admitted_job_says_what_is_hardly_meant() -> None:
 def test_a_met_target_ends_the_job_once_the_surplus_has_ended() -> None:
     counts = {"total": 6, "succeeded": 4, "run": {"active": 2}}
     job = job_of(counts, samplesPerTask=2, dynamicSampling={"targetGroups": 1})
-    observed = ObservedJob(workloads=running(job), pool=PoolState(1), closed=True, cancelled="TargetMet")
+    observed = ObservedJob(workloads=running(job), pool=PoolState(True), closed=True, cancelled="TargetMet")
     plan = reconcile_job(job, observed, NOW, LOCAL)
     assert (plan.stop, plan.cancel, plan.status.phase) == ((), "", "Run")
 
@@ -287,19 +297,19 @@ def test_a_stream_that_ends_takes_no_further_tasks_though_all_its_rollouts_have_
     closed: bool, cancel: str
 ) -> None:
     job = job_of({"total": 3, "run": {"active": 3}}, activeDeadlineSeconds=30)
-    job.status = reconcile_job(job, ObservedJob(pool=PoolState(1)), NOW, LOCAL).status
+    job.status = reconcile_job(job, ObservedJob(pool=PoolState(True)), NOW, LOCAL).status
     job.status.counts = job_of({"total": 3, "succeeded": 3}).status.counts
     plan = reconcile_job(
-        job, ObservedJob(pool=PoolState(1), closed=closed), NOW + timedelta(seconds=30), LOCAL
+        job, ObservedJob(pool=PoolState(True), closed=closed), NOW + timedelta(seconds=30), LOCAL
     )
     assert plan.cancel == cancel
 
 
 def test_deadline_counts_from_admission() -> None:
     job = job_of({"total": 3, "run": {"active": 3}}, activeDeadlineSeconds=30)
-    job.status = reconcile_job(job, ObservedJob(pool=PoolState(1), closed=True), NOW, LOCAL).status
+    job.status = reconcile_job(job, ObservedJob(pool=PoolState(True), closed=True), NOW, LOCAL).status
     job.status.counts = job_of({"total": 3, "run": {"active": 3}}).status.counts
-    observed = ObservedJob(workloads=running(job), pool=PoolState(1), closed=True)
+    observed = ObservedJob(workloads=running(job), pool=PoolState(True), closed=True)
     early = reconcile_job(job, observed, NOW + timedelta(seconds=20), LOCAL)
     assert early.requeue_after == 10
     late = reconcile_job(job, observed, NOW + timedelta(seconds=30), LOCAL)
@@ -311,7 +321,7 @@ def test_dead_worker_waits_then_comes_back_and_is_seen() -> None:
     job = job_of()
     (alive,) = running(job)
     dead = replace(alive, state="exited", exit_code=-9, exited_at=NOW + timedelta(seconds=5), restarts=2)
-    observed = ObservedJob(workloads=(dead,), pool=PoolState(1))
+    observed = ObservedJob(workloads=(dead,), pool=PoolState(True))
     plan = reconcile_job(job, observed, NOW + timedelta(seconds=6), LOCAL)
     assert not plan.launch
     assert plan.requeue_after == 3.0
@@ -335,15 +345,15 @@ def test_a_worker_that_was_killed_after_useful_work_comes_back_at_once() -> None
     (alive,) = running(job)
     dead = replace(alive, state="exited", exit_code=-9, exited_at=NOW + timedelta(seconds=5), restarts=7)
     useful = replace(dead, useful=True)
-    plan = reconcile_job(job, ObservedJob((useful,), PoolState(1)), NOW + timedelta(seconds=5), LOCAL)
+    plan = reconcile_job(job, ObservedJob((useful,), PoolState(True)), NOW + timedelta(seconds=5), LOCAL)
     assert [launch.restarts for launch in plan.launch] == [1], "its earlier restarts do not count"
     assert condition(plan, "Degraded").reason == "Restarting"
     assert condition(plan, "Finished").status == "False"
-    idle = reconcile_job(job, ObservedJob((dead,), PoolState(1)), NOW + timedelta(seconds=5), LOCAL)
+    idle = reconcile_job(job, ObservedJob((dead,), PoolState(True)), NOW + timedelta(seconds=5), LOCAL)
     assert condition(idle, "Finished").reason == "BackoffLimitExceeded"
     # A worker ends with status 0 when its job is over, which the driver may not have seen yet.
     ended = replace(useful, exit_code=0)
-    later = reconcile_job(job, ObservedJob((ended,), PoolState(1)), NOW + timedelta(seconds=5), LOCAL)
+    later = reconcile_job(job, ObservedJob((ended,), PoolState(True)), NOW + timedelta(seconds=5), LOCAL)
     assert not later.launch
     assert later.requeue_after == LOCAL.backoff_seconds
 
@@ -351,11 +361,12 @@ def test_a_worker_that_was_killed_after_useful_work_comes_back_at_once() -> None
 def test_a_backend_that_was_ready_for_a_while_comes_back_at_once() -> None:
     pool = pool_of()
     (workload,) = pool_workloads(pool, LOCAL)
-    died = NOW + timedelta(seconds=30)
+    died = NOW + timedelta(seconds=200)
     dead = ObservedWorkload(
         workload.name, workload.spec_hash, "exited", NOW, restarts=4, exit_code=-9, exited_at=died
     )
-    for ready, restarts in ((None, []), (LOCAL.useful_seconds - 1, []), (LOCAL.useful_seconds, [1])):
+    # The pause before restart 5 takes 16 s. A backend that was never ready may have loaded for minutes.
+    for ready, restarts in ((None, []), (15, []), (16, [5]), (LOCAL.stable_seconds, [1])):
         since = None if ready is None else died - timedelta(seconds=ready)
         plan = reconcile_pool(pool, ObservedPool((replace(dead, ready_since=since),)), died, LOCAL)
         assert [launch.restarts for launch in plan.launch] == restarts, ready
@@ -426,7 +437,7 @@ def test_a_hung_backend_counts_on_unless_it_ran_long(lived: float, counted: int)
     (workload,) = pool_workloads(pool)
     end = NOW + timedelta(seconds=lived)
     seen = ObservedWorkload(
-        workload.name, workload.spec_hash, "running", NOW, restarts=3, ready=False,
+        workload.name, workload.spec_hash, "running", NOW, restarts=3, ready=False, ready_since=NOW,
         unready_since=end - timedelta(seconds=61), url="http://127.0.0.1:1",
     )  # fmt: skip
     (stop,) = reconcile_pool(pool, ObservedPool((seen,)), end).stop
@@ -489,6 +500,72 @@ def test_why_a_pod_has_not_begun_is_told_once() -> None:
     for kind in ("Ready", "Degraded"):
         assert condition(plan, kind).message.count("manifest unknown") == 1
     assert [one.message for one in plan.status.backends] == ["ErrImagePull: manifest unknown"]
+
+
+def ready_backend(pool: BackendPool, **seen: Any) -> ObservedWorkload:
+    """Return the pool's only backend, which has been ready since NOW."""
+    (workload,) = pool_workloads(pool)
+    url = "http://127.0.0.1:1"
+    found = ObservedWorkload(workload.name, workload.spec_hash, "running", NOW, url=url, ready_since=NOW)
+    return replace(found, **seen)
+
+
+def test_a_pool_whose_only_backend_is_stale_is_not_ready() -> None:
+    pool = pool_of()
+    seen = ready_backend(pool, restarts=1)
+    stale = BackendStatus(url=seen.url, ready=True, weights="Stale", message="it began with weights '0'")
+    pool.status = pool.status.model_copy(update={"backends": [stale], "policy_version": "v1"})
+    plan = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=130))
+    assert (condition(plan, "Ready").status, plan.status.ready_replicas) == ("False", 0)
+    assert condition(plan, "Ready").message == f"{seen.url}: it began with weights '0'"
+    assert condition(plan, "Progressing").status == "True"
+    assert pool_state(plan.status) == PoolState(False, condition(plan, "Ready").message)
+    assert plan.status.backends[0].message == "it began with weights '0'"
+    degraded = condition(plan, "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "BackendsFailing")
+    # It has to be brought to the pool's weights first, which is nothing wrong for a while.
+    late = ready_backend(pool, ready_since=NOW + timedelta(seconds=100))
+    soon = reconcile_pool(pool, ObservedPool((late,)), NOW + timedelta(seconds=130))
+    assert (condition(soon, "Degraded").status, soon.requeue_after) == ("False", 30)
+    assert condition(soon, "Ready").message == condition(plan, "Ready").message
+    # So has one that the control plane does not know yet.
+    pool.status = pool.status.model_copy(update={"backends": []})
+    fresh = reconcile_pool(pool, ObservedPool((seen,)), NOW)
+    assert condition(fresh, "Ready").status == "False"
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_pool_stays_ready_while_its_weights_are_updated(external: bool) -> None:
+    engine = {"type": "external", "external": {"urls": ["http://127.0.0.1:1"]}}
+    pool = pool_of(engine=engine) if external else pool_of()
+
+    def turn(weights: str) -> Plan[BackendPoolStatus]:
+        known = BackendStatus(url="http://127.0.0.1:1", ready=True).model_copy(update={"weights": weights})
+        if weights != "Current":
+            known.message = "to v2"
+        pool.status = pool.status.model_copy(update={"backends": [known], "policy_version": "v2"})
+        seen = ObservedPool(external=(known,)) if external else ObservedPool((ready_backend(pool),))
+        plan = reconcile_pool(pool, seen, NOW)
+        pool.status = plan.status
+        return plan
+
+    assert condition(turn("Updating"), "Ready").status == "False", "nothing has shown that it can serve"
+    assert condition(turn("Current"), "Ready").status == "True"
+    plan = turn("Updating")
+    assert (condition(plan, "Ready").status, condition(plan, "Ready").reason) == ("True", "WeightsUpdating")
+    assert [condition(plan, kind).status for kind in ("Progressing", "Degraded")] == ["False", "False"]
+    assert plan.status.ready_replicas == 0
+    assert condition(turn("Failed"), "Ready").status == "False"
+    assert condition(turn("Updating"), "Ready").status == "False"
+
+
+def test_a_start_may_take_as_long_as_the_pause_before_the_next() -> None:
+    pool = pool_of(engine={"type": "vllm", "startTimeoutSeconds": 1})
+    seen = ready_backend(pool, state="starting", ready=False, ready_since=None, restarts=9)
+    assert not reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=59)).stop
+    (stop,) = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=60)).stop
+    assert stop.again is not None
+    assert stop.again.restarts == 10
 
 
 def test_scaled_to_zero() -> None:
@@ -582,7 +659,7 @@ def test_a_requested_restart_is_done_once_and_what_others_know_is_kept() -> None
         BackendStatus(url="http://127.0.0.1:1", ready=True, restart_requested=True, weights="Failed"),
         BackendStatus(url="http://127.0.0.1:2", ready=True, circuit="Open", active_rollouts=3),
     ]
-    plan = reconcile_pool(pool, ObservedPool(seen), NOW)
+    plan = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=1))
     assert [stop.name for stop in plan.stop] == [first.name]
     assert "wrong weights" in condition(plan, "Degraded").message
     (kept,) = plan.status.backends

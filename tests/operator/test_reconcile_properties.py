@@ -89,7 +89,7 @@ def test_jobs_converge_whatever_happens(
 ) -> None:
     world = World(profile)
     job = make_job(replicas)
-    pool: PoolState | None = PoolState(ready_backends=1)
+    pool: PoolState | None = PoolState(True)
 
     def turn() -> None:
         nonlocal job
@@ -115,13 +115,13 @@ def test_jobs_converge_whatever_happens(
         elif action == "suspend":
             job.spec.suspend = bool(first)
         elif action == "pool":
-            pool = (None, PoolState(0), PoolState(1))[first]
+            pool = (None, PoolState(False), PoolState(True))[first]
         else:
             stage = ("init", "run", "eval")[second]
             getattr(job.spec.stages, stage).replicas = first
         turn()
 
-    job.spec.suspend, pool = False, PoolState(1)
+    job.spec.suspend, pool = False, PoolState(True)
     for _ in range(3):
         world.now += timedelta(seconds=profile.backoff_cap_seconds + 1)
         turn()
@@ -156,7 +156,7 @@ def test_a_finished_job_stays_finished_as_it_ended(
             {"total": sum(numbers.values()), "run": stage, **done}
         )
         plan = reconcile_job(
-            job, ObservedJob(pool=PoolState(1), closed=closed, cancelled=cancelled), now, Profile()
+            job, ObservedJob(pool=PoolState(True), closed=closed, cancelled=cancelled), now, Profile()
         )
         status = {condition.type: condition.status for condition in plan.status.conditions}
         finished = status["Finished"] == "True"

@@ -98,7 +98,7 @@ def test_a_stage_grows_with_its_queue_and_goes_on_running_meanwhile() -> None:
     stages = {"run": {"replicas": 1, "maxReplicas": 4, "concurrency": 8}}
     job = job_of({"total": 30, "run": {"queued": 22, "active": 8}}, stages=stages)
     there = seen(job, "init", [0]) + seen(job, "run", [0]) + seen(job, "eval", [0])
-    plan = reconcile_job(job, ObservedJob(workloads=there, pool=PoolState(1)), NOW)
+    plan = reconcile_job(job, ObservedJob(workloads=there, pool=PoolState(True)), NOW)
     assert [launch.workload.name[-5:] for launch in plan.launch] == ["run-1", "run-2", "run-3"]
     assert {one.type: one.status for one in plan.status.conditions}["Running"] == "True"
 
@@ -107,7 +107,7 @@ def test_a_stage_shrinks_from_its_highest_index_and_lets_it_drain() -> None:
     stages = {"run": {"replicas": 1, "maxReplicas": 4, "concurrency": 8}}
     job = job_of({"total": 30, "run": {"active": 9}, "succeeded": 21}, stages=stages)
     there = seen(job, "init", [0]) + seen(job, "run", range(4)) + seen(job, "eval", [0])
-    plan = reconcile_job(job, ObservedJob(workloads=there, pool=PoolState(1)), NOW)
+    plan = reconcile_job(job, ObservedJob(workloads=there, pool=PoolState(True)), NOW)
     assert not plan.launch
     assert [(stop.name[-5:], stop.grace_seconds) for stop in plan.stop] == [
         ("run-2", Profile().drain_seconds),
@@ -117,7 +117,7 @@ def test_a_stage_shrinks_from_its_highest_index_and_lets_it_drain() -> None:
 
 def test_nothing_waits_for_a_stage_that_may_be_empty() -> None:
     stages = {name: {"replicas": 0, "maxReplicas": 2} for name in ("init", "run", "eval")}
-    plan = reconcile_job(job_of(stages=stages), ObservedJob(pool=PoolState(1)), NOW)
+    plan = reconcile_job(job_of(stages=stages), ObservedJob(pool=PoolState(True)), NOW)
     assert not plan.launch
     assert plan.status.message == "nothing waits for a worker"
 
@@ -154,7 +154,7 @@ def test_backoff_limit(limit: int | None, restarts: int, code: int | None, lived
         exited_at=NOW + timedelta(seconds=lived),
         message="ImportError: no module",
     )
-    observed = ObservedJob(workloads=(dead,), pool=PoolState(1))
+    observed = ObservedJob(workloads=(dead,), pool=PoolState(True))
     plan = reconcile_job(job, observed, NOW + timedelta(seconds=lived))
     failed = {one.type: one for one in plan.status.conditions}.get("Failed")
     assert (failed is not None and failed.status == "True") == fails
@@ -174,12 +174,12 @@ def test_what_waits_for_a_place_is_said_and_is_no_failure() -> None:
     job = job_of()
     (worker,) = seen(job, "run", [0], "starting")
     gated = replace(worker, pending=True, message="held back until queue 'team' admits it")
-    plan = reconcile_job(job, ObservedJob(workloads=(gated,), pool=PoolState(1)), NOW)
+    plan = reconcile_job(job, ObservedJob(workloads=(gated,), pool=PoolState(True)), NOW)
     claims = {one.type: one for one in plan.status.conditions}
     assert claims["Degraded"].status == "False"
     assert "until queue 'team' admits it" in claims["Running"].message
     blocked = replace(gated, blocked=True, message="ImagePullBackOff: no such image")
-    plan = reconcile_job(job, ObservedJob(workloads=(blocked,), pool=PoolState(1)), NOW)
+    plan = reconcile_job(job, ObservedJob(workloads=(blocked,), pool=PoolState(True)), NOW)
     claims = {one.type: one for one in plan.status.conditions}
     assert claims["Degraded"].status == "True"
     assert "no such image" in claims["Running"].message

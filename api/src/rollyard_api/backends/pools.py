@@ -107,13 +107,15 @@ def _put(tx: Transaction, pool: PoolRow, reported: Sequence[BackendStatus]) -> N
     changed = bool(gone)
     for position, backend in enumerate(wanted.values()):
         values: dict[str, Any] = {"position": position, "draining": backend.draining}
+        # A driver shows what it has read here of a ready backend, such as why its weights are Stale.
+        message = "" if backend.ready else backend.message
         row = rows.get(backend.url)
         if row is None:
             version = "" if backend.policy_version.startswith(UNVERIFIED) else backend.policy_version
-            values |= {"ready": backend.ready, "message": backend.message, "policy_version": version}
+            values |= {"ready": backend.ready, "message": message, "policy_version": version}
             made.append({"pool_id": pool.id, "url": backend.url, **values, **_of_label(pool, version)})
             continue
-        seen = Seen(backend.ready, backend.message, backend.policy_version or None)
+        seen = Seen(backend.ready, message, backend.policy_version or None)
         changed |= _update(tx, row, values | _found(tx, pool, row, seen))
     if made:
         tx.conn.execute(sa.insert(backends), made)

@@ -212,7 +212,7 @@ def _running(
         text = f"{len(least & fleet.running)} of {len(least)} stage workers run"
         details = "; ".join((*fleet.troubles, *fleet.waiting))
         return ConditionUpdate("Running", False, "WorkersStarting", f"{text}; {details}" if details else text)
-    if observed.pool is not None and reference is not None and not observed.pool.ready_backends:
+    if observed.pool is not None and reference is not None and not observed.pool.ready:
         detail = f": {observed.pool.message}" if observed.pool.message else ""
         return ConditionUpdate(
             "Running",
@@ -303,7 +303,7 @@ def _beyond_limit(
     for seen in observed.workloads:
         failed = seen.state == "exited" and not seen.blocked and seen.exit_code not in (None, 0)
         if failed and seen.spec_hash == hashes.get(seen.name):
-            restarts = restarts_in_a_row(seen, profile)
+            restarts = restarts_in_a_row(seen, "stage-worker", profile)
             if restarts >= limit:
                 return _Outcome(
                     False,

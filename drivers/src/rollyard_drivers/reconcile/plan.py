@@ -123,7 +123,7 @@ class ObservedWorkload:
 class PoolState:
     """The part of a BackendPool that its jobs need."""
 
-    ready_backends: int
+    ready: bool
     message: str = ""
 
 
@@ -213,14 +213,13 @@ class Profile:
     max_active_jobs: int = 16
     """The number of jobs that run at the same time. Further jobs are Pending until one has finished."""
     backoff_seconds: float = 1.0
-    """The delay in seconds before the first restart. It doubles with each restart."""
+    """The delay in seconds before the first restart. It doubles with each restart. That of a backend is
+    counted from the time at which the backend was ready."""
     backoff_cap_seconds: float = 60.0
     """The longest delay between restarts, in seconds."""
     stable_seconds: float = 120.0
-    """A workload that has run for this many seconds is restarted with the shortest delay again."""
-    useful_seconds: float = 3.0
-    """A backend that has been ready for this many seconds has done useful work. Its next restart is the first
-    one again, as after the stable time."""
+    """A worker that has run, or a backend that has been ready, for this many seconds is restarted with the
+    shortest delay again."""
     blocked_seconds: float = 5.0
     """The pause in seconds between two checks of whether the machine has what a backend lacked."""
     unready_seconds: float = 60.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
+from rollyard_crds.backendpool import BackendWeights
 
-from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, updated
 from rollyard_drivers.reconcile.naming import child_name, made_of, owner_of
 from rollyard_drivers.reconcile.plan import (
     STARTING,
@@ -21,7 +23,14 @@ from rollyard_drivers.reconcile.plan import (
     Workload,
 )
 from rollyard_drivers.reconcile.rolling_update import retire
-from rollyard_drivers.reconcile.workloads import WorkloadPlan, earliest, keep, restarts_in_a_row
+from rollyard_drivers.reconcile.workloads import (
+    WorkloadPlan,
+    earliest,
+    keep,
+    restart_delay,
+    restart_pause,
+    restarts_in_a_row,
+)
 
 BACKEND_INDEX = "$(BACKEND_INDEX)"
 _PROFILE = Profile()
@@ -63,7 +72,8 @@ def _time_left(seen: ObservedWorkload, pool: BackendPool, now: datetime, profile
     if seen.state == "starting":
         if seen.pending:
             return None
-        return pool.spec.engine.start_timeout_seconds - (now - seen.started_at).total_seconds()
+        limit = max(pool.spec.engine.start_timeout_seconds, restart_delay(seen.restarts, profile))
+        return limit - (now - seen.started_at).total_seconds()
     if seen.state == "running" and not seen.ready and seen.unready_since is not None:
         return profile.unready_seconds - (now - seen.unready_since).total_seconds()
     return None
@@ -80,18 +90,35 @@ def _backends(
         return list(observed.external)
     names, drain = set(names), set(drain)
     reported = {backend.url: backend for backend in pool.status.backends}
+    # The control plane does not know a new backend yet, and only the first weights need not be brought to it.
+    weights: BackendWeights = "Stale" if pool.status.policy_version else "Current"
     out = []
     for seen in observed.workloads:
         if seen.name in names and seen.url and seen.state in ("starting", "running"):
-            before = reported.get(seen.url) or BackendStatus(url=seen.url)
+            before = reported.get(seen.url) or BackendStatus(url=seen.url, weights=weights)
+            message = seen.message[:1024]
+            if seen.ready:
+                message = before.message if before.ready and before.weights != "Current" else ""
             changes = {
                 "ready": seen.ready and seen.state == "running",
                 "draining": seen.name in drain,
                 "policy_version": seen.policy_version or before.policy_version,
-                "message": "" if seen.ready else seen.message[:1024],
+                "message": message,
             }
             out.append(before.model_copy(update=changes))
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Stops:
+    """The backends to stop now."""
+
+    stop: tuple[Stop, ...]
+    troubles: tuple[str, ...]
+    """One line for each backend that has to be restarted."""
+    looping: bool
+    """Whether one of them was restarted for its weights before."""
+    requeue_after: float | None
 
 
 def _stops(
@@ -101,29 +128,73 @@ def _stops(
     fleet: WorkloadPlan,
     now: datetime,
     profile: Profile,
-) -> tuple[tuple[Stop, ...], list[str]]:
-    """Return everything that has to be stopped, and a line for each backend that has to be restarted."""
-    requested = {backend.url for backend in pool.status.backends if backend.restart_requested}
+) -> _Stops:
+    """Return everything that has to be stopped.
+
+    A backend with wrong weights is stopped once its restart is due. It takes no rollouts until then.
+    """
+    requested = {
+        backend.url: backend.message for backend in pool.status.backends if backend.restart_requested
+    }
     stops, troubles = list(fleet.stop), []
+    waits: list[float] = []
+    looping = False
     already = {stop.name for stop in stops}
     for seen in observed.workloads:
         if seen.name in already or seen.state not in ("starting", "running"):
             continue
         left = _time_left(seen, pool, now, profile)
+        restarts = restarts_in_a_row(seen, "backend", profile, now)
         if left is not None and left <= 0:
             detail = f" ({seen.message})" if seen.message not in ("", STARTING) else ""
             how = f"did not answer{detail}"
             troubles.append(f"{seen.name} does not answer{detail}; restarting it")
         elif seen.url in requested:
-            how = "had wrong weights"
-            troubles.append(f"{seen.name} has wrong weights; restarting it")
+            how = "had wrong weights" + (f" ({requested[seen.url]})" if requested[seen.url] else "")
+            looping = looping or restarts > 0
+            left = restart_pause(seen, "backend", restarts, profile, now)
+            due = f"in {left:.0f} s" if left > 0 else "now"
+            troubles.append(f"{seen.name} has wrong weights; restart {restarts + 1} {due}")
+            if left > 0:
+                waits.append(left)
+                continue
         else:
             continue
         again = None
         if (workload := wanted.get(seen.name)) is not None:
-            again = Launch(workload, restarts_in_a_row(seen, profile, now) + 1, how)
+            again = Launch(workload, restarts + 1, how)
         stops.append(Stop(seen.name, profile.stop_seconds, again))
-    return tuple(stops), troubles
+    return _Stops(tuple(stops), tuple(troubles), looping, earliest(waits))
+
+
+def _takes_rollouts(backend: BackendStatus) -> bool:
+    return backend.ready and not backend.draining and backend.weights == "Current"
+
+
+def _troubles(
+    observed: ObservedPool, backends: Sequence[BackendStatus], now: datetime, profile: Profile
+) -> tuple[list[str], list[str], float | None]:
+    """Return what is wrong with backends, what only keeps them from rollouts for now, and when that changes.
+
+    A backend that has just started has to be brought to the pool's weights first. This is nothing wrong
+    unless it takes as long as a server may be silent.
+    """
+    # The troubles of the fleet already include the pods that have not begun, with the reason.
+    begun: dict[str, datetime | None] = {one.url: None for one in observed.external}
+    begun |= {seen.url: seen.ready_since for seen in observed.workloads if not seen.pending}
+    troubles, behind, waits = [], [], []
+    for backend in backends:
+        if backend.message in ("", STARTING) or backend.weights == "Updating" or backend.url not in begun:
+            continue
+        text = backend.message if backend.url in backend.message else f"{backend.url}: {backend.message}"
+        since = begun[backend.url]
+        left = 0.0 if since is None else profile.unready_seconds - (now - since).total_seconds()
+        if backend.ready and backend.weights == "Stale" and left > 0:
+            behind.append(text)
+            waits.append(left)
+        else:
+            troubles.append(text)
+    return troubles, behind, earliest(waits)
 
 
 def reconcile_pool(
@@ -131,7 +202,7 @@ def reconcile_pool(
 ) -> Plan[BackendPoolStatus]:
     """Return the plan for `pool` at this time.
 
-    The pool is ready when at least one backend takes rollouts.
+    The pool is ready when at least one backend takes rollouts, and stays so while weights are updated.
     """
     wanted = () if observed.refused else pool_workloads(pool, profile)
     leaving = retire(wanted, observed.workloads, pool.status.backends, now, profile)
@@ -146,30 +217,22 @@ def reconcile_pool(
         profile.stop_seconds,
     )
     by_name = {workload.name: workload for workload in wanted}
-    stops, restarts = _stops(pool, by_name, observed, fleet, now, profile)
-    stopped = {stop.name for stop in stops}
+    stops = _stops(pool, by_name, observed, fleet, now, profile)
+    stopped = {stop.name for stop in stops.stop}
     # A backend that is being stopped is reported as gone immediately, so no rollout is routed to it
     # meanwhile.
     drain = leaving.drain - stopped
     names = ({workload.name for workload in wanted} | drain) - stopped
     backends = _backends(pool, observed, names, drain)
-    ready = sum(backend.ready and not backend.draining for backend in backends)
     external = pool.spec.engine.type == "external"
     expected = len(observed.external) if external else len(wanted)
-    troubles = [*fleet.troubles, *restarts]
-    # The troubles already include the pods that have not begun, with the reason.
-    begun = {seen.url for seen in observed.workloads if not seen.pending} | {
-        one.url for one in observed.external
-    }
-    troubles += [
-        _trouble(backend)
-        for backend in backends
-        if backend.message not in ("", STARTING) and backend.url in begun
-    ]
+    wrong, behind, trouble_changes = _troubles(observed, backends, now, profile)
+    troubles = [*fleet.troubles, *stops.troubles, *wrong]
+    ready = sum(map(_takes_rollouts, backends))
     claims: tuple[ConditionUpdate, ...] = (
-        _ready(ready, expected, troubles),
-        _progressing(pool, observed, fleet, drain, ready, expected),
-        _degraded(fleet, troubles),
+        _ready(pool.status, backends, ready, expected, [*troubles, *behind]),
+        _progressing(pool, observed, fleet, drain, backends, expected),
+        _degraded(pool.status, troubles, fleet.crash_looping or stops.looping, ready >= expected),
     )
     if observed.refused:
         # Backends that an earlier installation started are drained, and nothing replaces them.
@@ -188,25 +251,31 @@ def reconcile_pool(
         }
     )
     checks = (_time_left(seen, pool, now, profile) for seen in observed.workloads if seen.name not in stopped)
+    changes = (fleet.requeue_after, leaving.requeue_after, stops.requeue_after, trouble_changes, *checks)
     return Plan(
         status=status,
         launch=fleet.launch,
-        stop=stops,
+        stop=stops.stop,
         drain=drain,
-        requeue_after=earliest((fleet.requeue_after, leaving.requeue_after, *checks)),
+        requeue_after=earliest(changes),
     )
 
 
-def _trouble(backend: BackendStatus) -> str:
-    """Return the message of a backend, together with the URL that it is about."""
-    return backend.message if backend.url in backend.message else f"{backend.url}: {backend.message}"
-
-
-def _ready(ready: int, expected: int, troubles: list[str]) -> ConditionUpdate:
+def _ready(
+    before: BackendPoolStatus,
+    backends: Sequence[BackendStatus],
+    ready: int,
+    expected: int,
+    troubles: list[str],
+) -> ConditionUpdate:
     if ready:
         return ConditionUpdate("Ready", True, "BackendsReady", f"{ready} of {expected} backends are ready")
     if not expected:
         return ConditionUpdate("Ready", False, "NoBackends", "the pool has replicas 0")
+    updating = sum(backend.ready and backend.weights == "Updating" for backend in backends)
+    if updating and holds(before.conditions, "Ready"):
+        text = f"{updating} of {expected} backends are paused or get new weights"
+        return ConditionUpdate("Ready", True, "WeightsUpdating", text)
     return ConditionUpdate(
         "Ready", False, "NoBackendReady", "; ".join(troubles) or "the backends are starting"
     )
@@ -217,7 +286,7 @@ def _progressing(
     observed: ObservedPool,
     fleet: WorkloadPlan,
     drain: frozenset[str],
-    ready: int,
+    backends: Sequence[BackendStatus],
     expected: int,
 ) -> ConditionUpdate:
     if drain:
@@ -225,6 +294,7 @@ def _progressing(
         return ConditionUpdate(
             "Progressing", True, "Draining", f"{names}: no new rollouts, those it has may end"
         )
+    ready = sum(_takes_rollouts(one) or (one.ready and one.weights == "Updating") for one in backends)
     if ready >= expected:
         return ConditionUpdate("Progressing", False, "Complete")
     text = f"{ready} of {expected} backends are ready"
@@ -241,8 +311,22 @@ def _progressing(
     return ConditionUpdate("Progressing", True, "Starting", text)
 
 
-def _degraded(fleet: WorkloadPlan, troubles: list[str]) -> ConditionUpdate:
+def _degraded(
+    before: BackendPoolStatus, troubles: list[str], crash_looping: bool, complete: bool
+) -> ConditionUpdate:
+    """Return the condition Degraded.
+
+    Args:
+        before: The pool's status until now.
+        troubles: One line for each thing that is wrong.
+        crash_looping: Whether a backend was restarted more than once in a row.
+        complete: Whether every wanted backend takes rollouts. Until then, nothing shows that a trouble of
+            the past is over.
+    """
     if not troubles:
-        return ConditionUpdate("Degraded", False, "Healthy")
-    reason = "CrashLoopBackOff" if fleet.crash_looping else "BackendsFailing"
+        old = find(before.conditions, "Degraded")
+        if complete or old is None or old.status != "True":
+            return ConditionUpdate("Degraded", False, "Healthy")
+        return ConditionUpdate("Degraded", True, old.reason, old.message)
+    reason = "CrashLoopBackOff" if crash_looping else "BackendsFailing"
     return ConditionUpdate("Degraded", True, reason, "; ".join(troubles))

@@ -65,7 +65,7 @@ def observed_job(
 def pool_state(status: BackendPoolStatus) -> PoolState:
     """Return the part of a pool's status that its jobs need."""
     trouble = next((c.message for c in status.conditions if c.type == "Ready" and c.status != "True"), "")
-    return PoolState(status.ready_replicas, trouble)
+    return PoolState(holds(status.conditions, "Ready"), trouble)
 
 
 def routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
@@ -74,8 +74,14 @@ def routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
 
 
 def reported_backends(backends: Sequence[BackendStatus]) -> list[tuple[object, ...]]:
-    """Return the fields of the backends that a driver reports to the control plane."""
-    return [(one.url, one.ready, one.draining, one.policy_version, one.message) for one in backends]
+    """Return the fields of the backends that a driver reports to the control plane.
+
+    The messages of ready backends are the control plane's own.
+    """
+    return [
+        (one.url, one.ready, one.draining, one.policy_version, "" if one.ready else one.message)
+        for one in backends
+    ]
 
 
 def in_words(conditions: Sequence[Condition]) -> list[tuple[str, str, str, str]]:

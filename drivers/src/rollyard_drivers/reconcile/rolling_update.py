@@ -28,15 +28,12 @@ class Retirement:
     requeue_after: float | None
 
 
-def serves(seen: ObservedWorkload | None, spec_hash: str | None = None) -> bool:
-    """Return whether a backend takes rollouts and, if `spec_hash` is given, has this spec."""
-    return (
-        seen is not None
-        and seen.state == "running"
-        and seen.ready
-        and seen.draining_since is None
-        and spec_hash in (None, seen.spec_hash)
-    )
+def _serves(seen: ObservedWorkload | None, known: Mapping[str, BackendStatus]) -> bool:
+    """Return whether a backend takes rollouts."""
+    if seen is None or seen.state != "running" or not seen.ready or seen.draining_since is not None:
+        return False
+    status = known.get(seen.url)
+    return status is None or status.weights == "Current"
 
 
 def _left(
@@ -97,8 +94,8 @@ def retire(
     outdated.sort(key=lambda seen: seen.draining_since is None)
     waiting: set[str] = set()
     for place, seen in enumerate(outdated):
-        others = (workload.name for workload in wanted if workload.name != seen.name)
-        if place == 0 and (seen.draining_since is not None or all(serves(there.get(one)) for one in others)):
+        others = (there.get(workload.name) for workload in wanted if workload.name != seen.name)
+        if place == 0 and (seen.draining_since is not None or all(_serves(one, known) for one in others)):
             drains(seen)
         else:
             waiting.add(seen.name)

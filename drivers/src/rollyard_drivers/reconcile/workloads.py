@@ -11,7 +11,14 @@ from datetime import datetime
 
 from rollyard_crds.backoff import Backoff
 
-from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Profile, Stop, Workload
+from rollyard_drivers.reconcile.plan import (
+    Launch,
+    ObservedWorkload,
+    Profile,
+    Stop,
+    Workload,
+    WorkloadKind,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +58,51 @@ def restart_delay(restarts: int, profile: Profile) -> float:
     return Backoff(profile.backoff_seconds, profile.backoff_cap_seconds).pause(restarts + 1)
 
 
-def _lived(observed: ObservedWorkload, now: datetime) -> float:
-    return ((observed.exited_at or now) - observed.started_at).total_seconds()
+def _began_work(seen: ObservedWorkload, kind: WorkloadKind) -> datetime | None:
+    """Return the time at which a workload began to do its work, or None if it never did.
+
+    A backend that loads its model may die of that after many minutes, so only a ready one works.
+    """
+    return seen.ready_since if kind == "backend" else seen.started_at
 
 
-def restarts_in_a_row(seen: ObservedWorkload, profile: Profile, now: datetime | None = None) -> int:
+def restarts_in_a_row(
+    seen: ObservedWorkload, kind: WorkloadKind, profile: Profile, now: datetime | None = None
+) -> int:
     """Return how often a workload was restarted without then doing useful work.
 
-    A workload that ran for the stable time has done useful work, too.
+    A workload that worked for the stable time has done useful work, too.
 
     Args:
         seen: The workload.
+        kind: What it is.
         profile: The settings of the driver.
         now: The current time, for a workload that has not exited and is about to be stopped.
     """
-    lived = ((seen.exited_at or now or seen.started_at) - seen.started_at).total_seconds()
-    return 0 if lived >= profile.stable_seconds or _was_useful(seen, profile) else seen.restarts
+    began = _began_work(seen, kind)
+    if began is None:
+        return seen.restarts
+    worked = ((seen.exited_at or now or began) - began).total_seconds()
+    return 0 if seen.useful or worked >= profile.stable_seconds else seen.restarts
 
 
-def _was_useful(seen: ObservedWorkload, profile: Profile) -> bool:
-    """Return whether a workload that has exited did work that a crash loop never gets to."""
-    if seen.useful:
-        return True
-    if seen.ready_since is None or seen.exited_at is None:
-        return False
-    return (seen.exited_at - seen.ready_since).total_seconds() >= profile.useful_seconds
+def restart_pause(
+    seen: ObservedWorkload, kind: WorkloadKind, restarts: int, profile: Profile, now: datetime
+) -> float:
+    """Return the seconds that are left until a workload may be restarted.
 
+    The pause before the restart of a backend is counted from the time at which it was ready. One that served
+    for a while is therefore restarted at once.
 
-def _delay(seen: ObservedWorkload, restarts: int, profile: Profile) -> float:
-    """Return the seconds between the end of a workload and its restart.
-
-    A workload that was killed after useful work is restarted at once. One that ended by itself with status 0
+    A worker that was killed after useful work is restarted at once. One that ended by itself with status 0
     waits, because a worker does so when its job is over, which the driver may not have seen yet.
     """
-    if seen.exit_code != 0 and _was_useful(seen, profile):
+    if seen.useful and seen.exit_code != 0:
         return 0.0
-    return restart_delay(restarts, profile)
+    since = seen.exited_at or seen.started_at
+    if kind == "backend":
+        since = seen.ready_since or since
+    return restart_delay(restarts, profile) - (now - since).total_seconds()
 
 
 def exit_text(observed: ObservedWorkload) -> str:
@@ -141,9 +157,8 @@ def keep(
             # Another spec may start without failing, so the failures of the previous spec do not count.
             launch.append(Launch(workload))
         elif seen.state == "exited":
-            restarts = restarts_in_a_row(seen, profile)
-            ended = seen.exited_at or seen.started_at
-            left = _delay(seen, restarts, profile) - (now - ended).total_seconds()
+            restarts = restarts_in_a_row(seen, workload.kind, profile)
+            left = restart_pause(seen, workload.kind, restarts, profile, now)
             looping = looping or restarts > 0
             if left > 0:
                 troubles.append(f"{exit_text(seen)}; restart {restarts + 1} in {left:.0f} s")
@@ -165,7 +180,9 @@ def keep(
             if seen.trouble:
                 troubles.append(f"{seen.name}: {seen.trouble}")
                 impaired += 1
-            steady = profile.stable_seconds - _lived(seen, now)
+            loads = workload.kind == "backend" and seen.state == "starting"
+            lived = 0.0 if loads else (now - seen.started_at).total_seconds()
+            steady = profile.stable_seconds - lived
             if seen.restarts and steady > 0:
                 times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
                 # Users look for the reason long after the second in which the workload had ended.

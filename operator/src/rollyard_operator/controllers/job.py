@@ -245,7 +245,7 @@ class JobLoop(ObjectLoop):
         obj = self._context.pools.get(self.pool)
         if obj is None or is_leaving(obj):
             return None
-        return self._context.pool_states.get(self.pool) or PoolState(0)
+        return self._context.pool_states.get(self.pool) or PoolState(False)
 
     async def _write(self, obj: Object, before: RolloutJobStatus, after: RolloutJobStatus) -> float | None:
         """Write the status to the object.

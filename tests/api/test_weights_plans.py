@@ -399,6 +399,24 @@ async def test_a_refused_update_is_taken_back_from_those_that_may_have_it(
     assert (await two.update(number))["state"] == "Failed"
 
 
+async def test_weights_of_a_superseded_update_do_not_pass_for_those_before_it(two: Pools) -> None:
+    await two.succeed(await two.begin("v1", FULL))
+    loading = await two.begin("v2", NEXT)
+    first, second, third, *_ = two.urls
+    for url, step, weights in (
+        (first, "Loading", "Updating"),
+        (second, "Pausing", "Updating"),
+        (third, "Done", "Current"),
+    ):
+        await two.step(loading, url, step=step)
+        await two.set("p", url, weights=weights)
+    await two.refuse(await two.begin("v3", FULL))
+    assert (await two.status())["policyVersion"] == "v1"
+    found = [(await two.target(url)) for url in (first, second, third)]
+    assert [action(one.pool, one.row) for one in found] == ["bring", "resume", "look"]
+    assert found[0].restored, "it is loaded and verified before it is used"
+
+
 async def test_a_later_update_supersedes_what_runs_in_its_own_pool(two: Pools) -> None:
     done = await two.begin("v1", FULL)
     await two.succeed(done)

@@ -359,24 +359,49 @@ def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refus
         progress=backend_progress.encoded(progress),
     )
     tx.count("weight_updates", "Failed")
-    for item in progress.values():
-        if item.step in _TOUCHED and item.url != refused_by:
-            why = f"it may have refused weights ({row.policy_version})"
-            set_backend(
-                tx,
-                pool.id,
-                item.url,
-                weights="Failed",
-                weights_message=why,
-                policy_index=BEHIND,
-                restart_requested=False,
-            )
-    before = next(iter(succeeded(tx.conn, pool.id, before=row.id)), None)
-    if before is None:
+    touched = {item.url for item in progress.values() if item.step in _TOUCHED} - {refused_by}
+    chain = succeeded(tx.conn, pool.id, before=row.id)
+    for url in touched | _interrupted(tx.conn, pool.id, chain[0].id if chain else 0):
+        why = f"it may have refused weights ({row.policy_version})"
+        set_backend(
+            tx,
+            pool.id,
+            url,
+            weights="Failed",
+            weights_message=why,
+            policy_index=BEHIND,
+            restart_requested=False,
+        )
+    if not chain:
         _want(tx, pool.id, "", 0, None)
     else:
-        chain = succeeded(tx.conn, pool.id, before=row.id)
-        _want(tx, pool.id, before.policy_version, before.policy_index, serves(chain))
+        _want(tx, pool.id, chain[0].policy_version, chain[0].policy_index, serves(chain))
+
+
+def _interrupted(conn: Connection, pool_id: int, since: int) -> set[str]:
+    """Return the backends that were being loaded when their update was superseded, and not loaded later.
+
+    Such a backend still has the label and the index of its earlier weights.
+
+    Args:
+        conn: The connection.
+        pool_id: The pool.
+        since: The id of the last update that succeeded.
+    """
+    where = (backends.c.pool_id == pool_id, backends.c.weights == "Updating")
+    updating = set(conn.scalars(sa.select(backends.c.url).where(*where)))
+    query = sa.select(weight_updates).where(
+        weight_updates.c.pool_id == pool_id,
+        weight_updates.c.state == "Superseded",
+        weight_updates.c.id > since,
+    )
+    newest = query.order_by(weight_updates.c.id.desc()).limit(LISTED)
+    parts = [
+        part
+        for row in read_all(WeightUpdateRow, conn.execute(newest))
+        for part in backend_progress.progress_of(row).values()
+    ]
+    return {part.url for part in parts if part.step in _TOUCHED} & updating
 
 
 def serves(chain: Sequence[WeightUpdateRow]) -> str | None:

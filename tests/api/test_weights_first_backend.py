@@ -177,7 +177,11 @@ async def test_a_server_that_lost_weights_that_cannot_be_verified_any_more_is_no
         assert not found["restartRequested"], "a restart would not make it verifiable"
         return found["message"] if "cannot be verified" in found["message"] else ""
 
-    await eventually(reason)
+    why = await eventually(reason)
+    # A driver shows what it reads here, and reports it with the backend.
+    body = {"backends": [{"url": server.url, "ready": True, "message": "of a driver"}]}
+    assert (await pool.served.driver.put("/v1/backendpools/p/backends", json=body)).status_code == 200
+    assert (await pool.backend())["message"] == why
     assert (await pool.backend())["weights"] == "Stale"
     assert (await pool.status())["readyReplicas"] == 0
     assert not server.paused

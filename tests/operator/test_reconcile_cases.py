@@ -534,6 +534,23 @@ def test_a_pool_whose_only_backend_is_stale_is_not_ready() -> None:
     assert condition(fresh, "Ready").status == "False"
 
 
+@pytest.mark.parametrize(("weights", "drained"), [("Current", 1), ("Stale", 0)])
+def test_a_backend_whose_weights_are_behind_serves_nobody_while_the_next_is_replaced(
+    weights: Any, drained: int
+) -> None:
+    pool = pool_of(replicas=2)
+    seen = tuple(
+        ObservedWorkload(one.name, one.spec_hash, "running", NOW, url=f"http://127.0.0.1:{one.index + 1}")
+        for one in pool_workloads(pool)
+    )
+    old = replace(seen[0], spec_hash="of another spec")
+    pool.status.backends = [
+        BackendStatus(url=seen[0].url, ready=True),
+        BackendStatus(url=seen[1].url, ready=True, weights=weights),
+    ]
+    assert len(reconcile_pool(pool, ObservedPool((old, seen[1])), NOW).drain) == drained
+
+
 @pytest.mark.parametrize("external", [False, True])
 def test_a_pool_stays_ready_while_its_weights_are_updated(external: bool) -> None:
     engine = {"type": "external", "external": {"urls": ["http://127.0.0.1:1"]}}

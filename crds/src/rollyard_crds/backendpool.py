@@ -171,7 +171,7 @@ class BackendPoolStatus(Model):
     replicas: Annotated[int, Field(ge=0)] = 0
     """Backends that exist."""
     ready_replicas: Annotated[int, Field(ge=0)] = 0
-    """Backends that can take rollouts."""
+    """Backends that take rollouts: ready, not draining, and with the pool's weights."""
     policy_version: Annotated[str, Field(max_length=128)] = ""
     """Label of the newest weights that every backend should have; empty before the first update."""
     paused: bool = False

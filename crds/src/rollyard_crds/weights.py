@@ -123,7 +123,8 @@ class WeightUpdate(Model):
     in_flight: Literal["continue", "restart"]
     """As asked."""
     state: UpdateState
-    """`Succeeded` when every backend has the new weights; `Superseded` by a later update."""
+    """`Succeeded` when every backend has the new weights, of which there must be one; `Superseded` by a later
+    update."""
     verified: bool = False
     """Every backend's log-probabilities agree with the reference."""
     verified_by: Literal["reference", "transformers", ""] = ""

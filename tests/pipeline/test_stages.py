@@ -57,6 +57,7 @@ from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.request_seeds import request_seed
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import SandboxError
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler
 
@@ -861,6 +862,17 @@ async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_pro
     limits = {"eval": {"timeoutSeconds": round(patience(3))}}
     result = await installed(rollout, model, tmp_path, monkeypatch, end, stages=limits)
     assert (result.reward, result.reward_reason) == (0.0, reason)
+
+
+async def test_a_sandbox_is_out_of_reach_when_its_call_has_ended(
+    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that keeps the context of a rollout does not reach the sandbox of the next one by it."""
+    kept = "if box is not globals().setdefault('kept', box): await kept.run(['true'])"
+    await installed(rollout, model, tmp_path, monkeypatch, kept)
+    await rollout.play()
+    with pytest.raises(SandboxError, match="the call of this request has ended"):
+        await rollout.score()
 
 
 async def test_a_failing_backend_is_reported_through_an_installed_handler(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rollyard_crds.task import Task, TaskSandbox
 from rollyard_sandbox.client import ExecClient
 
-from rollyard_pipeline.errors import HandlerFailed, HandlerStateInvalid
+from rollyard_pipeline.errors import HandlerFailed
 from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.isolated.messages import HandlerOutcome
 from rollyard_pipeline.handlers.isolated.process import HandlerProcess
 from rollyard_pipeline.registry import HANDLERS, Registry
 
@@ -30,7 +30,7 @@ class HandlerProcesses:
 
     async def call(
         self, method: str, task: Task, context: StageContext | None, sandboxes: Sequence[ExecClient]
-    ) -> dict[str, Any]:
+    ) -> HandlerOutcome:
         """Call a method of the handler, and return the outcome; see `HandlerProcess.call`.
 
         If it is cancelled, the process ends. Where its code was blocked is a note of the `CancelledError`.
@@ -125,8 +125,7 @@ class IsolatedHandler(Handler):
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Return the score of the episode."""
         outcome = await self._call("eval", ctx)
-        reward, components, reason = outcome["evaluation"]
-        return Evaluation(reward, components, reason)
+        return Evaluation(outcome.reward, outcome.components or {}, outcome.reason)
 
     async def bring(self, task: Task, run: ExecClient, fresh: ExecClient) -> None:
         """Copy into Eval's own sandbox what the evaluation needs."""
@@ -142,12 +141,10 @@ class IsolatedHandler(Handler):
         """Return whether a method is that of the base class, which needs no process."""
         return getattr(type(self._handler), method) is getattr(Handler, method)
 
-    async def _call(self, method: str, ctx: StageContext) -> dict[str, Any]:
+    async def _call(self, method: str, ctx: StageContext) -> HandlerOutcome:
         sandboxes = () if ctx.client is None else (ctx.client,)
         outcome = await self._processes.call(method, ctx.task, ctx, sandboxes)
-        if not isinstance(outcome["carry"], dict):
-            raise HandlerStateInvalid("ctx.carry is no JSON object")
-        ctx.carry = outcome["carry"]
+        ctx.carry = outcome.carry or {}
         return outcome
 
 

@@ -10,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic import BaseModel, ConfigDict
 from rollyard_crds.task import Task
 from rollyard_sandbox.errors import SandboxError, from_wire
 
@@ -34,6 +35,27 @@ class HandlerCall:
     """Whether the context has the job's agent."""
     sandboxes: tuple[tuple[frozenset[str], bytes | None], ...]
     """The features and the secret of each sandbox's exec server."""
+
+
+class HandlerOutcome(BaseModel):
+    """What a process says about a call that has ended."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    shown: str = ""
+    """What the call added to `ctx.show`."""
+    carry: dict[str, Any] | None = None
+    """The `ctx.carry` that the call left, if it has a context and did not fail."""
+    reward: Any = None
+    """The reward that `eval` returned. It is judged like that of any handler."""
+    components: dict[str, Any] | None = None
+    """The components that `eval` returned. None if the call was none of `eval`, or failed."""
+    reason: Any = ""
+    """The reason that `eval` returned."""
+    raised: int | None = None
+    """The number of the request to the agent whose exception ended the call."""
+    error: dict[str, Any] | None = None
+    """Another exception that ended the call, as `described` returns it."""
 
 
 def described(error: BaseException) -> dict[str, Any]:

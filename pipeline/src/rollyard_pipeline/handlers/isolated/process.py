@@ -23,7 +23,7 @@ from rollyard_sandbox.frames import FrameReader, encode
 from rollyard_pipeline.errors import HandlerFailed
 from rollyard_pipeline.handlers.base import StageContext
 from rollyard_pipeline.handlers.child_processes import end_child
-from rollyard_pipeline.handlers.isolated.messages import HandlerCall, exception_of
+from rollyard_pipeline.handlers.isolated.messages import HandlerCall, HandlerOutcome, exception_of
 from rollyard_pipeline.handlers.isolated.places import blocked_at
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -117,7 +117,7 @@ class HandlerProcess:
 
     async def call(
         self, method: str, task: Task, context: StageContext | None, sandboxes: Sequence[ExecClient]
-    ) -> dict[str, Any]:
+    ) -> HandlerOutcome:
         """Call a method of the handler, and return what the process says about the outcome.
 
         Args:
@@ -147,23 +147,28 @@ class HandlerProcess:
             raise HandlerFailed(f"{self._what}: {method} cannot get its context: {error}") from error
         outcome = await self._outcome(method, request)
         if context is not None:
-            context.show(str(outcome.get("shown", "")))
-        if "raised" in outcome:
-            raise request.raised.get(outcome["raised"]) or HandlerFailed(f"{self._what}: {method} failed")
+            context.show(outcome.shown)
+        if outcome.raised in request.raised:
+            raise request.raised[outcome.raised]
         self._raise_error(outcome)
+        complete = (context is None or outcome.carry is not None) and (
+            method != "eval" or outcome.components is not None
+        )
+        if outcome.raised is not None or not complete:
+            raise HandlerFailed(f"{self._what}: its process reported no outcome of {method}")
         return outcome
 
-    def _raise_error(self, outcome: dict[str, Any]) -> None:
-        """Raise the exception that an outcome describes, if it is one."""
-        if "error" not in outcome:
+    def _raise_error(self, outcome: HandlerOutcome) -> None:
+        """Raise the exception that an outcome describes, if there is one."""
+        if outcome.error is None:
             return
         try:
-            error = exception_of(outcome["error"])
+            error = exception_of(outcome.error)
         except (ValueError, KeyError, TypeError) as problem:
             raise HandlerFailed(f"{self._what}: its process reported no exception: {problem!r}") from problem
         raise error
 
-    async def _outcome(self, doing: str, request: _Request) -> dict[str, Any]:
+    async def _outcome(self, doing: str, request: _Request) -> HandlerOutcome:
         """Serve the process until it asks for its next call, and return the outcome of this one."""
         tasks: dict[int, asyncio.Task[None]] = {}
         stopped = False
@@ -172,7 +177,7 @@ class HandlerProcess:
                 for header, body in self._frames.feed(data):
                     if header["op"] == "next":
                         self._ready = int(header["id"])
-                        return dict(json.loads(body))
+                        return HandlerOutcome.model_validate(json.loads(body))
                     await self._begin(header, body, request, tasks)
         except (SandboxError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"{self._what}: its process does not keep to the protocol ({doing}): {error!r}"

@@ -142,7 +142,7 @@ async def serve(target: str, connection: int, level: int) -> None:
         module, _, name = target.partition(":")
         handler: Handler = operator.attrgetter(name)(importlib.import_module(module))()
     except Exception as error:
-        worker.post({"op": "next", "id": 0}, json.dumps(described(error)).encode())
+        worker.post({"op": "next", "id": 0}, json.dumps({"error": described(error)}).encode())
         return
     outcome = b"{}"
     while True:
@@ -175,7 +175,7 @@ async def performed(handler: Handler, call: HandlerCall, worker: WorkerWire, num
         method = getattr(handler.for_task(call.task), call.method)
         value = await (method(call.task, *clients) if context is None else method(context))
         if call.method == "eval":
-            outcome["evaluation"] = evaluated(value)
+            outcome |= evaluated(value)
         if context is not None:
             outcome["carry"] = carried(context)
     except AgentFailed as error:
@@ -189,21 +189,25 @@ async def performed(handler: Handler, call: HandlerCall, worker: WorkerWire, num
         return json.dumps({"error": described(error), "shown": ""}).encode()
 
 
-def evaluated(evaluation: Evaluation) -> list[Any]:
-    """Return the values of an evaluation."""
-    return [evaluation.reward, dict(evaluation.components), evaluation.reason]
+def evaluated(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as a part of an outcome."""
+    components = {str(name): value for name, value in evaluation.components.items()}
+    return {"reward": evaluation.reward, "components": components, "reason": evaluation.reason}
 
 
-def carried(context: StageContext) -> Any:
+def carried(context: StageContext) -> dict[str, Any]:
     """Return what a handler carries to the next stage.
 
     Raises:
-        HandlerStateInvalid: It is no JSON.
+        HandlerStateInvalid: It is no JSON object.
     """
     try:
-        return json.loads(json.dumps(context.carry))
+        carry = json.loads(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
         raise HandlerStateInvalid(f"ctx.carry is no JSON: {error}") from error
+    if not isinstance(carry, dict):
+        raise HandlerStateInvalid("ctx.carry is no JSON object")
+    return carry
 
 
 def main(target: str, connection: str, stack: str, level: str) -> None:

@@ -35,7 +35,7 @@ from rollyard_pipeline.errors import (
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
-from rollyard_pipeline.handlers.isolated.handler import loaded_handler
+from rollyard_pipeline.handlers.isolated.handler import tried_handler
 from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY, SABOTAGED
@@ -106,6 +106,7 @@ class Stages:
         self._jobs = JobSpecs(control)
         self._formats = formats or FormatCache()
         self._handlers: dict[str, Handler] = {}
+        self._loading: dict[str, asyncio.Future[Handler]] = {}
         self._rewards = Rewards(extensions)
         self._vocabularies: dict[str, int] = {}
         self._met: set[str] = set()
@@ -123,8 +124,12 @@ class Stages:
         """Close every handler, the network of sandboxes, and the processes that make rewards."""
         self._egress.close()
         await self._rewards.close()
-        for handler in self._handlers.values():
-            await handler.close()
+        for loading in self._loading.values():
+            loading.cancel()
+        loaded = await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        for handler in (*self._handlers.values(), *loaded):
+            if isinstance(handler, Handler):
+                await handler.close()
 
     async def work(self, held: HeldLease, times: StageTimes) -> StageResult:
         """Perform one stage of one rollout. `times` is filled in even if the stage fails.
@@ -134,6 +139,7 @@ class Stages:
         """
         try:
             spec = await self._jobs.get(held.lease)
+            await self._load(spec.handler)
             held.started = time.monotonic()
             match held.lease.stage:
                 case "init":
@@ -390,9 +396,20 @@ class Stages:
         return self._egress.lent(sandbox, spec, context.rollout, context.env)
 
     def _handler(self, spec: RolloutJobSpec) -> Handler:
-        if spec.handler not in self._handlers:
-            self._handlers[spec.handler] = loaded_handler(self._extensions, spec.handler)
         return self._handlers[spec.handler]
+
+    async def _load(self, name: str) -> None:
+        """Load the handler of a job, once for all its rollouts. All that wait for it fail with it."""
+        if name in self._handlers:
+            return
+        if name not in self._loading:
+            self._loading[name] = asyncio.ensure_future(tried_handler(self._extensions, name))
+        loading = self._loading[name]
+        try:
+            self._handlers[name] = await asyncio.shield(loading)
+        finally:
+            if loading.done():
+                self._loading.pop(name, None)
 
     async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:
         """Return the number of token ids that the model has."""

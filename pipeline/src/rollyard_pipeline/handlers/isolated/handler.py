@@ -28,6 +28,14 @@ class HandlerProcesses:
         self._target = target
         self._idle: list[HandlerProcess] = []
 
+    async def load(self) -> None:
+        """Load the handler in a process, which the first call uses.
+
+        Raises:
+            HandlerFailed, UnknownHandler: See `HandlerProcess.start`.
+        """
+        self._idle.append(await HandlerProcess.start(self._what, self._target))
+
     async def call(
         self, method: str, task: Task, context: StageContext | None, sandboxes: Sequence[ExecClient]
     ) -> HandlerOutcome:
@@ -148,8 +156,13 @@ class IsolatedHandler(Handler):
         return outcome
 
 
-def loaded_handler(extensions: Registry, name: str) -> Handler:
+def loaded_handler(extensions: Registry, name: str, processes: HandlerProcesses | None = None) -> Handler:
     """Return a new handler of this name. One of another package than Rollyard's is isolated.
+
+    Args:
+        extensions: Finds the handler.
+        name: The name of the handler.
+        processes: The processes of one that is isolated. The default is a new set.
 
     Raises:
         UnknownHandler: It is not installed here, or cannot be imported.
@@ -157,4 +170,22 @@ def loaded_handler(extensions: Registry, name: str) -> Handler:
     handler: Handler = extensions.load(HANDLERS, name)()
     if extensions.is_ours(HANDLERS, name):
         return handler
-    return IsolatedHandler(handler, HandlerProcesses(name, extensions.target(HANDLERS, name)))
+    return IsolatedHandler(handler, processes or HandlerProcesses(name, extensions.target(HANDLERS, name)))
+
+
+async def tried_handler(extensions: Registry, name: str) -> Handler:
+    """Return `loaded_handler`, after a process has shown that loading the handler does not block.
+
+    Raises:
+        UnknownHandler: It is not installed here, or cannot be imported.
+        HandlerFailed: A process cannot load it.
+    """
+    if extensions.is_ours(HANDLERS, name):
+        return loaded_handler(extensions, name)
+    processes = HandlerProcesses(name, extensions.target(HANDLERS, name))
+    await processes.load()
+    try:
+        return loaded_handler(extensions, name, processes)
+    except BaseException:
+        await processes.close()
+        raise

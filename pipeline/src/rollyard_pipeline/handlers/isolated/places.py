@@ -13,6 +13,7 @@ _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 """A frame in what the standard library's `faulthandler` writes."""
 _LIBRARY: Final = sysconfig.get_paths()["stdlib"] + "/"
 _ASYNCIO: Final = _LIBRARY + "asyncio/"
+_IMPORT: Final = (_LIBRARY + "importlib/", "<frozen importlib")
 _PACKAGES: Final = (sysconfig.get_paths()["purelib"] + "/", sysconfig.get_paths()["platlib"] + "/")
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + "/"
 
@@ -22,7 +23,7 @@ def message_of(error: BaseException) -> str:
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)
     ]
-    outside = [frame for frame in frames if not frame[0].startswith((_OURS, _ASYNCIO))]
+    outside = [frame for frame in frames if not frame[0].startswith((_OURS, _ASYNCIO, *_IMPORT))]
     place = _last_place(outside or frames[-1:])
     return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
 

@@ -33,6 +33,8 @@ _REQUESTS: Final = 256
 """The number of requests of one call that are performed at once. Further ones wait."""
 _MESSAGE: Final = 4096  # characters
 _STACK_BYTES: Final = 1 << 16
+_START_SECONDS: Final = 60.0
+"""How long the import of a handler may take, in seconds, on a busy machine, too."""
 _ABORT_SECONDS: Final = 2.0  # How long a process may take to write its stack and end.
 
 
@@ -84,8 +86,9 @@ class HandlerProcess:
             target: Its class, as MODULE:CLASS.
 
         Raises:
-            HandlerFailed: The process cannot be started, or ended while it loaded the handler.
-            PipelineError: Loading the handler raised an exception.
+            HandlerFailed: The process cannot be started, ended while it loaded the handler, or took too long.
+            UnknownHandler: The class cannot be imported.
+            PipelineError: Loading the handler raised another exception.
         """
         ours, its = socket.socketpair()
         stack = os.memfd_create("stack")
@@ -96,15 +99,26 @@ class HandlerProcess:
                 stdin=asyncio.subprocess.DEVNULL, pass_fds=(its.fileno(), stack), start_new_session=True,
             )  # fmt: skip
             reader, writer = await asyncio.open_connection(sock=ours)
-        except OSError as error:
+        except BaseException as error:
             ours.close()
             os.close(stack)
-            raise HandlerFailed(f"{what}: its process cannot be started: {error}") from error
+            if isinstance(error, OSError):
+                raise HandlerFailed(f"{what}: its process cannot be started: {error}") from error
+            raise
         finally:
             its.close()
         started = cls(what, process, reader, writer, stack)
         try:
-            started._raise_error(await started._outcome("being loaded", _Request(None, (), {})))
+            async with asyncio.timeout(_START_SECONDS):
+                loaded = await started._outcome("being loaded", _Request(None, (), {}))
+            started._raise_error(loaded)
+        except TimeoutError as error:
+            place = await started.stopped_at()
+            await started.end()
+            problem = (
+                f"{what} was not loaded within {_START_SECONDS:g} s{f', blocked at {place}' if place else ''}"
+            )
+            raise HandlerFailed(problem) from error
         except BaseException:
             await started.end()
             raise

@@ -28,7 +28,7 @@ from rollyard_sandbox.client.wire import ANSWER_LIMIT, Wire
 from rollyard_sandbox.errors import SandboxError
 from rollyard_sandbox.frames import encode
 
-from rollyard_pipeline.errors import HandlerStateInvalid, WorkerError
+from rollyard_pipeline.errors import HandlerStateInvalid, UnknownHandler, WorkerError
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.child_processes import begin_child
 from rollyard_pipeline.handlers.isolated.messages import HandlerCall, described
@@ -139,8 +139,7 @@ async def serve(target: str, connection: int, level: int) -> None:
     await loop.create_unix_connection(lambda: worker, sock=socket.socket(fileno=connection))
     logging.basicConfig(level=level, format="%(message)s", handlers=[LogToWorker(worker, loop)])
     try:
-        module, _, name = target.partition(":")
-        handler: Handler = operator.attrgetter(name)(importlib.import_module(module))()
+        handler = loaded(target)
     except Exception as error:
         worker.post({"op": "next", "id": 0}, json.dumps({"error": described(error)}).encode())
         return
@@ -153,6 +152,20 @@ async def serve(target: str, connection: int, level: int) -> None:
         outcome = await performed(handler, pickle.loads(body), worker, header["call"])
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()  # The next call belongs to another rollout.
+
+
+def loaded(target: str) -> Handler:
+    """Return a new handler of the class at `target`, which is MODULE:CLASS.
+
+    Raises:
+        UnknownHandler: It cannot be imported.
+    """
+    module, _, name = target.partition(":")
+    try:
+        handler: type[Handler] = operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise UnknownHandler(f"the handler {target} cannot be loaded: {error}") from error
+    return handler()
 
 
 async def performed(handler: Handler, call: HandlerCall, worker: WorkerWire, number: int) -> bytes:

@@ -1,7 +1,7 @@
 """The base class of handlers: three async methods, of which most handlers implement one.
 
-A handler is created once per worker and serves all its rollouts, so it keeps no state of a rollout. Data
-that Init or Run pass to a later stage belong in `ctx.carry`.
+A handler serves many rollouts, so it keeps no state of one. Data that Init or Run pass to a later stage
+belong in `ctx.carry`. The methods of handlers from other packages may block (see `handlers.isolated`).
 """
 
 from __future__ import annotations
@@ -288,5 +288,5 @@ class Handler(ABC):
     async def close(self) -> None:  # noqa: B027 - most handlers hold nothing
         """Release what the handler holds (child processes, connections).
 
-        This is called when the worker stops.
+        This is called when the worker stops, in the worker. Processes in which calls ran end without it.
         """

@@ -230,6 +230,8 @@ class HandlerProcess:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(0)  # The callbacks of what has ended remove it.
         number = int(header["id"])
+        if number in tasks:
+            raise ValueError(f"request {number} is made twice")
         task = asyncio.create_task(self._answer(number, header, body, request), name=header["op"])
         tasks[number] = task
         task.add_done_callback(lambda task: tasks.pop(number, None))

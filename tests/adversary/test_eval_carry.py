@@ -189,7 +189,11 @@ SABOTAGES = (
         goal="Keep the worker busy: more files than may be carried.",
         steps=("mkdir d; cd d; for i in {1..10001}; do : > $i; done; ls | wc -l",),
         shows=("^10001$",),
-        spec=DIFF,
+        # A disk has room for a file for each page.
+        spec={
+            **DIFF,
+            "sandbox": {"resources": {"memory": "192Mi", "disk": "64Mi", "processes": 64}, "warm": 0},
+        },
     ),
     Attack(
         name="carry_too_deep",

@@ -180,9 +180,7 @@ def keep(
             if seen.trouble:
                 troubles.append(f"{seen.name}: {seen.trouble}")
                 impaired += 1
-            loads = workload.kind == "backend" and seen.state == "starting"
-            lived = 0.0 if loads else (now - seen.started_at).total_seconds()
-            steady = profile.stable_seconds - lived
+            steady = profile.stable_seconds - (now - seen.started_at).total_seconds()
             if seen.restarts and steady > 0:
                 times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
                 # Users look for the reason long after the second in which the workload had ended.

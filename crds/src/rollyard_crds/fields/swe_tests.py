@@ -73,7 +73,7 @@ class SweTests(Model):
     pass_to_pass: TestNames = Field(default_factory=list)
     """Tests that must still pass, or be skipped."""
     absent_passes: bool = False
-    """Whether a test that has no result counts as passed, as for rows that list failures only."""
+    """Whether a test that has no result in a log counts as passed, as for rows that list failures only."""
     expected: Annotated[dict[TestName, ShortStatus], Field(max_length=100_000)] | None = None
     """The result of each test, instead of the two lists. All must be equal, failures too."""
     patch: Code | None = None

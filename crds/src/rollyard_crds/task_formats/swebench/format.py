@@ -141,7 +141,10 @@ def _rebench(row: Row) -> dict[str, Any]:
     if "repository" in row.values:
         before, folder = [], "."
     script = scripts.script_of(folder, before, commands, files)
-    return _task(row, image, folder, script, log_parser, patch)
+    found = _task(row, image, folder, script, log_parser, patch)
+    if len(commands) > 1:
+        found["swe"]["verdict"] = "log"  # A report is that of one run of pytest.
+    return found
 
 
 def _smith(row: Row) -> dict[str, Any]:

@@ -123,9 +123,9 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
             return Evaluation(0.0, {}, LOG_TOO_LONG)
         printed = result.text()
         results = parse(tests.log_parser, printed, tests.script)
-        if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
-            results = Results()  # The tests did not end, whatever was printed before.
         ctx.show(_LOG_WARNING)
+        if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
+            return Evaluation(0.0, {}, NO_RESULTS)  # The tests did not end, whatever was printed before.
         return _scored(tests, results)
     report_files = ReportFiles(ctx.sandbox, f"{ctx.place.folder}/report")
     await report_files.write(tests, folder)
@@ -135,9 +135,10 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
     report = await report_files.read(tests.log_parser)
     if not report.complete:
         ctx.show(_NO_REPORT)
-        return _scored(tests, Results())
-    passed = [name for name in deciding(tests) if in_a_function(name) and report.results.get(name) == PASSED]
-    tampered = sorted(report.tampered | set(passed) - report.controlled)
+        return Evaluation(0.0, {}, NO_RESULTS)
+    passed = {name for name in deciding(tests) if in_a_function(name) and report.results.get(name) == PASSED}
+    wanted = {*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())}
+    tampered = sorted(report.tampered & wanted | passed - report.controlled)
     if tampered:
         ctx.show(f"These tests cannot be believed: {', '.join(tampered[:_SHOWN])}")
         return Evaluation(0.0, {}, TAMPERED)

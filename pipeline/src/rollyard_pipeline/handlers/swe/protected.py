@@ -15,14 +15,15 @@ from rollyard_pipeline.handlers.swe.results import in_a_function
 
 _FOLDERS: Final = (
     ".git", ".hg", ".eggs", ".nox", ".pytest_cache", ".tox", ".venv", "__pycache__", "node_modules",
-    "*.dist-info", "*.egg-info", "site-packages",
+    "*.dist-info", "*.egg-info", "site-packages", "conftest", "encodings", "sitecustomize", "usercustomize",
 )  # fmt: skip
 """Folders at any depth: histories, whose settings start programs; caches, from which compiled code is loaded
-without a look at its source; environments; and metadata, which name plugins of pytest."""
+without a look at its source; environments; metadata, which name plugins of pytest; and packages that hide a
+file of the next list."""
 _FILES: Final = (
-    "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
+    "conftest.*", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
     "pyproject.toml", "setup.py", "versioneer.py", "makefile", "gnumakefile", "noxfile.py", ".coveragerc",
-    "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*",
+    "sitecustomize.*", "usercustomize.*", "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*",
     "vitest.config.*",
     "vite.config.*", "babel.config.*", ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
 )  # fmt: skip

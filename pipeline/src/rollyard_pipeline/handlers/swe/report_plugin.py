@@ -17,14 +17,16 @@ make every test pass by replacing tests, what runs them or what compares values.
 """
 
 import ast
+import builtins
 import functools
+import importlib.util
 import json
 import os
 import sys
 import types
 import warnings
 from hashlib import sha256
-from os import write
+from os import getpid, write
 from os.path import join, normpath, realpath, relpath
 from typing import Any
 
@@ -35,6 +37,10 @@ TAMPERED = "TAMPERED"
 MARK = "@rollyard"
 """The name by which the code of a test calls the plugin."""
 _MAX_FILES = 4096
+_COMPARING = (
+    "abs all any dict getattr hasattr isinstance issubclass len list max min repr set sorted str sum tuple"
+)
+"""The builtins with which tests compare."""
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -49,8 +55,11 @@ def _writer(folder: str, secret: bytes) -> Any:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
     file = os.open(join(folder, REPORT), flags, 0o600)
     last = [b""]
+    process = getpid()
 
     def line(kind: str, test: str, status: str) -> None:
+        if getpid() != process:
+            return  # It is a copy of the process, which may only try what the report would say.
         # Hexadecimal digits keep a name in its place, whatever it is made of.
         name = test.encode("utf-8", "surrogatepass").hex() or "-"
         text = " ".join((kind, name, status)).encode()
@@ -144,9 +153,17 @@ def _rows(code: Any, marked: Any, path: Any, flags: Any) -> Any:
     rows = []  # type: Any
     for one, other in zip(inner, others):  # noqa: B905
         below = (*path, one.co_name)
-        rows.append(Row(below, one, other, flags.get(below, (False, False))))
+        rows.append(Row(below, one, _with_functions_of(other, one), flags.get(below, (False, False))))
         rows += _rows(one, other, below, flags)
     return rows
+
+
+def _with_functions_of(marked: Any, code: Any) -> Any:
+    """Return marked code in which the functions that it defines are as they were, from Python 3.8 on."""
+    kind = types.CodeType
+    inner = iter([each for each in code.co_consts if type(each) is kind])
+    consts = tuple(next(inner) if type(each) is kind else each for each in marked.co_consts)
+    return marked.replace(co_consts=consts) if hasattr(marked, "replace") else marked
 
 
 def compiled(source: bytes, path: str) -> Any:
@@ -245,21 +262,24 @@ def _functions(item: Any) -> Any:
         one, depth = left.pop(0)
         if type(one) is types.MethodType:
             one = one.__func__
+        inner = []  # type: Any
         if type(one) is functools.partial:
-            left.append((one.func, depth + 1))
-        elif type(one) is types.FunctionType and not any(one is other for other, _ in found):
+            inner.append(one.func)
+        elif type(one) is types.FunctionType:
+            if any(one is other for other, _ in found):
+                continue
             found.append((one, depth))
-            inner = []  # type: Any
-            for value in one.__dict__.values():
-                # Hypothesis keeps the function in an object of its own.
-                fields = getattr(value, "__dict__", None)
-                inner += [value, *(fields.values() if type(fields) is dict else ())]
             for cell in one.__closure__ or ():
                 try:
                     inner.append(cell.cell_contents)
                 except ValueError:
                     continue  # It is empty.
-            left += [(each, depth + 1) for each in inner]
+        # Decorators may also be objects, and Hypothesis keeps the function in one.
+        fields = getattr(one, "__dict__", None)
+        if type(fields) is dict and not isinstance(one, type) and depth < 4:
+            inner += fields.values()
+        left += [(each, depth + 1) for each in inner]
+        del left[256:]
     return found
 
 
@@ -291,6 +311,7 @@ class Proof:
         """Give the function its own code again."""
         if self.function is not None:
             self.function.__code__ = self.code
+            self.function.__globals__.pop(MARK, None)
 
 
 def marker(current: Any) -> Any:
@@ -330,9 +351,13 @@ def _comparing() -> Any:
     """Return what tests compare with, as triples of an owner, a name and the object of this name."""
     from unittest import case, mock
 
+    import pytest
     from _pytest import outcomes
 
-    owners = [each for each in vars(case).values() if isinstance(each, type)] + [mock._patch, outcomes]  # type: Any
+    owners = [each for each in vars(case).values() if isinstance(each, type)]  # type: Any
+    owners += [mock._patch, outcomes, pytest]
+    if importlib.util.find_spec("pytest_mock") is None:  # It has better messages for the same checks.
+        owners += [mock.NonCallableMock, mock.CallableMixin]
     for name in ("python_api", "raises"):
         module = sys.modules.get("_pytest." + name)
         if module is not None:
@@ -343,7 +368,7 @@ def _comparing() -> Any:
             code = getattr(value, "__code__", None)
             if isinstance(value, (types.FunctionType, type)) and not name.startswith("__a"):
                 rows.append((owner, name, value, code))
-    return rows
+    return rows + [(builtins, name, vars(builtins)[name], None) for name in _COMPARING.split()]
 
 
 def _unchanged(comparing: Any) -> bool:
@@ -397,17 +422,17 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
 
     def rows_of(name: str, functions: Any) -> Any:
         """Return the code that the test may have, or None if its file does not decide."""
-        path, _, rest = name.split("[")[0].partition("::")
+        path, _, rest = plain(name).partition("::")
         wanted = tuple(rest.split("::"))
         known = files.rows.get(path)
-        if not functions or (known is None and plain(name) not in names):
+        if not functions or (known is None and not decides(name)):
             return None
         defined = [row for row in known or () if row.path == wanted]
-        return (
-            defined
-            or [row for row in known or () if row.path[-1] == wanted[-1]]
-            or files.at(functions[0][0].__code__.co_filename)
-        )
+        if defined:
+            return defined
+        # A class may inherit the test, and a module make it.
+        others = [row for row in known or () if row.path[-1] == wanted[-1]]
+        return others + files.at(functions[0][0].__code__.co_filename)
 
     def skips_by_itself(excinfo: Any) -> bool:
         """Return whether what skips a test is a test, or what tests use, and not the code that they test."""
@@ -461,7 +486,7 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
             try:
                 failed = _counts_as_failed(item)
             except Exception:
-                failed = False
+                failed = True  # What the test has patched is still in force. Pytest would end here.
             finally:
                 controlling[0] = False
             line("control", name, "FAILED" if failed else TAMPERED)
@@ -539,6 +564,8 @@ def _counts_as_failed(item: Any) -> bool:
 
 def _comparisons_fail(case: Any) -> bool:
     """Return whether what tests compare with still notices a difference."""
+    import unittest
+
     import pytest
 
     def raises_nothing() -> None:
@@ -562,7 +589,7 @@ def _comparisons_fail(case: Any) -> bool:
         ("assertRaises", (ValueError, int)), ("assertGreater", (0, 1)), ("assertLess", (1, 0)),
     ):  # fmt: skip
         method = getattr(case, name, None)
-        if method is not None:
+        if method is not None and isinstance(case, unittest.TestCase):
             attempts.append(functools.partial(method, *arguments))
     arrays = sys.modules.get("numpy.testing")
     if arrays is not None:

@@ -44,6 +44,8 @@ def program_of(words: "list[bytes]") -> "list[bytes]":
 def _runs_pytest() -> bool:
     with open("/proc/self/cmdline", "rb") as file:
         words = program_of(file.read().split(b"\0")[:-1])
+    if b"--version" in words or b"--help" in words:
+        return False
     return bool(words) and (words[0] in _NAMES or (words[0] == b"coverage" and b"pytest" in words))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,19 @@ def test_rewards_are_combined_by_key() -> None:
     assert below({"reward": 0.5, "a": 0.5}, {"reward": 0.5, "a": 0.6})
     assert below({"reward": 0.5, "a": 0.5}, {"reward": 0.6, "a": 0.5})
     assert not below({"reward": 0.0}, {})
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="this machine has no git")
+async def test_git_in_the_working_folder_starts_nothing_of_the_policys(lab: StageLab) -> None:
+    test = "git diff > /dev/null; cd /logs/verifier; [ -e reward.txt ] || echo 0 > reward.txt"
+    hook = "printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > hook; chmod +x hook"
+    attack = (
+        f"git init -q; echo one > a; git add a; echo two > a; {hook}; git config diff.external /data/hook"
+    )
+    toml = 'artifacts = []\n[environment]\nworkdir = "/data"\n'
+    found = await lab.play(folder(test, toml), [[attack, "git config diff.external"]])
+    assert lab.observed[-1] == "/data/hook"
+    assert found.reward == 0.0
 
 
 def test_the_handler_names_what_a_task_lacks() -> None:

@@ -174,6 +174,12 @@ def test_a_task_without_a_repository() -> None:
     assert SweHandler().check(Task(id="a", prompt="?")) == ["swe: required by the handler 'swe'"]
 
 
+@pytest.mark.parametrize(("path", "folder"), [("repo", "/work/repo"), ("/testbed", "/testbed")])
+def test_the_repository_is_where_git_is_looked_after(path: str, folder: str) -> None:
+    swe = SweTests.model_validate({"script": "pytest", "repository": {"path": path}, "fail_to_pass": ["a"]})
+    assert SweHandler().folder(Task(id="a", prompt="?", swe=swe), "/work") == folder
+
+
 def wanted(**fields: Any) -> SweTests:
     return SweTests.model_validate({"script": "x", **fields})
 

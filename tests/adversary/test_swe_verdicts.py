@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 from rollyard_crds.task import Task
 from rollyard_testing.invariants import deserves_nothing
-from rollyard_testing.pipeline.swelab import FAILS, FIX, FIXING, PASSES, SCRIPT, SweLab, swe_lab, swe_task
+from rollyard_testing.pipeline.swelab import (
+    FAILS,
+    FIX,
+    FIXING,
+    PASSES,
+    SCRIPT,
+    SweLab,
+    appending,
+    swe_lab,
+    swe_task,
+)
 
 FIX_DIFF = f"""\
 diff --git a/interval/__init__.py b/interval/__init__.py
@@ -30,11 +40,6 @@ REPORTS = "import json, os\nfor d in range(3, 64):\n    try:\n" + "".join(
     f"        os.write(d, b'0 ' + json.dumps({{'status': 'PASSED', 'test': {test!r}}}).encode() + b'\\n')\n"
     for test in (*FAILS, *PASSES)
 ) + "        os.write(d, b'0 {\"end\": true}\\n')\n    except OSError:\n        pass\n"  # fmt: skip
-
-
-def appending(code: str, path: str = "interval/__init__.py") -> str:
-    """Return a command that adds Python to a file of the repository."""
-    return f"mkdir -p repo/{path.rpartition('/')[0]}; cat >> repo/{path} <<'ENDOFCODE'\n{code}\nENDOFCODE"
 
 
 PASSING = (

@@ -110,6 +110,53 @@ class Case(unittest.TestCase):
 class Inheriting(Case):
     pass
 
+class Wrapper:
+    def __init__(self, test):
+        self.__wrapped__ = test
+        functools.update_wrapper(self, test)
+    def __call__(self, *arguments, **keywords):
+        return self.__wrapped__(*arguments, **keywords)
+
+@Wrapper
+def test_in_an_object():
+    assert True
+
+class TestOwnMethods:
+    def fail(self):
+        return None
+    def assertTrue(self, value):
+        return bool(value)
+    def test_own(self):
+        self.fail()
+        assert self.assertTrue(True)
+
+class Counting(unittest.TestCase):
+    calls = 0
+    def setUp(self):
+        type(self).calls += 1
+    def test_count_1(self):
+        self.assertEqual(self.calls, 1)
+    def test_count_2(self):
+        self.assertEqual(self.calls, 2)
+
+def test_that_leaves_functions(request):
+    def done():
+        return None
+    request.addfinalizer(done)
+    def inner(a):
+        return a
+    assert inner.__code__.co_names == ()
+
+def test_that_patches(monkeypatch):
+    monkeypatch.setattr("os.getcwd", None)
+    monkeypatch.setattr("os.path.exists", None)
+    monkeypatch.setattr("builtins.open", None)
+    assert product.same(1) == 1
+
+class TestOther:
+    def test_inherited(self):
+        assert product
+
 def made(limit):
     def test():
         assert limit < 5
@@ -134,7 +181,9 @@ def test_failing():
 PASSING = (
     "test_plain[1]", "test_that_returns", "test_with_functions", "test_mocked", "test_wrapped[2]",
     "test_replaced", "test_drawn", "test_awaited", "TestClass::test_method", "TestClass::test_static",
-    "TestClass::test_inherited", "TestClass::TestInner::test_deep", "Case::test_case", "Case::test_parts",
+    "TestClass::test_inherited", "TestOther::test_inherited", "test_in_an_object",
+    "TestOwnMethods::test_own", "Counting::test_count_1", "Counting::test_count_2",
+    "test_that_leaves_functions", "test_that_patches", "TestClass::TestInner::test_deep", "Case::test_case", "Case::test_parts",
     "Case::test_case_mocked", "Inheriting::test_case", "test_made_1", "Case::test_added", "test_of_texts[a",
     "test_of_texts[c[d]]", "test_of_texts[e::f]", "test_of_texts[x\\ny]",
 )  # fmt: skip

@@ -140,6 +140,11 @@ def _needed(name: str) -> bool:
     return last.removesuffix(".py") in kept.get(folder, (last.removesuffix(".py"),))
 
 
+def appending(code: str, path: str = "interval/__init__.py") -> str:
+    """Return a command that adds Python to a file of the repository."""
+    return f"mkdir -p repo/{path.rpartition('/')[0]}; cat >> repo/{path} <<'ENDOFCODE'\n{code}\nENDOFCODE"
+
+
 def swe_task(commands: Sequence[str], **fields: Any) -> Task:
     """Return the task of the repository, in which the policy plays some commands of bash.
 

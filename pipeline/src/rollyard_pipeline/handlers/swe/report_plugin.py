@@ -12,8 +12,8 @@ make every test pass by replacing tests, what runs them or what compares values.
   often as it was begun. For the time of the call, its function has code that calls the plugin where it begins
   and where it ends.
 - What tests compare with, such as the methods of unittest, must be what it was before.
-- After a test that passed, a function that fails is put in its place and goes the same way. The report says
-  whether it counted as failed.
+- After a test that passed, a function that fails is reported in its place. The report says whether it counted
+  as failed.
 """
 
 import ast
@@ -288,15 +288,18 @@ class Proof:
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
-        self.row = self.function = self.code = None  # type: Any
+        self.row = self.function = self.code = self.instance = None  # type: Any
         self.tracing = (None, None)  # type: Any
 
-    def watch(self, functions: Any, rows: Any, mark: Any) -> None:
+    def watch(self, item: Any, functions: Any, rows: Any, mark: Any) -> None:
         """Find the function of the test that has one of these codes, and let it call where it ends."""
         for function, depth in functions:
             for row in rows:
                 if function.__code__ != row.code or (depth and not row.decorated):
                     continue
+                obj = getattr(item, "obj", None)
+                if type(obj) is types.MethodType and obj.__func__ is function:
+                    self.instance = obj.__self__
                 if type(function.__globals__) is dict:
                     self.row, self.function, self.code = row, function, function.__code__
                     function.__globals__[MARK] = mark
@@ -326,8 +329,14 @@ def marker(current: Any) -> Any:
     def mark(begins: Any, value: Any = None) -> Any:
         proof = current[0]
         frame = frame_at(1)
-        if proof is None or frame.f_code is not proof.row.marked:
+        if proof is None or proof.row is None or frame.f_code is not proof.row.marked:
             return value
+        if frame.f_globals is not proof.function.__globals__:
+            return value  # The code of the test runs elsewhere.
+        if begins and proof.instance is not None:
+            own = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if own is not proof.instance:
+                return value  # The test runs with another `self`.
         if begins:
             # What traces a test could also change its variables, and where it continues.
             if proof.begun == 0:
@@ -407,7 +416,6 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
     """
     begun_in = os.getcwd()
     name_of = [naming(begun_in, begun_in)]
-    controlling = [False]
     calling = [""]
     verdicts = {}  # type: Any
     current = [None]  # type: Any
@@ -457,16 +465,13 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
         yield
 
     def pytest_runtest_call(item: Any) -> Any:
-        if controlling[0]:
-            yield
-            return
         name = name_of[0](item.nodeid)
         rows = None  # type: Any
         proof = Proof()
         try:
             functions = _functions(item)
             rows = rows_of(name, functions)
-            proof.watch(functions, rows or (), mark)
+            proof.watch(item, functions, rows or (), mark)
         except Exception:
             rows = []
         calling[0], current[0] = item.nodeid, proof
@@ -482,18 +487,15 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
             verdict["XFAIL"] = proof.row is not None and proof.row.xfail
         verdicts[item.nodeid] = verdict
         if outcome.excinfo is None and decides(name) and not _expected_to_fail(item):
-            controlling[0] = True
             try:
                 failed = _counts_as_failed(item)
             except Exception:
                 failed = True  # What the test has patched is still in force. Pytest would end here.
-            finally:
-                controlling[0] = False
             line("control", name, "FAILED" if failed else TAMPERED)
 
     def pytest_runtest_logreport(report: Any) -> None:
-        if controlling[0] or (report.passed and report.nodeid == calling[0]):
-            return  # The latter is a part of a test whose own report comes later.
+        if report.passed and report.nodeid == calling[0]:
+            return  # It is of a part of a test, whose own report comes later.
         expected = hasattr(report, "wasxfail")
         verdict = verdicts.get(report.nodeid, {})
         if report.when == "call" and report.passed:
@@ -529,37 +531,24 @@ def _expected_to_fail(item: Any) -> bool:
 
 
 def _counts_as_failed(item: Any) -> bool:
+    """Return whether an assertion that fails in the place of the test is noticed, reported and counted."""
     from _pytest import runner
 
     info = runner.CallInfo  # type: Any
 
-    case = getattr(item, "_testcase", None)
-    if case is None and type(item).__name__ == "TestCaseFunction":
-        case = getattr(item, "instance", None)
-    test = item.obj
-
-    def fails(*_arguments: Any, **_keywords: Any) -> None:
+    def fails() -> None:
         """Fail, unless something that is false counts as true."""
-        if _comparisons_fail(case if case is not None else getattr(item, "instance", None)):
+        if _comparisons_fail(getattr(item, "_testcase", None) or getattr(item, "instance", None)):
             raise AssertionError("this function fails, to see whether a failure is noticed")
-
-    def run() -> None:
-        item.ihook.pytest_runtest_call(item=item)
 
     # Unittest keeps what the test has raised in the item, where its own report still has to find it.
     raised = getattr(item, "_excinfo", None)
     item._excinfo = None
-    item.obj = fails
-    if case is not None:
-        setattr(case, item.name, fails)
     try:
-        call = info.from_call(run, when="call") if hasattr(info, "from_call") else info(run, "call")
+        call = info.from_call(fails, when="call") if hasattr(info, "from_call") else info(fails, "call")
         return bool(item.ihook.pytest_runtest_makereport(item=item, call=call).failed)
     finally:
-        item.obj = test
         item._excinfo = raised
-        if case is not None:
-            vars(case).pop(item.name, None)
 
 
 def _comparisons_fail(case: Any) -> bool:

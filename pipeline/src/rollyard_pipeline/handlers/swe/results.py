@@ -70,8 +70,7 @@ def score(tests: SweTests, results: Mapping[str, str]) -> Score:
     # A report names every test, and a log may leave out those that passed.
     absent_passes = tests.absent_passes and tests.verdict == "log"
     fails = [
-        results[test] in (PASSED, XFAIL) if test in results else tests.absent_passes
-        for test in tests.fail_to_pass
+        results[test] in (PASSED, XFAIL) if test in results else absent_passes for test in tests.fail_to_pass
     ]
     passes = [
         _passed(results, test, absent_passes) or results.get(test) == SKIPPED for test in tests.pass_to_pass

@@ -255,6 +255,7 @@ TAMPERING = (
     "every_test_passes", "every_report_is_good", "comparisons_that_see_nothing",
     "assertions_that_are_left_out", "replaces_the_tests", "wraps_the_tests", "changes_the_code_of_the_tests",
     "takes_an_easier_test", "a_runner_that_knows_the_control", "reports_by_the_hook",
+    "patches_what_the_plugin_uses",
 )  # fmt: skip
 """The attacks after which a test passes without having run its own code to its end, or a function that fails
 passes in its place."""

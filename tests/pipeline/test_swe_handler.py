@@ -149,7 +149,7 @@ async def test_an_answer_that_is_a_diff(lab: SweLab) -> None:
     for text in ("", "no diff", PATCH.replace("number", "other"), PATCH + PATCH):
         assert outcome(await lab.rollout(answered(text))) == (0.0, "PatchDoesNotApply")
     new = "diff --git a/{0} b/{0}\nnew file mode {1}\n--- /dev/null\n+++ b/{0}\n@@ -0,0 +1 @@\n+{2}\n"
-    link = new.format("tests/link", 120000, "/etc")
+    link = new.format("interval/link", 120000, "/etc")
     assert outcome(await lab.rollout(answered(PATCH + link))) == (0.0, "PatchDoesNotApply")
     conftest = new.format("tests/conftest.py", 100644, "import os; os._exit(0)")
     # A diff need not have git's own header to be applied, or to be left out.
@@ -192,8 +192,9 @@ def test_what_counts_as_solved() -> None:
         ({"a": "PASSED", "b": "ERROR"}, False), ({"a": "XPASS", "b": "PASSED"}, False),
     ):  # fmt: skip
         assert score(tests, results).solved is solved
-    assert score(wanted(fail_to_pass=["a"], absent_passes=True), {"b": "FAILED"}).solved
-    assert not score(wanted(fail_to_pass=["a"], absent_passes=True), {"a": "SKIPPED"}).solved
+    assert score(wanted(fail_to_pass=["a"], absent_passes=True, verdict="log"), {"b": "FAILED"}).solved
+    assert not score(wanted(fail_to_pass=["a"], absent_passes=True, verdict="log"), {"a": "SKIPPED"}).solved
+    assert not score(wanted(fail_to_pass=["a"], absent_passes=True), {"b": "PASSED"}).solved
     equal = wanted(expected={"a": "PASSED", "b - why": "FAILED", "c": "SKIPPED"})
     assert score(equal, {"a": "PASSED", "b": "FAILED"}).solved
     assert not score(equal, {"a": "PASSED", "b": "PASSED"}).solved
@@ -207,7 +208,7 @@ def test_each_list_has_its_own_share() -> None:
     results = {"a": "PASSED", "b": "FAILED", "c": "XFAIL", "d": "SKIPPED", "e": "XPASS"}
     found = score(tests, results)
     assert (found.solved, found.fail_to_pass, found.pass_to_pass) == (False, 0.5, 0.5)
-    lenient = score(tests.model_copy(update={"absent_passes": True}), results)
+    lenient = score(tests.model_copy(update={"absent_passes": True, "verdict": "log"}), results)
     assert (lenient.fail_to_pass, lenient.pass_to_pass) == (0.5, 0.75)
     only = score(wanted(pass_to_pass=["c"]), {"c": "PASSED"})
     assert (only.solved, only.fail_to_pass, only.pass_to_pass) == (True, 1.0, 1.0)

@@ -183,9 +183,10 @@ PASSING = (
     "test_replaced", "test_drawn", "test_awaited", "TestClass::test_method", "TestClass::test_static",
     "TestClass::test_inherited", "TestOther::test_inherited", "test_in_an_object",
     "TestOwnMethods::test_own", "Counting::test_count_1", "Counting::test_count_2",
-    "test_that_leaves_functions", "test_that_patches", "TestClass::TestInner::test_deep", "Case::test_case", "Case::test_parts",
-    "Case::test_case_mocked", "Inheriting::test_case", "test_made_1", "Case::test_added", "test_of_texts[a",
-    "test_of_texts[c[d]]", "test_of_texts[e::f]", "test_of_texts[x\\ny]",
+    "test_that_leaves_functions", "test_that_patches", "TestClass::TestInner::test_deep", "Case::test_case",
+    "Case::test_parts", "Case::test_case_mocked", "Inheriting::test_case", "test_made_1",
+    "Case::test_added", "test_of_texts[a", "test_of_texts[c[d]]", "test_of_texts[e::f]",
+    "test_of_texts[x\\ny]",
 )  # fmt: skip
 OTHERS = {"test_skipped": "SKIPPED", "test_expected_to_fail": "XFAIL", "test_failing": "FAILED"}
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollyard_crds.lease import LeaseRef
@@ -200,7 +203,7 @@ async def test_the_installation_is_not_reached_even_at_public_addresses(
         for host in ("plane.example.net", "alias.example.net"):
             assert (await program.get(host, outside.port)).startswith("HTTP/1.1 403")
         assert " 200 OK" in await program.get(HOST, outside.port)
-        egress.forbid(f"http://{PUBLIC}:8000")  # A backend that a lease names.
+        egress.infrastructure.add(f"http://{PUBLIC}:8000")  # A backend that a lease names.
         assert (await program.get(HOST, outside.port)).startswith("HTTP/1.1 403")
     assert len(outside.received) == 1
     assert "is the control plane or a backend" in caplog.text
@@ -290,6 +293,84 @@ async def test_connections_are_bounded(lend: Lend, outside: Outside) -> None:
         assert all(" 200 OK" in answer for answer in answers)
         assert all(b"200" not in answer for answer in await asyncio.gather(*silent))
     assert outside.most_at_once <= 3
+
+
+async def test_connections_held_by_one_sandbox_leave_others_theirs(lend: Lend, outside: Outside) -> None:
+    """One sandbox has all connections that the worker serves, and another one still has its own."""
+    limits = EgressLimits(connections=4, waiting=2, per_second=100.0, reserved=1, worker_connections=4)
+    egress = outside.egress(limits=limits)
+    outside.pause = 1e4
+    async with lend(egress) as hostile, lend(egress) as other:
+        held = []
+        for _ in range(4):
+            outside.arrived.clear()
+            held.append(asyncio.create_task(hostile.get(HOST, outside.port)))
+            async with asyncio.timeout(LIMIT_SECONDS):
+                await outside.arrived.wait()
+        outside.pause = 0.0
+        assert " 200 OK" in await other.get(HOST, outside.port)
+        assert (outside.at_once, outside.most_at_once) == (4, 5), "the held ones are still there"
+        for each in held:
+            each.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class SlowNames:
+    """Name servers that do not answer for names below `slow.org` until they are let go."""
+
+    asked: asyncio.Queue[str]
+    go: threading.Event
+
+
+@pytest.fixture
+async def slow_names(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SlowNames]:
+    names = SlowNames(asyncio.Queue(), threading.Event())
+    real, loop = socket.getaddrinfo, asyncio.get_running_loop()
+
+    def looked_up(host: str, *args: Any, **named: Any) -> Any:
+        if host.endswith(".slow.org"):
+            loop.call_soon_threadsafe(names.asked.put_nowait, host)
+            names.go.wait(LIMIT_SECONDS)
+            raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+        return real(PUBLIC if host == HOST else host, *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    yield names
+    names.go.set()
+
+
+async def test_slow_names_of_one_sandbox_do_not_stop_others(
+    lend: Lend, outside: Outside, slow_names: SlowNames
+) -> None:
+    """An allowed wildcard is enough for names that no server answers; their look-ups cannot be cancelled."""
+    egress = Egress(check=lambda address: "")
+    spec = outside.spec(f"{HOST}:{outside.port}", f"*.slow.org:{outside.port}")
+    async with lend(egress, spec) as hostile, lend(egress, spec) as other:
+        asking = [asyncio.create_task(hostile.get(f"a{n}.slow.org", outside.port)) for n in range(16)]
+        async with asyncio.timeout(LIMIT_SECONDS):
+            found = {await slow_names.asked.get() for _ in range(2)}
+        assert len(found) == 2
+        assert " 200 OK" in await other.get(HOST, outside.port)
+        slow_names.go.set()
+        assert all(" 502 " in answer for answer in await asyncio.gather(*asking))
+
+
+async def test_an_installation_whose_address_is_unknown_is_not_reached(
+    lend: Lend, outside: Outside, slow_names: SlowNames
+) -> None:
+    """While the control plane's name cannot be resolved, an alias of it could be any public address."""
+    slow_names.go.set()
+    egress = Egress([f"https://plane.slow.org:{outside.port}"], check=lambda address: "")
+    async with lend(egress) as program:
+        answer = await program.get(HOST, outside.port)
+        assert answer.startswith("HTTP/1.1 502"), answer
+        assert "cannot be checked at present" in answer
+        # A backend's author could otherwise keep all sandboxes from the network.
+        egress = Egress(check=lambda address: "")
+        egress.infrastructure.add("http://backend.slow.org:8000")
+    async with lend(egress) as program:
+        assert " 200 OK" in await program.get(HOST, outside.port)
+    assert len(outside.received) == 1
 
 
 async def test_bytes_are_bounded(lend: Lend, outside: Outside, caplog: pytest.LogCaptureFixture) -> None:

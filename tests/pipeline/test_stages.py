@@ -45,7 +45,7 @@ from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.registry import AGENTS, HANDLERS, Registry
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, SystemResolver
+from rollyard_pipeline.sandboxes.egress.destinations import Infrastructure
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
@@ -140,11 +140,9 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
     try:
         async with BackendClient(request_timeout=20.0) as backends:
             registry = Registry({AGENTS: {"replaying": ReplayingAgent}, HANDLERS: {"late": Late}})
-            resolver = SystemResolver()
-            infrastructure = Infrastructure(resolver)
-            egress = Egress(destinations=Destinations(resolver, infrastructure))
+            egress = Egress()
             stages = Stages(plane, backends, provider, registry, backend_budget=1.0, egress=egress)  # type: ignore[arg-type]
-            yield Rollout(provider, stages, plane, infrastructure)
+            yield Rollout(provider, stages, plane, egress.infrastructure)
             await stages.close()
     finally:
         for sandbox in provider.claimed():

@@ -338,10 +338,11 @@ def test_an_author_s_own_proxy_variables_stay_and_a_worker_s_connections_are_giv
         "HTTP_PROXY": proxy,
         "NO_PROXY": "localhost,127.0.0.1,::1",
     }
-    egress = Outside().egress(limits=EgressLimits(worker_connections=2))
-    assert [egress.begin() for _ in range(4)] == [True, True, False, False]
+    egress = Outside().egress(limits=EgressLimits(reserved=1, worker_connections=2))
+    assert [egress.begin(own) for own in range(4)] == [True, True, False, False]
     egress.end()
-    assert [egress.begin() for _ in range(2)] == [True, False]
+    assert [egress.begin(own) for own in (1, 2)] == [True, False]
+    assert [egress.begin(own) for own in (0, 1)] == [True, False], "another sandbox has its reserved one"
     egress.close()
 
 
@@ -386,7 +387,7 @@ Talk = Callable[..., Awaitable[bytes]]
 async def proxied(world: Outside, *hosts: str, **limits: float) -> AsyncIterator[Talk]:
     """Yield a function that sends bytes to a proxy as a program does, and returns all that comes back."""
     egress = world.egress(limits=EgressLimits(**limits))  # type: ignore[arg-type]
-    proxy = egress.proxy(world.spec(*hosts).host_rules, "r-1")
+    proxy = egress.proxy(world.spec(*hosts).host_rules, "r-1", world.resolve)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await proxy.serve(reader, writer)
@@ -501,7 +502,7 @@ async def test_each_connection_gives_its_place_back_however_it_ends(
     world: Outside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = LentTo()
-    egress = world.egress(limits=EgressLimits(connections=1, waiting=1, worker_connections=1))
+    egress = world.egress(limits=EgressLimits(connections=1, waiting=1, reserved=0, worker_connections=1))
     async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
         for _ in range(2):
             assert (await one.talk(getting(world))).endswith(b"reached")
@@ -512,15 +513,15 @@ async def test_each_connection_gives_its_place_back_however_it_ends(
         assert (await one.talk(getting(world))).endswith(b"reached")
         one.tunnels.put_nowait(await one.tunnels.get())  # The last connection has ended.
         # While another sandbox has the worker's only connection, this one is refused.
-        assert egress.begin()
+        assert egress.begin(0)
         assert await one.talk(getting(world)) == b""
         egress.end()
         world.pause = 1e4
         world.arrived.clear()
         async with one.program(getting(world)):
             await world.arrived.wait()
-    assert egress.begin(), "with the lending, its connections have ended"
-    assert not egress.begin()
+    assert egress.begin(0), "with the lending, its connections have ended"
+    assert not egress.begin(0)
     egress.close()
 
 

@@ -422,7 +422,7 @@ class Stages:
     def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
-        self._egress.forbid(lease.backend.url)
+        self._egress.infrastructure.add(lease.backend.url)
         self._backends.begin()  # This proceeds while the chat template is loaded.
 
         async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
@@ -434,7 +434,7 @@ class Stages:
             except ControlPlaneUnavailable:
                 return RouteResponse(backend=None, retry_after=_ROUTE_RETRY)
             if answer.backend is not None:
-                self._egress.forbid(answer.backend.url)
+                self._egress.infrastructure.add(answer.backend.url)
             return answer
 
         return BackendSession(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
-from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.egress.limits import EgressLimits
 
@@ -58,8 +57,7 @@ class Outside:
 
     def egress(self, *urls: str, limits: EgressLimits | None = None) -> Egress:
         """Return a worker's egress into this world, in which the URLs are those of the installation."""
-        checks = Destinations(self.resolve, Infrastructure(self.resolve), self._check)
-        return Egress(urls, limits, checks)
+        return Egress(urls, limits, self.resolve, self._check)
 
     def spec(self, *hosts: str) -> SandboxSpec:
         """Return the part of a job that allows these hosts, which are this world's web servers by default."""

@@ -18,8 +18,11 @@ from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
 
 RESOLVE_SECONDS: Final = 10.0
 _KNOWN_SECONDS: Final = 30.0
-_RESOLVERS: Final = 8
+_RESOLVERS: Final = 2
 _MOST_ADDRESSES: Final = 32
+_NEVER: Final = float("-inf")
+_ABSENT: Final = (socket.EAI_NONAME, socket.EAI_NODATA)
+"""The errors of a name that has no address, in contrast to one whose servers do not answer."""
 
 Resolve = Callable[[str], Awaitable[list[Address]]]
 """Returns the addresses of a host. It raises OSError if there are none."""
@@ -42,7 +45,11 @@ class Unresolved(WorkerError):
 
 
 class SystemResolver:
-    """Resolves names as this machine does, in a bounded number of threads."""
+    """Resolves names as this machine does, in two threads at most.
+
+    A look-up cannot be cancelled: a thread is free only when the name servers have answered or been given up.
+    Each sandbox therefore has a resolver of its own, which keeps its slow names from delaying others.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
@@ -60,7 +67,7 @@ class SystemResolver:
                     self._threads, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
                 )
         except UnicodeError as error:
-            raise OSError(f"{host!r} is no host: {error}") from error
+            raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host: {error}") from error
         return list(dict.fromkeys(ipaddress.ip_address(item[4][0]) for item in found))
 
     def close(self) -> None:
@@ -69,13 +76,19 @@ class SystemResolver:
 
 
 class Infrastructure:
-    """The control plane and the backends that a worker knows. No sandbox reaches their addresses."""
+    """The control plane and the backends that a worker knows. No sandbox reaches their addresses.
+
+    Args:
+        urls: The installation's own URLs, whose addresses must be known before anything is reached. Those of
+            backends (`add`) need not be: an author could name one that nobody can resolve.
+    """
 
     def __init__(self, resolve: Resolve, urls: Iterable[str] = ()) -> None:
         self._resolve = resolve
         self._known: dict[str, tuple[float, frozenset[Address]]] = {}
         for url in urls:
             self.add(url)
+        self._own = frozenset(self._known)
 
     def add(self, url: str) -> None:
         """Forbid the host of a URL from now on."""
@@ -84,12 +97,15 @@ class Infrastructure:
         except ValueError:
             return  # The worker cannot reach such a URL either.
         if host and host not in self._known:
-            self._known[host] = (float("-inf"), frozenset())
+            self._known[host] = (_NEVER, frozenset())
 
     async def contains(self, host: str, found: Iterable[Address]) -> bool:
         """Return whether the host, or one of its addresses, belongs to the infrastructure.
 
         A name of the infrastructure that cannot be resolved now keeps its last addresses.
+
+        Raises:
+            OSError: A name of the installation has never been resolved, and may yet have an address.
         """
         if host in self._known:
             return True
@@ -98,7 +114,10 @@ class Infrastructure:
             if time.monotonic() - when > _KNOWN_SECONDS:
                 try:
                     self._known[name] = (time.monotonic(), frozenset(await self._addresses(name)))
-                except OSError:
+                except OSError as error:
+                    absent = isinstance(error, socket.gaierror) and error.errno in _ABSENT
+                    if name in self._own and when == _NEVER and not absent:
+                        raise
                     self._known[name] = (time.monotonic(), self._known[name][1])
             if wanted & self._known[name][1]:
                 return True
@@ -130,10 +149,6 @@ class Destinations:
         self._infrastructure = infrastructure
         self._check = check
 
-    def forbid(self, url: str) -> None:
-        """Keep sandboxes from the host of a URL from now on."""
-        self._infrastructure.add(url)
-
     async def addresses(self, host: str | None, port: int, rules: Iterable[HostRule]) -> list[Address]:
         """Return the addresses to connect to, all of which have been checked.
 
@@ -143,7 +158,7 @@ class Destinations:
         Raises:
             DestinationRefused: The list does not contain the host and port, or an address of the host is not
                 public or belongs to the infrastructure.
-            Unresolved: The name has no address.
+            Unresolved: The name has no address, or those of the installation are not known yet.
         """
         if host is None:
             raise DestinationRefused("only hosts with a DNS name can be reached, and no IP addresses")
@@ -162,7 +177,11 @@ class Destinations:
                     f"{host} has an address that is not public, or that sandboxes may not reach",
                     f"{host}:{port} has the address {address}, which is {kind}",
                 )
-        if await self._infrastructure.contains(host, found):
+        try:
+            inside = await self._infrastructure.contains(host, found)
+        except OSError as error:
+            raise Unresolved(f"{host} cannot be checked at present") from error
+        if inside:
             raise DestinationRefused(
                 f"{host} has an address that is not public, or that sandboxes may not reach",
                 f"{host}:{port} is the control plane or a backend",

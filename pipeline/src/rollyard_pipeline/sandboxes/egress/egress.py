@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -14,7 +14,13 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.client.tunnel import SandboxTunnel
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, SystemResolver
+from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
+from rollyard_pipeline.sandboxes.egress.destinations import (
+    Destinations,
+    Infrastructure,
+    Resolve,
+    SystemResolver,
+)
 from rollyard_pipeline.sandboxes.egress.limits import ConnectionPace, EgressLimits, Meter
 from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy
 from rollyard_pipeline.sandboxes.errors import NetworkImpossible
@@ -40,33 +46,31 @@ def proxy_variables(port: int, author: Mapping[str, str]) -> dict[str, str]:
 
 
 class Egress:
-    """What all sandboxes of one worker share: the resolver, the hosts of the installation, and bounds.
+    """What all sandboxes of one worker share: the hosts of the installation, and bounds.
 
     Args:
         forbidden: URLs of the installation itself, whose hosts no sandbox reaches.
-        destinations: The checks of destinations. By default names are resolved as this machine does it, and
-            only public addresses are permitted.
+        resolve: Resolves all names. By default this is done as this machine does it, for each sandbox apart.
+        check: Returns why an address is refused, or "". By default public addresses are permitted.
     """
 
     def __init__(
         self,
         forbidden: Iterable[str] = (),
         limits: EgressLimits | None = None,
-        destinations: Destinations | None = None,
+        resolve: Resolve | None = None,
+        check: Callable[[Address], str] = why_refused,
     ) -> None:
         self._limits = limits or EgressLimits()
         self._resolver = SystemResolver()
-        self._destinations = destinations or Destinations(self._resolver, Infrastructure(self._resolver))
-        for url in forbidden:
-            self.forbid(url)
+        self._resolve = resolve
+        self._check = check
+        self.infrastructure = Infrastructure(resolve or self._resolver, forbidden)
+        """The hosts that no sandbox reaches."""
         self._served = 0
 
-    def forbid(self, url: str) -> None:
-        """Keep sandboxes from the host of a URL from now on."""
-        self._destinations.forbid(url)
-
     def close(self) -> None:
-        """End the resolver's threads."""
+        """End the threads that resolve the names of the installation."""
         self._resolver.close()
 
     @asynccontextmanager
@@ -98,7 +102,9 @@ class Egress:
                 "so allowedHosts could not be enforced; use bubblewrap, apptainer or kubernetes"
             )
         first = await sandbox.client.tunnel()
-        lending = _Lending(self, sandbox.client, rules, name)
+        resolver = SystemResolver()
+        proxy = self.proxy(rules, name, self._resolve or resolver)
+        lending = _Lending(self, sandbox.client, proxy, name)
         task = asyncio.create_task(lending.run(first), name="sandbox-network")
         try:
             await sandbox.client.set_env(proxy_variables(first.port, author))
@@ -106,19 +112,25 @@ class Egress:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            resolver.close()
 
-    def proxy(self, rules: tuple[HostRule, ...], name: str) -> EgressProxy:
+    def proxy(self, rules: tuple[HostRule, ...], name: str, resolve: Resolve) -> EgressProxy:
         """Return a proxy for one sandbox."""
-        return EgressProxy(rules, self._destinations, Meter(name, self._limits), self._limits)
+        destinations = Destinations(resolve, self.infrastructure, self._check)
+        return EgressProxy(rules, destinations, Meter(name, self._limits), self._limits)
 
     @property
     def limits(self) -> EgressLimits:
         """The bounds of each sandbox."""
         return self._limits
 
-    def begin(self) -> bool:
-        """Count a connection that begins. The result is False if the worker serves too many."""
-        if self._served >= self._limits.worker_connections:
+    def begin(self, own: int) -> bool:
+        """Count a connection that begins. The result is False if the worker serves too many.
+
+        Args:
+            own: The number of connections of the same sandbox that are served.
+        """
+        if own >= self._limits.reserved and self._served >= self._limits.worker_connections:
             return False
         self._served += 1
         return True
@@ -131,12 +143,13 @@ class Egress:
 class _Lending:
     """The tunnels of one sandbox, of which a few wait for programs."""
 
-    def __init__(self, egress: Egress, client: ExecClient, rules: tuple[HostRule, ...], name: str) -> None:
+    def __init__(self, egress: Egress, client: ExecClient, proxy: EgressProxy, name: str) -> None:
         limits = egress.limits
         self._egress = egress
         self._client = client
         self._name = name
-        self._proxy = egress.proxy(rules, name)
+        self._proxy = proxy
+        self._served = 0
         self._places = asyncio.Semaphore(limits.connections)
         self._waiting = asyncio.Semaphore(limits.waiting)
         self._pace = ConnectionPace(limits.per_second, limits.burst)
@@ -175,11 +188,13 @@ class _Lending:
                 used = await tunnel.used()
             finally:
                 self._waiting.release()
-            if used and self._egress.begin():
+            if used and self._egress.begin(self._served):
+                self._served += 1
                 try:
                     await self._proxy.serve(tunnel.reader, tunnel.writer)
                     await _flushed(tunnel)
                 finally:
+                    self._served -= 1
                     self._egress.end()
         except Exception as error:
             # An oversight in the proxy ends one connection, and not the network of the sandbox.

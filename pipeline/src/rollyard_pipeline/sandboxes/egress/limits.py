@@ -38,8 +38,10 @@ class EgressLimits:
     connect_seconds: float = 10.0
     head_seconds: float = 15.0
     """The seconds in which a request, and the first message of TLS, must have come."""
+    reserved: int = 8
+    """The number of connections that a sandbox has however many the others hold."""
     worker_connections: int = 256
-    """The number of connections of all sandboxes of one worker at the same time. More are refused."""
+    """The number of connections of one worker at which sandboxes get no more than the reserved ones."""
 
 
 class Spent(WorkerError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rollyard_sandbox import folders
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.pace import patience
 
@@ -36,7 +37,10 @@ class RunningServer:
 
 @pytest.fixture
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
-    """Yield a function that starts servers with further arguments. They are ended with all they started."""
+    """Yield a function that starts servers with further arguments. They are ended with all they started.
+
+    Their working folders are removed, too: pytest cannot remove folders that are nested a thousand deep.
+    """
     started: list[RunningServer] = []
 
     def start(*arguments: str, transports: tuple[str, ...] = ("unix",), token: bool = False) -> RunningServer:
@@ -65,6 +69,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         if server.process.poll() is None:
             server.process.terminate()
         server.process.wait(patience(10))
+        folders.remove(str(server.work))
 
 
 @pytest.fixture

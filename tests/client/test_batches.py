@@ -533,7 +533,7 @@ def test_calls_are_repeated_when_their_answer_is_lost(plane: Plane) -> None:
         kept = client.acknowledge("lossy", "trainer", batch.cursor, expected=batch.start)
         assert kept.cursor == batch.cursor
         client.create_pool(pool_of("lossy"))
-        first = client.update_weights("lossy", "v1", pushed=True, in_flight="restart")
+        first = client.update_weights("lossy", "v1", checkpoint="/models/v1", in_flight="restart")
         assert [update.id for update in client.weight_updates("lossy")] == [first.id]
         assert client.cancel("lossy").status.counts.total == 8
         assert lossy.changes == 14, "seven calls were sent twice"

@@ -343,8 +343,8 @@ class Client(ResultReader):
         Raises:
             pydantic.ValidationError: Not exactly one source is given, or a field is wrong.
             Invalid: `lora` is no pair of texts.
-            Conflict: The version names other weights already, a server cannot do what is asked, or `pushed` is
-                given for a pool that has no backend.
+            Conflict: The version names other weights already, a server cannot do what is asked, or `pushed`
+                is given for a pool that has no backend.
         """
         asked = crds.WeightUpdateRequest.model_validate(
             {

@@ -58,7 +58,7 @@ class Judge(Handler):
 
 
 async def test_no_text_of_a_policy_is_obeyed_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Texts of the policy come back as they were, in an outcome, an error and a log record."""
     install_handler(tmp_path, PASSING, monkeypatch)
@@ -86,6 +86,7 @@ async def test_no_text_of_a_policy_is_obeyed_on_its_way(
             assert isinstance(passed, StageResult)
             assert (passed.reward, passed.carry) == (0.5, {"text": text})
     assert not unpickled.exists()
+    assert caplog.text.encode(), "what is logged can be written to any file"
 
 
 TAKEN = """

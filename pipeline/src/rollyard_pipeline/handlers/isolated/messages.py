@@ -18,6 +18,7 @@ from rollyard_pipeline import errors
 from rollyard_pipeline.errors import HandlerRaised, PipelineError, RewardUnusable
 from rollyard_pipeline.handlers.base import StageContext
 from rollyard_pipeline.handlers.isolated.places import message_of
+from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _TRACE: Final = 16_384  # The number of characters of a traceback that reach the worker's log.
 
@@ -82,7 +83,7 @@ def exception_of(fields: dict[str, Any]) -> Exception:
     Raises:
         KeyError, TypeError, ValueError: The fields are not those of an exception.
     """
-    message = str(fields["message"])
+    message = clean_text(str(fields["message"]))
     if fields["kind"] == "sandbox":
         return from_wire(str(fields["reason"]), message)
     if fields["kind"] == "pipeline":
@@ -95,5 +96,5 @@ def exception_of(fields: dict[str, Any]) -> Exception:
         vars(error).update(fields["decisions"])  # The class is one of the handler's package.
         return error
     error = HandlerRaised(message)
-    error.add_note(str(fields["trace"]))
+    error.add_note(clean_text(str(fields["trace"])))
     return error

@@ -175,7 +175,7 @@ async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(
             handle.model_copy(update={"token": proof.derived("x")[0]})
         ) as it:
             # The server behaves as if it had proven itself, and were another one now.
-            it.client._secret = proof.derived(pod.secret)[1]
+            it.client.secret = proof.derived(pod.secret)[1]
             with pytest.raises(SandboxSabotaged, match="does not know its secret"):
                 await it.client.begin_eval()
     finally:

@@ -162,7 +162,7 @@ async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider,
             await provider.attach(sandbox.handle)
         # A connection that was made without a proof may not begin an evaluation either.
         async with await ExecClient.connect(f"unix:{path}") as client:
-            client._secret = (path.parent / "secret").read_bytes()
+            client.secret = (path.parent / "secret").read_bytes()
             with pytest.raises(SandboxSabotaged):
                 await client.begin_eval()
     finally:

@@ -146,7 +146,7 @@ async def test_a_worker_that_talks_too_early_loses_its_tunnel(client: ExecClient
 
 
 async def test_an_older_server_says_that_it_is_too_old(client: ExecClient) -> None:
-    client._features -= {"tunnel"}
+    client.features -= {"tunnel"}
     with pytest.raises(SandboxError) as refused:
         await client.tunnel()
     assert refused.value.reason == "ServerTooOld"

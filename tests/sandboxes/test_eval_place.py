@@ -90,7 +90,7 @@ async def test_the_variables_of_the_sandbox_come_with_the_place(kit: Any, provid
 
 async def test_older_servers_are_asked_in_their_own_words(kit: Any, provider: NodeProvider) -> None:
     async with await kit.acquire(provider) as sandbox:
-        sandbox.client._features, sandbox.client._secret = frozenset(), None
+        sandbox.client.features, sandbox.client.secret = frozenset(), None
         await sandbox.client.bash("export POLICY=1; (sleep 1000 &)")
         place = await sandbox.client.begin_eval()
         script = f'test -z "$(ls -A {place.home} {place.tmp} | grep -v :)" && wc -c < {place.reward_file}'
@@ -105,7 +105,7 @@ async def test_older_servers_are_asked_in_their_own_words(kit: Any, provider: No
 async def test_a_server_that_has_proven_itself_is_no_older_one(kit: Any, provider: NodeProvider) -> None:
     """Hiding that a server knows `begin_eval` does not let an evaluation begin without a proof."""
     async with await kit.acquire(provider) as sandbox:
-        sandbox.client._features = frozenset()
+        sandbox.client.features = frozenset()
         with pytest.raises(SandboxSabotaged):
             await sandbox.client.begin_eval()
 

@@ -113,3 +113,11 @@ def test_samples_that_are_alike() -> None:
         spec(sampling={"temperature": 0.0}),  # The agent `oracle` samples nothing.
     ):
         assert warnings_of(other) == []
+
+
+def test_a_job_is_warned_of_verdicts_that_believe_what_tests_print() -> None:
+    swe = {"script": "pytest", "fail_to_pass": ["t.py::a"]}
+    verdicts = ({}, {"verdict": "log"}, {"log_parser": "go"})
+    tasks = [{"id": str(n), "prompt": "?", "swe": swe | more} for n, more in enumerate(verdicts)]
+    (warned,) = warnings_of(spec(handler="swe", tasks={"inline": tasks}))
+    assert warned.startswith("spec.tasks.inline: 2 tasks have swe.verdict 'log'")

@@ -111,7 +111,7 @@ def _mark(begins: bool, at: Any, value: Any = None) -> Any:
     return statement
 
 
-class Row:
+class CodeRow:
     """The code of one function.
 
     Attributes:
@@ -153,7 +153,7 @@ def _rows(code: Any, marked: Any, path: Any, flags: Any) -> Any:
     rows = []  # type: Any
     for one, other in zip(inner, others):  # noqa: B905
         below = (*path, one.co_name)
-        rows.append(Row(below, one, _with_functions_of(other, one), flags.get(below, (False, False))))
+        rows.append(CodeRow(below, one, _with_functions_of(other, one), flags.get(below, (False, False))))
         rows += _rows(one, other, below, flags)
     return rows
 
@@ -207,7 +207,7 @@ def _sources(folder: str, paths: Any) -> Any:
     return sources
 
 
-class Files:
+class DecidingFiles:
     """The code of the tests that decide, and of what they may inherit tests from.
 
     Args:
@@ -647,7 +647,7 @@ def begin(folder: str, others: Any) -> None:
     try:
         _import_pytest()
         forget = functools.partial(_forget, folder)
-        hooks = reporter(line, frozenset(given["names"]), Files(given), forget)
+        hooks = reporter(line, frozenset(given["names"]), DecidingFiles(given), forget)
     finally:
         sys.path[:] = searched
     import pytest

@@ -99,14 +99,14 @@ def warnings_of(spec: RolloutJobSpec) -> list[str]:
     found = []
     if spec.samples_per_task > 1 and not spec.sampling.temperature and spec.agent.type != "oracle":
         found.append(
-            f"spec.sampling.temperature: at 0 the {spec.samples_per_task} samples of a task are alike, unless "
-            "tools or servers answer differently; a group of equal rewards teaches nothing"
+            f"spec.sampling.temperature: at 0 the {spec.samples_per_task} samples of a task are alike, "
+            "unless tools or servers answer differently; a group of equal rewards teaches nothing"
         )
     printed = sum(task.swe is not None and task.swe.verdict == "log" for task in spec.tasks.inline or ())
     if printed:
         found.append(
-            f"spec.tasks.inline: {printed} tasks have swe.verdict 'log', which believes what tests print; the "
-            "policy's code can print the same"
+            f"spec.tasks.inline: {printed} tasks have swe.verdict 'log', which believes what tests print; "
+            "the policy's code can print the same"
         )
     return found
 

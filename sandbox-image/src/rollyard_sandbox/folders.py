@@ -157,16 +157,20 @@ def opened(name: str | bytes, parent: int | None = None) -> int:
     except PermissionError:
         handle = os.open(name, os.O_PATH | FOLDER_FLAGS, dir_fd=parent)
         try:
-            os.chmod(f"/proc/self/fd/{handle}", 0o700)
+            os.chmod(f"/proc/self/fd/{handle}", _unlocked(handle))
         finally:
             os.close(handle)
         folder = os.open(name, FOLDER_FLAGS, dir_fd=parent)
     if os.fstat(folder).st_mode & 0o300 != 0o300:
         try:
-            os.fchmod(folder, 0o700)
+            os.fchmod(folder, _unlocked(folder))
         except OSError:
             return folder  # Somebody else's folder: what follows is refused where it matters.
     return folder
+
+
+def _unlocked(folder: int) -> int:
+    return stat.S_IMODE(os.fstat(folder).st_mode) | 0o700
 
 
 def _lifted(name: str, folder: int, top: int) -> str:

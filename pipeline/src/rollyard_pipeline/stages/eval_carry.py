@@ -100,13 +100,13 @@ async def take_changes(
     if protected is not None:
         before, after = _unprotected(before, after, protected)
     for path, entry in after.items():
-        if entry.kind == "unreadable":
+        if entry.kind == "unreadable" and before.get(path) != entry:
             raise CarryRefused(f"the folder {shown(path)} cannot be read")
-    # Links stay where Init made them and Run did not touch them.
+    # Links and folders that cannot be read stay where Init made them and Run did not touch them.
     wanted = {
         path: entry
         for path, entry in after.items()
-        if entry.kind in ("file", "folder") or (entry.kind == "link" and before.get(path) == entry)
+        if entry.kind in ("file", "folder") or (entry.kind != "other" and before.get(path) == entry)
     }
     removed = list(_topmost(path for path in before if path not in wanted))
     same_size = [
@@ -153,18 +153,13 @@ async def put(fresh: WorkFolder, carried: Carried) -> None:
     """Apply the changes to a fresh work folder.
 
     Raises:
-        CarryRefused: The fresh sandbox has no room for what Run left.
-        rollyard_sandbox.errors.SandboxError: The sandbox failed.
+        rollyard_sandbox.errors.SandboxError: The sandbox failed, or (with a FileError) it has no room or no
+            place for what Run left.
     """
-    try:
-        await fresh.remove(carried.removed)
-        await fresh.make(carried.folders)
-        for path, executable, data in carried.files:
-            await fresh.put(path, data, mode=0o755 if executable else 0o644)
-    except FileError as error:
-        if error.reason == "DiskFull":
-            raise CarryRefused(f"a fresh sandbox has no room for it: {error}") from error
-        raise
+    await fresh.remove(carried.removed)
+    await fresh.make(carried.folders)
+    for path, executable, data in carried.files:
+        await fresh.put(path, data, mode=0o755 if executable else 0o644)
 
 
 def shown(path: bytes) -> str:

@@ -247,11 +247,11 @@ async def _carry(
             carried = await eval_carry.take_changes(run, empty, carry.max_bytes)
         else:
             carried = await eval_carry.take_files(run, carry)
+        await eval_carry.put(empty, carried)
     except ExecError as error:
         if reward_reason(error):
             raise CarryRefused(f"{error.reason}: {error}") from error
         raise
-    await eval_carry.put(empty, carried)
 
 
 async def _answers(sandbox: Sandbox) -> bool:

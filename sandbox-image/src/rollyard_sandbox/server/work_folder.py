@@ -15,6 +15,7 @@ from rollyard_sandbox.errors import BadRequest, FileError, file_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 MAX_ENTRIES = 50_000  # The limit of one listing.
@@ -44,13 +45,13 @@ def tree(workdir: str, path: bytes) -> bytes:
     listing = _Listing()
     try:
         if path:
-            parent, name = _parent(workdir, path)
+            parent, name = _parent(workdir, path, _seen)
             try:
                 listing.add(parent, name, path, 0)
             finally:
                 os.close(parent)
         else:
-            folder = os.open(workdir, folders.FOLDER_FLAGS)
+            folder = _seen(workdir)
             try:
                 listing.fill(folder, b"", 0)
             finally:
@@ -174,10 +175,10 @@ def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
     """Make a regular file, with the folders above it, and replace whatever exists at `path`.
 
     Raises:
-        FileError: The disk is full, the folder is read-only, …
+        FileError: The disk is full, the file system is read-only, …
     """
     try:
-        parent, last = _parent(workdir, path, make=True)
+        parent, last = _parent(workdir, path, _made)
         try:
             _clear(parent, last)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -196,18 +197,18 @@ def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
 
 
 def make(workdir: str, paths: list[Any]) -> None:
-    """Make folders, and replace whatever is not a folder at their paths. An existing folder stays as it is.
+    """Make folders, and replace whatever is not a folder at their paths. An existing folder stays.
 
     Raises:
         BadRequest: `paths` is not a list of paths.
-        FileError: The disk is full, the folder is read-only, …
+        FileError: The disk is full, the file system is read-only, …
     """
     for text in paths:
         path = name(text)
         try:
-            parent, last = _parent(workdir, path, make=True)
+            parent, last = _parent(workdir, path, _made)
             try:
-                os.close(_folder(parent, last, make=True))
+                os.close(_made(last, parent))
             finally:
                 os.close(parent)
         except OSError as error:
@@ -219,12 +220,12 @@ def remove(workdir: str, paths: list[Any]) -> None:
 
     Raises:
         BadRequest: `paths` is not a list of paths.
-        FileError: The folder is read-only, …
+        FileError: The file system is read-only, …
     """
     for text in paths:
         path = name(text)
         try:
-            parent, last = _parent(workdir, path)
+            parent, last = _parent(workdir, path, folders.opened)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -255,7 +256,7 @@ def name(text: Any) -> bytes:
 
 
 def _open_file(workdir: str, path: bytes) -> int:
-    parent, last = _parent(workdir, path)
+    parent, last = _parent(workdir, path, _seen)
     try:
         # The kind is checked first, because opening a FIFO or a device may have an effect of its own.
         if not stat.S_ISREG(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
@@ -266,31 +267,41 @@ def _open_file(workdir: str, path: bytes) -> int:
         os.close(parent)
 
 
-def _parent(workdir: str, path: bytes, *, make: bool = False) -> tuple[int, bytes]:
-    """Return a descriptor of the folder that holds `path`, and the last part of the path."""
+def _parent(workdir: str, path: bytes, enter: Callable[[str | bytes, int | None], int]) -> tuple[int, bytes]:
+    """Return a descriptor of the folder that holds `path`, and the last part of the path.
+
+    Args:
+        enter: Opens a folder by its name in an open folder: `_seen`, `folders.opened` or `_made`.
+    """
     *above, last = path.split(b"/")
-    folder = os.open(workdir, folders.FOLDER_FLAGS)
+    folder = enter(workdir, None)
     for part in above:
         try:
-            inner = _folder(folder, part, make=make)
+            inner = enter(part, folder)
         finally:
             os.close(folder)
         folder = inner
     return folder, last
 
 
-def _folder(parent: int, last: bytes, *, make: bool) -> int:
+def _seen(name: str | bytes, parent: int | None = None) -> int:
+    """Open a folder as it is."""
+    return os.open(name, folders.FOLDER_FLAGS, dir_fd=parent)
+
+
+def _made(name: str | bytes, parent: int | None) -> int:
+    """Open a folder to change it, and make it first if there is none."""
     try:
-        return os.open(last, folders.FOLDER_FLAGS, dir_fd=parent)
+        return folders.opened(name, parent)
     except OSError as error:
-        if not make or error.errno not in _NO_FOLDER:
+        if parent is None or error.errno not in _NO_FOLDER:
             raise
-    _clear(parent, last)
-    os.mkdir(last, 0o755, dir_fd=parent)
-    return os.open(last, folders.FOLDER_FLAGS, dir_fd=parent)
+    _clear(parent, name)
+    os.mkdir(name, 0o755, dir_fd=parent)
+    return folders.opened(name, parent)
 
 
-def _clear(parent: int, last: bytes) -> None:
+def _clear(parent: int, last: str | bytes) -> None:
     try:
         folders.remove(last, parent=parent)
     except FileNotFoundError:

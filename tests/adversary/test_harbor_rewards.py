@@ -168,6 +168,34 @@ async def test_artifacts_for_a_separate_verifier(
     deserves_nothing(found.reward)
 
 
+async def test_paths_of_artifacts_count_as_their_content_does(
+    lab: StageLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty files in folders with long names would otherwise fill the worker's memory with paths."""
+    monkeypatch.setattr("rollyard_pipeline.handlers.harbor.verifier.MAX_BROUGHT", 20_000)
+    leave = "cd /logs/artifacts; echo done > answer; d=$(printf '%0200d' 0); mkdir $d; touch $d/{1..COUNT}"
+    assert (await lab.play(task(MEETS, SEPARATE), [[leave.replace("COUNT", "9")]])).reward == 1.0
+    found = await lab.play(task(MEETS, SEPARATE), [[leave.replace("COUNT", "400")]])
+    deserves_nothing(found.reward)
+
+
+MANY_NAMES = """python3 - <<'END'
+import os
+os.chdir("/logs/artifacts")
+for number in range(46_000):
+    os.close(os.open(b"\\xff" * 240 + b"%d" % number, os.O_CREAT))
+print("made")
+END"""
+
+
+async def test_a_folder_whose_names_fit_into_no_answer_is_the_policys_doing(lab: StageLab) -> None:
+    """The listing would have more than 64 MiB: each byte that is no text takes six there."""
+    large = {**SMALL["resources"], "memory": "1Gi", "disk": "256Mi"}
+    found = await lab.play(task(MEETS, SEPARATE), [[MANY_NAMES]], sandbox={**SMALL, "resources": large})
+    assert lab.observed == ["made"]
+    deserves_nothing(found.reward)
+
+
 async def test_an_honest_artifact_is_rewarded(lab: StageLab) -> None:
     found = await lab.play(task(MEETS, SEPARATE), [["echo done > /logs/artifacts/answer"]])
     assert found.reward == 1.0

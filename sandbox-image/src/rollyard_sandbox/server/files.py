@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_ENTRIES = 100_000  # The limit of one directory.
+MAX_NAMES = 4 << 20  # The characters of all names in it. In the answer, each can take six bytes.
 
 
 def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
@@ -94,16 +95,20 @@ def entries(path: str) -> list[list[Any]]:
     The kind is "file", "directory", "symlink" or "other", and the size is in bytes.
 
     Raises:
-        FileError: The path does not exist, is not a directory, or has more than MAX_ENTRIES entries.
+        FileError: The path does not exist, is not a directory, or has more than MAX_ENTRIES entries or
+            MAX_NAMES characters in their names.
     """
     found: list[list[Any]] = []
+    left = MAX_NAMES
     try:
         folder = _opened(path, os.O_DIRECTORY)
         try:
             with os.scandir(folder) as iterator:
                 for entry in iterator:
-                    if len(found) >= MAX_ENTRIES:
-                        raise FileError(f"{path}: more than {MAX_ENTRIES} entries", reason="TooManyEntries")
+                    left -= len(entry.name)
+                    if len(found) >= MAX_ENTRIES or left < 0:
+                        words = f"{path}: more than {MAX_ENTRIES} entries, or {MAX_NAMES} characters in names"
+                        raise FileError(words, reason="TooManyEntries")
                     try:
                         info = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:

@@ -23,7 +23,7 @@ from rollyard_pipeline.sabotage import REWARD_INVALID, TEST_TIMEOUT
 
 VERIFIER: Final = f"{LOGS}/verifier"
 MAX_BROUGHT: Final = 16 << 20
-"""The largest size of all artifacts together, in bytes."""
+"""The largest size of all artifacts and their paths together, in bytes."""
 _MAX_ENTRIES: Final = 10_000
 _OUTPUT: Final = 4096  # The number of bytes of the tests' output that an error message may have.
 
@@ -153,13 +153,10 @@ async def bring(run: ExecClient, fresh: ExecClient, paths: tuple[str, ...]) -> N
         CarryRefused: They are too large or too many.
         CarryUnusable: The fresh sandbox has a path that cannot be written, whoever writes there.
     """
-    room, entries = MAX_BROUGHT, 0
+    room, entries = MAX_BROUGHT, len(paths)
     waiting = list(paths)
     while waiting:
         path = waiting.pop()
-        entries += 1
-        if entries > _MAX_ENTRIES:
-            raise CarryRefused(f"the artifacts are more than {_MAX_ENTRIES} files and folders")
         try:
             below = await run.list_dir(path)
         except FileError as error:
@@ -168,7 +165,15 @@ async def bring(run: ExecClient, fresh: ExecClient, paths: tuple[str, ...]) -> N
             if error.reason != "NotADirectory":
                 raise CarryRefused(f"an artifact cannot be read: {error.reason}") from error
         else:
-            waiting += [f"{path}/{one.name}" for one in below if one.kind in ("file", "directory")]
+            names = [one.name for one in below if one.kind in ("file", "directory")]
+            # Both are checked before the paths are made, which a few long names of folders multiply.
+            entries += len(names)
+            room -= sum(len(path) + len(name) for name in names)
+            if entries > _MAX_ENTRIES:
+                raise CarryRefused(f"the artifacts are more than {_MAX_ENTRIES} files and folders")
+            if room < 0:
+                raise CarryRefused(f"the artifacts and their paths are larger than {MAX_BROUGHT} bytes")
+            waiting += [f"{path}/{name}" for name in names]
             continue
         try:
             found = await run.read_file(path, max_bytes=room + 1)
@@ -176,7 +181,7 @@ async def bring(run: ExecClient, fresh: ExecClient, paths: tuple[str, ...]) -> N
             raise CarryRefused(f"an artifact cannot be read: {error.reason}") from error
         room -= len(found.data)
         if room < 0:
-            raise CarryRefused(f"the artifacts are larger than {MAX_BROUGHT} bytes")
+            raise CarryRefused(f"the artifacts and their paths are larger than {MAX_BROUGHT} bytes")
         try:
             await fresh.write_file(path, found.data, mode=0o755 if found.mode & 0o100 else 0o644)
         except FileError as error:

@@ -7,7 +7,7 @@ from typing import Final
 
 _BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES: Final = re.compile(r"^.*####\s*+(.+)$", re.MULTILINE)
-_ANSWER_IS: Final = re.compile(r"^.*answer\s*+(?:is|:|=)\s*+:?\s*+(.+)$", re.IGNORECASE | re.MULTILINE)
+_ANSWER_IS: Final = re.compile(r"^.*answer\s*+(?:is|:|=)\s*+:?+\s*+(.+)$", re.IGNORECASE | re.MULTILINE)
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|\\,|,\\!)\d{3})+)(?![\d,])")
 _HOPE: Final = re.compile(r"[.,]?\s*I hope it is correct\.?\s*$", re.IGNORECASE)
 """The end of an answer in the form that Minerva's prompts ask for."""

@@ -130,6 +130,41 @@ async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> No
     assert not any(SECRET in text or "expected.txt" in text for text in lab.observed)
 
 
+async def test_a_later_step_keeps_no_setup_script(lab: StageLab) -> None:
+    """A link at the path of the script, which is removed after its run, is not written through."""
+    setup = {"steps/b/workdir/setup.sh": f"touch /work/ready # {SECRET}"}
+    found = await lab.play(
+        task(TEST, TOML + STEPS, **INSTRUCTIONS, **setup),
+        [["ln -s kept setup.sh; ls"], ["cat kept setup.sh 2> /dev/null; ls -1"]],
+    )
+    deserves_nothing(found.reward)
+    assert lab.observed == ["setup.sh", "ready"]
+
+
+LATER = {
+    "in Run": [["touch made"], ["echo exit > conf"]],
+    "in Eval": [["touch made"], [], ["echo exit > conf"]],
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+async def test_a_later_step_without_a_reward_is_the_policys_doing(lab: StageLab, name: str) -> None:
+    """Its setup script needs what the policy left, so it cannot be repeated where no policy has been."""
+    steps = STEPS + '[[steps]]\nname = "c"\n'
+    setup = {f"steps/{step}/workdir/setup.sh": "cat /work/made" for step in "bc"}
+    instructions = {**INSTRUCTIONS, "steps/c/instruction.md": "Guess."}
+    found_task = task(
+        "touch /work/conf; . /work/conf; echo 1 > /logs/verifier/reward.txt",
+        TOML + steps,
+        **instructions,
+        **setup,
+    )
+    honest = await lab.play(found_task, [["touch made"], [], []])
+    assert (honest.reward, honest.reward_reason) == (1.0, "")
+    found = await lab.play(found_task, LATER[name])
+    assert (found.reward, found.reward_reason) == (0.0, "RewardMissing")
+
+
 async def test_what_the_tests_left_running_is_gone_in_the_next_step(lab: StageLab) -> None:
     """The policy's own code, which the tests start, cannot wait for a time at which its reward would stay."""
     test = f"bash /work/a.sh\n{TEST}"

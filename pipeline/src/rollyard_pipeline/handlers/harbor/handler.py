@@ -214,7 +214,8 @@ class HarborHandler(Handler):
         step = plan.steps[min(len(progress.steps), len(plan.steps) - 1)]
         if ctx.purpose == "control":
             if step is not plan.steps[0]:
-                await _prepare(ctx, plan, folder, step)
+                # It builds on what the policy has left, so no other sandbox shows that the task is at fault.
+                return Evaluation(0.0)
             verdict = await self._verdict(ctx, plan, folder, step)
             return Evaluation(verdict.rewards.get(REWARD, 0.0), {}, verdict.reason)
         if progress.unusable is not None:

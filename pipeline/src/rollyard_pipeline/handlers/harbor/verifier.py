@@ -75,10 +75,13 @@ async def empty(client: ExecClient, folder: str) -> None:
 async def upload(client: ExecClient, folder: str, files: Mapping[str, tuple[bytes, int]]) -> None:
     """Write files, which are given as content and mode by their paths below a folder.
 
+    Whatever is at such a path is removed first: a link would have the content kept elsewhere.
+
     Raises:
         FileError: A file cannot be written.
     """
     for path, (data, mode) in files.items():
+        await remove(client, f"{folder}/{path}")
         await client.write_file(f"{folder}/{path}", data, mode=mode)
 
 

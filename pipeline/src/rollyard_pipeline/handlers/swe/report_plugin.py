@@ -216,6 +216,7 @@ class DecidingFiles:
 
     def __init__(self, given: Any) -> None:
         self.rows = {}  # type: Any
+        self.inherited = {}  # type: Any
         self.sources = _sources(given["folder"], given["folders"])
         self.inside = (given["folder"] + "/", realpath(given["folder"]) + "/")
         decide = _sources(given["folder"], given["files"])
@@ -243,7 +244,9 @@ class DecidingFiles:
                     self.sources[path] = file.read()
             except OSError:
                 return []
-        return self._compiled(self.sources[path], path) or []
+        if path not in self.inherited:
+            self.inherited[path] = self._compiled(self.sources[path], path) or []
+        return self.inherited[path]
 
     def is_a_test(self, path: str) -> bool:
         """Return whether a file is one of the tests, or none of the repository's."""
@@ -475,7 +478,7 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
         except Exception:
             rows = []
         calling[0], current[0] = item.nodeid, proof
-        before = _unchanged(comparing)
+        before = rows is None or _unchanged(comparing)
         outcome = yield
         calling[0], current[0] = "", None
         restore(proof)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
+from rollyard_pipeline.sabotage import reward_reason
+from rollyard_sandbox.client.wire import ANSWER_LIMIT
+from rollyard_sandbox.errors import FileError
+from rollyard_sandbox.server import files
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack
 from rollyard_testing.adversary.policy_sabotage import ATTACKS
@@ -54,3 +61,22 @@ CAUSED = [
 @pytest.mark.parametrize(("reason", "attack"), CAUSED, ids=[attack.name for _, attack in CAUSED])
 def test_what_a_policy_can_cause_is_scored(bubblewrap_lab: Lab, reason: str, attack: Attack) -> None:
     assert bubblewrap_lab.attack(attack).trajectory.reward_reason == reason
+
+
+@pytest.mark.parametrize(("count", "folders"), [(25, 0), (0, 15)])
+def test_what_takes_too_long_to_remove_is_the_policys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, folders: int
+) -> None:
+    """Empty files and folders need no room on many disks. Here each step of a removal takes a second."""
+    clock = itertools.count()
+    monkeypatch.setattr("rollyard_sandbox.folders.monotonic", lambda: float(next(clock)))
+    top = tmp_path / "top"
+    top.mkdir()
+    for number in range(folders):
+        (top / f"folder{number}").mkdir()
+    for number in range(count):
+        (top / f"file{number}").touch()
+    with pytest.raises(FileError, match="removed in time") as refused:
+        files.remove(str(top))
+    assert next(clock) < ANSWER_LIMIT
+    assert reward_reason(refused.value) == "SandboxSabotaged"

@@ -9,6 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from time import monotonic
+
+from rollyard_sandbox.errors import FileError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def followed(path: str) -> str:
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
-def remove(path: str | bytes, *, parent: int | None = None) -> None:
+def remove(path: str | bytes, *, parent: int | None = None, seconds: float = float("inf")) -> None:
     """Remove a file, a symbolic link, or a folder with its contents; no link is followed.
 
     A folder inside a folder is first moved to the top of the tree. So two descriptors are enough for every
@@ -67,23 +70,27 @@ def remove(path: str | bytes, *, parent: int | None = None) -> None:
     Args:
         path: What to remove.
         parent: The descriptor of the open folder to which `path` is relative.
+        seconds: The limit of time. What has been removed by then stays removed.
 
     Raises:
         OSError: The path does not exist, or (the first of several) something cannot be removed.
+        FileError: A folder has too much in it to be removed in time (reason TooManyEntries).
     """
+    end = monotonic() + seconds
     if not stat.S_ISDIR(os.stat(path, dir_fd=parent, follow_symlinks=False).st_mode):
         os.unlink(path, dir_fd=parent)
         return
     problems: list[OSError] = []
     top = opened(path, parent)
     try:
-        waiting = _emptied(top, problems)
+        waiting = _emptied(top, problems, end)
         while waiting:
+            _check_time(end)
             name = waiting.pop()
             try:
                 folder = opened(name, top)
                 try:
-                    for inner in _emptied(folder, problems):
+                    for inner in _emptied(folder, problems, end):
                         try:
                             waiting.append(_lifted(inner, folder, top))
                         except OSError as error:
@@ -125,11 +132,12 @@ def sizes(path: str) -> Iterator[os.stat_result]:
             continue
 
 
-def _emptied(folder: int, problems: list[OSError]) -> list[str]:
+def _emptied(folder: int, problems: list[OSError], end: float) -> list[str]:
     """Remove what is no folder from an open folder, and return the names of the folders in it."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
+            _check_time(end)
             if entry.is_dir(follow_symlinks=False):
                 folders.append(entry.name)
                 continue
@@ -140,6 +148,11 @@ def _emptied(folder: int, problems: list[OSError]) -> list[str]:
             except OSError as error:
                 problems.append(error)
     return folders
+
+
+def _check_time(end: float) -> None:
+    if monotonic() > end:
+        raise FileError("a folder has too much in it to be removed in time", reason="TooManyEntries")
 
 
 def opened(name: str | bytes, parent: int | None = None) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_ENTRIES = 100_000  # The limit of one directory.
 MAX_NAMES = 4 << 20  # The characters of all names in it. In the answer, each can take six bytes.
+_REMOVAL_SECONDS = 20.0  # The client waits for 30 seconds, and nothing else is answered meanwhile.
 
 
 def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
@@ -128,10 +129,10 @@ def remove(path: str) -> None:
     """Remove a file, a symbolic link, or a directory with its contents.
 
     Raises:
-        FileError: The path does not exist or may not be removed.
+        FileError: The path does not exist, may not be removed, or has too much in it.
     """
     try:
-        folders.remove(path)
+        folders.remove(path, seconds=_REMOVAL_SECONDS)
     except OSError as error:
         raise file_error(error, path) from None
     except ValueError as error:

@@ -70,7 +70,7 @@ def remove(path: str | bytes, *, parent: int | None = None, seconds: float = flo
     Args:
         path: What to remove.
         parent: The descriptor of the open folder to which `path` is relative.
-        seconds: The limit of time. What has been removed by then stays removed.
+        seconds: The limit in seconds. What has already been removed is gone.
 
     Raises:
         OSError: The path does not exist, or (the first of several) something cannot be removed.

@@ -147,6 +147,17 @@ def test_a_job_is_described_with_the_attempts_of_its_rollouts() -> None:
     assert "did not end well" not in printed(lambda out: describe_job(out, job, Counter(), Counter()))
 
 
+def test_a_job_is_described_with_what_it_was_warned_of() -> None:
+    swe = {"script": "make test", "log_parser": "go", "pass_to_pass": ["TestA"]}
+    task = {"id": "a", "prompt": "?", "swe": swe}
+    spec = {"handler": "swe", "agent": {"type": "oracle"}, "tasks": {"inline": [task]}}
+    job = RolloutJob.model_validate({"metadata": {"name": "job"}, "spec": spec})
+    text = printed(lambda out: describe_job(out, job, Counter(), Counter()))
+    assert (
+        "Warning:      spec.tasks.inline: tasks whose swe.verdict is 'log': 1. It believes what tests" in text
+    )
+
+
 def test_a_job_is_described_with_its_target_and_what_was_thrown_away() -> None:
     sampling = {"targetGroups": 32, "informativeGroups": 30, "inFlightGroups": 8, "waitingGroups": 5}
     wasted = {"uninformativeGroups": 20, "surplusRollouts": 3, "discardedTokens": 4096}

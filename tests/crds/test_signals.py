@@ -120,4 +120,4 @@ def test_a_job_is_warned_of_verdicts_that_believe_what_tests_print() -> None:
     verdicts = ({}, {"verdict": "log"}, {"log_parser": "go"})
     tasks = [{"id": str(n), "prompt": "?", "swe": swe | more} for n, more in enumerate(verdicts)]
     (warned,) = warnings_of(spec(handler="swe", tasks={"inline": tasks}))
-    assert warned.startswith("spec.tasks.inline: 2 tasks have swe.verdict 'log'")
+    assert warned.startswith("spec.tasks.inline: tasks whose swe.verdict is 'log': 2. It believes")

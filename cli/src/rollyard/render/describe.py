@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
+from rollyard_crds.fields.signals import warnings_of
 from rollyard_crds.security.log_text import one_line
 
 from rollyard.render.progress import stage_progress
@@ -70,6 +71,8 @@ def describe_job(
     _field(console, "Namespace", job.metadata.namespace)
     _field(console, "Phase", status.phase)
     _field(console, "Message", status.message or "-")
+    for warning in warnings_of(job.spec):
+        _field(console, "Warning", warning)
     _field(console, "Created", _when(job.metadata.creation_timestamp))
     _field(console, "Started", _when(status.start_time))
     _field(console, "Ended", _when(status.completion_time))

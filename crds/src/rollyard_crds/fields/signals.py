@@ -105,8 +105,8 @@ def warnings_of(spec: RolloutJobSpec) -> list[str]:
     printed = sum(task.swe is not None and task.swe.verdict == "log" for task in spec.tasks.inline or ())
     if printed:
         found.append(
-            f"spec.tasks.inline: {printed} tasks have swe.verdict 'log', which believes what tests print; "
-            "the policy's code can print the same"
+            f"spec.tasks.inline: tasks whose swe.verdict is 'log': {printed}. It believes what tests print, "
+            "and the policy's code can print the same"
         )
     return found
 

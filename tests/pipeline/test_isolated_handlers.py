@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from rollyard_crds.lease import StageFailure, StageResult
+from rollyard_pipeline.handlers.base import Handler
+from rollyard_pipeline.handlers.isolated.handler import IsolatedHandler
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler, line_of
 from rollyard_testing.pipeline.workerlab import Outcome, Plane, lease, spec, until, working
@@ -293,3 +295,8 @@ async def test_a_handler_that_cannot_be_loaded_fails_its_own_rollouts(
     for outcome in outcomes.values():
         assert failure(outcome).reason == reason
         assert message in failure(outcome).message
+
+
+def test_nothing_of_a_handler_is_answered_by_the_base_class() -> None:
+    asked = {name for name, value in vars(Handler).items() if callable(value) and not name.startswith("_")}
+    assert asked <= vars(IsolatedHandler).keys()

@@ -116,6 +116,10 @@ class IsolatedHandler(Handler):
         """Return what the handler answers."""
         return self._handler.changes(task, workdir)
 
+    def folder(self, task: Task, workdir: str) -> str:
+        """Return what the handler answers."""
+        return self._handler.folder(task, workdir)
+
     async def init(self, ctx: StageContext) -> None:
         """Prepare the sandbox."""
         if self._is_default("init"):

@@ -195,3 +195,26 @@ def _lifted(name: str, folder: int, top: int) -> str:
         os.close(opened(name, folder))  # A folder that may not be changed cannot be moved, either.
         os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
     return new
+
+
+def make_file(path: str | bytes, mode: int, data: bytes, parent: int | None = None) -> None:
+    """Make a file where nothing is, with these permission bits and this content. No link is followed.
+
+    Args:
+        path: The path, which is relative to `parent` if that is given.
+        mode: The permission bits.
+        data: The content.
+        parent: The descriptor of a folder.
+
+    Raises:
+        OSError: It cannot be made, or something is there.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(path, flags, 0o600, dir_fd=parent)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file, view) :]
+        os.fchmod(file, mode)
+    finally:
+        os.close(file)

@@ -118,7 +118,7 @@ class GitSettings:
         if recorded is not None and stat.S_ISLNK(recorded[0]):
             os.symlink(recorded[1], path)
         elif recorded is not None:
-            _make_file(path, stat.S_IMODE(recorded[0]), recorded[1])
+            folders.make_file(path, stat.S_IMODE(recorded[0]), recorded[1])
 
     def _written(self, further: Iterable[str]) -> list[str]:
         """Return the folders to look at, without those that lie in another one on the same disk."""
@@ -276,7 +276,7 @@ def _write(path: str, settings: Settings) -> None:
         finally:
             os.close(inner)
         for name, (mode, data) in settings.items():
-            _make_file(name, mode, data, folder)
+            folders.make_file(name, mode, data, folder)
     finally:
         os.close(folder)
 
@@ -358,18 +358,6 @@ def _read(path: str, *, follow: bool = False) -> tuple[int, bytes] | None:
             os.close(file)
     except OSError:
         return None
-
-
-def _make_file(name: str, mode: int, data: bytes, folder: int | None = None) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(name, flags, 0o600, dir_fd=folder)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file, view) :]
-        os.fchmod(file, mode)
-    finally:
-        os.close(file)
 
 
 def _clear(name: str, folder: int) -> None:

@@ -181,15 +181,7 @@ def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
         parent, last = _parent(workdir, path, _made)
         try:
             _clear(parent, last)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            file = os.open(last, flags, 0o600, dir_fd=parent)
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(file, view) :]
-                os.fchmod(file, mode)
-            finally:
-                os.close(file)
+            folders.make_file(last, mode, data, parent)
         finally:
             os.close(parent)
     except OSError as error:

@@ -23,7 +23,7 @@ from rollyard_sandbox.client.results import FileContent
 from rollyard_sandbox.errors import FileError
 from rollyard_testing.pipeline.swelab import (
     FAILS,
-    FIX,
+    FIX_DIFF,
     FIXING,
     HIDDEN,
     PASSES,
@@ -33,16 +33,6 @@ from rollyard_testing.pipeline.swelab import (
     swe_task,
 )
 
-PATCH = f"""\
-diff --git a/interval/__init__.py b/interval/__init__.py
---- a/interval/__init__.py
-+++ b/interval/__init__.py
-@@ -12,3 +12,3 @@
-     def __contains__(self, number):
--        return {FIX[0]}
-+        return {FIX[1]}
- 
-"""
 TESTS_PATCH = (
     "diff --git a/tests/test_interval.py b/tests/test_interval.py\n--- a/tests/test_interval.py\n"
     + (
@@ -87,7 +77,7 @@ async def test_hidden_tests_come_as_a_diff_or_in_the_script(lab: SweLab) -> None
     spoiled = "rm -r repo/tests; touch repo/tests"
     assert (await lab.rollout(swe_task([FIXING, spoiled], **fields))).reward == 1.0
     with pytest.raises(SetupFailed, match=r"swe\.patch does not apply to the repository"):
-        await lab.rollout(swe_task([FIXING], patch=PATCH.replace("number", "other"), files={}))
+        await lab.rollout(swe_task([FIXING], patch=FIX_DIFF.replace("number", "other"), files={}))
 
 
 LOGGED = {
@@ -145,17 +135,17 @@ async def test_an_answer_that_is_a_diff(lab: SweLab) -> None:
         call = {"name": "submit", "arguments": {"answer": text}}
         return Task.model_validate({**task.model_dump(exclude_none=True), "solution": [call]})
 
-    assert outcome(await lab.rollout(answered(f"So:\n```diff\n{PATCH}```"))) == (1.0, "")
-    for text in ("", "no diff", PATCH.replace("number", "other"), PATCH + PATCH):
+    assert outcome(await lab.rollout(answered(f"So:\n```diff\n{FIX_DIFF}```"))) == (1.0, "")
+    for text in ("", "no diff", FIX_DIFF.replace("number", "other"), FIX_DIFF + FIX_DIFF):
         assert outcome(await lab.rollout(answered(text))) == (0.0, "PatchDoesNotApply")
     new = "diff --git a/{0} b/{0}\nnew file mode {1}\n--- /dev/null\n+++ b/{0}\n@@ -0,0 +1 @@\n+{2}\n"
     link = new.format("interval/link", 120000, "/etc")
-    assert outcome(await lab.rollout(answered(PATCH + link))) == (0.0, "PatchDoesNotApply")
+    assert outcome(await lab.rollout(answered(FIX_DIFF + link))) == (0.0, "PatchDoesNotApply")
     conftest = new.format("tests/conftest.py", 100644, "import os; os._exit(0)")
     # A diff need not have git's own header to be applied, or to be left out.
     bare = conftest[conftest.index("---") :]
     for text in (conftest, bare):
-        assert outcome(await lab.rollout(answered(PATCH + text))) == (1.0, "")
+        assert outcome(await lab.rollout(answered(FIX_DIFF + text))) == (1.0, "")
 
 
 async def test_jobs_that_cannot_be_judged(lab: SweLab) -> None:

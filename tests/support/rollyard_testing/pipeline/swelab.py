@@ -49,6 +49,17 @@ def total(intervals):
     return sum(len(one) for one in intervals)
 '''
 FIX = ("self.low <= number <= self.high", "self.low <= number < self.high")
+FIX_DIFF = f"""\
+diff --git a/interval/__init__.py b/interval/__init__.py
+--- a/interval/__init__.py
++++ b/interval/__init__.py
+@@ -12,3 +12,3 @@
+     def __contains__(self, number):
+-        return {FIX[0]}
++        return {FIX[1]}
+ 
+"""
+"""The same as a diff."""
 HIDDEN = """import unittest
 
 from interval import Interval, total

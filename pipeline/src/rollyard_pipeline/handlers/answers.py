@@ -22,19 +22,17 @@ def final_answer(text: str) -> str:
     follows the last "answer is", or the last line. Thousands separators, a leading currency sign and a final
     full stop are removed.
     """
-    # Only what was said counts, not what was thought.
-    said = text.rpartition("</think>")[2]
-    found = boxed(said)
+    found = boxed(text)
     if found is None:
-        hashes = _HASHES.findall(said)
+        hashes = _HASHES.findall(text)
         if hashes:
             found = hashes[-1]
     if found is None:
-        stated = _ANSWER_IS.findall(said)
+        stated = _ANSWER_IS.findall(text)
         if stated:
             found = stated[-1]
     if found is None:
-        lines = said.strip().splitlines()
+        lines = text.strip().splitlines()
         found = lines[-1] if lines else ""
     return _plain(found[:_LAST_LINE])
 

@@ -159,12 +159,12 @@ class StageContext:
 
     @property
     def final_text(self) -> str:
-        """Return the submitted answer, else the last assistant message, else an empty text."""
+        """Return the submitted answer, else the last assistant message without its thought, else ""."""
         if self.answer is not None:
             return self.answer
         for message in reversed(self.trajectory.messages if self.trajectory else ()):
             if message.role == "assistant":
-                return message.content
+                return message.content.rpartition("</think>")[2]
         return ""
 
 

@@ -66,7 +66,7 @@ class StemHandler(Handler):
         problems = self.check(ctx.task)
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
-        gold, said = ctx.task.answer or "", ctx.final_text.rpartition("</think>")[2]
+        gold, said = ctx.task.answer or "", ctx.final_text
         ctx.show(comparison(said.strip(), gold))
         if ctx.task.choices:
             chosen = letter(said, ctx.task.choices)

@@ -14,10 +14,9 @@ _FUNCTION: Final = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
 
 
 def program_of(text: str) -> str:
-    """Return the last fenced block of Python in what was said after `</think>`, else all of it."""
-    said = text.rpartition("</think>")[2]
-    blocks = _FENCED.findall(said)
-    return str(blocks[-1]) if blocks else said
+    """Return the last fenced block of Python in an answer, else all of it."""
+    blocks = _FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text
 
 
 def whole_program(prefix: str, text: str, entry_point: str | None) -> str:

@@ -62,10 +62,9 @@ async def apply_answer(
 
 
 def patch_of(answer: str) -> str:
-    """Return the last fenced block of an answer, after `</think>`, else all of it. It ends with a newline."""
-    said = answer.rpartition("</think>")[2]
-    blocks = _FENCED.findall(said)
-    patch = str(blocks[-1]) if blocks else said
+    """Return the last fenced block of an answer, else all of it. It ends with a newline."""
+    blocks = _FENCED.findall(answer)
+    patch = str(blocks[-1]) if blocks else answer
     return patch if patch.endswith("\n") or not patch else f"{patch}\n"
 
 

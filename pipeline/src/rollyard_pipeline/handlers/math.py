@@ -8,12 +8,13 @@ from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import Task
 
 from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
-from rollyard_pipeline.handlers.answers import comparison, final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
+from rollyard_pipeline.handlers.statements import statements
+from rollyard_pipeline.handlers.verifier import KeyUnreadable, Verdict, Verifiers, VerifierTimeout
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
 _VERDICT_SECONDS: Final = 10.0
+_LONGEST: Final = 65_536  # Characters. The answer stands at the end of what the policy said.
 
 
 class MathHandler(Handler):
@@ -35,43 +36,50 @@ class MathHandler(Handler):
 
     def check(self, task: Task) -> list[str]:
         """Return a problem if the task has no answer that can be compared."""
-        return [] if task.answer and final_answer(task.answer) else ["answer: required by the handler 'math'"]
+        return [] if task.answer and task.answer.strip() else ["answer: required by the handler 'math'"]
 
     async def eval(self, ctx: StageContext) -> Evaluation:
-        """Return a score of 1.0 if the answer equals the task's, else 0.0."""
-        gold = final_answer(ctx.task.answer or "")
+        """Return a score of 1.0 if the answer equals the task's, else 0.0.
+
+        Raises:
+            TaskInvalid: The task has no answer.
+            VerifierFailed: The task's answer cannot be read, or no process can compare it.
+        """
+        gold = (ctx.task.answer or "").strip()
         if not gold:
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
-        answer = final_answer(ctx.final_text)
-        if not answer:
-            ctx.show(f"There is no answer.\nexpected: {gold}")
-            return Evaluation(0.0, {"answered": 0.0})
-        ctx.show(comparison(answer, gold))
+        said = ctx.final_text[-_LONGEST:]
+        answered = {"answered": float(bool(statements(said)))}
         try:
-            equal = await self._compare(gold, answer, ctx.timeout)
+            verdict = await self._compare(gold, said, ctx.timeout)
         except VerifierTimeout:
-            return Evaluation(0.0, {"answered": 1.0, "verify_timeout": 1.0}, VERIFY_TIMEOUT)
+            ctx.show(f"The comparison was ended after {_VERDICT_SECONDS:g} s.\nexpected: {gold}")
+            return Evaluation(0.0, {**answered, "verify_timeout": 1.0}, VERIFY_TIMEOUT)
+        except KeyUnreadable as error:
+            raise VerifierFailed(f"task '{ctx.task.id}': answer: {error}") from error
         except VerifierFailed:
             # This is the proof: if the verifier can compare the gold answer with itself, the other answer
             # ended it.
             await self._compare(gold, gold, ctx.timeout)
-            return Evaluation(0.0, {"answered": 1.0}, ANSWER_UNUSABLE)
-        return Evaluation(1.0 if equal else 0.0, {"answered": 1.0})
+            return Evaluation(0.0, answered, ANSWER_UNUSABLE)
+        ctx.show(verdict.why)
+        return Evaluation(float(verdict.equal), answered)
 
-    async def _compare(self, gold: str, answer: str, timeout: float) -> bool:
+    async def _compare(self, gold: str, answer: str, timeout: float) -> Verdict:
         """Return whether the answers are equal, with a second try in a fresh process if the first one dies.
 
         Raises:
+            KeyUnreadable: The expected answer can be read in no way.
             VerifierTimeout: There is no result in time.
             VerifierFailed: Two processes died.
         """
         seconds = min(_VERDICT_SECONDS, timeout)
         try:
-            return await self._verifiers.equal(gold, answer, seconds)
-        except VerifierTimeout:
+            return await self._verifiers.compare(gold, answer, seconds)
+        except (VerifierTimeout, KeyUnreadable):
             raise
         except VerifierFailed:
-            return await self._verifiers.equal(gold, answer, seconds)
+            return await self._verifiers.compare(gold, answer, seconds)
 
     async def close(self) -> None:
         """End the processes that compare answers."""

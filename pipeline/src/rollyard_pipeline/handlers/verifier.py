@@ -3,7 +3,11 @@
 math-verify builds on sympy, whose simplification can run for hours on a short hostile input and cannot be
 interrupted in a thread. A comparison that exceeds its limit is therefore ended with its process.
 `python -m rollyard_pipeline.handlers.verifier` is the child. It reads the JSON line
-`{"gold": …, "answer": …}` and writes the JSON line `{"equal": …}`.
+`{"gold": …, "answer": …}` and writes the JSON line `{"equal": …, "why": …}`, or `{"unreadable": …}` where the
+expected answer can be read in no way.
+
+sympy's own `sympify` and `parse_expr` evaluate what they read as Python. Texts of the policy therefore reach
+the parser of LaTeX only, latex2sympy's, which has a grammar of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from rollyard_pipeline.errors import VerifierFailed
 from rollyard_pipeline.handlers.child_processes import ChildProcesses, begin_child
@@ -23,6 +28,25 @@ class VerifierTimeout(VerifierFailed):
     """A comparison did not end in time, and its process was killed."""
 
     reason = "VerifierTimeout"
+
+
+class KeyUnreadable(VerifierFailed):
+    """The expected answer is no text and no formula that can be read, so that no answer can be judged."""
+
+    reason = "KeyUnreadable"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison gave.
+
+    Attributes:
+        equal: Whether the answers are equal.
+        why: How each was read, for people.
+    """
+
+    equal: bool
+    why: str = ""
 
 
 class Verifiers:
@@ -37,39 +61,45 @@ class Verifiers:
             __name__, what="the verifier", failed=VerifierFailed, timeout=VerifierTimeout, count=count
         )
 
-    async def equal(self, gold: str, answer: str, seconds: float) -> bool:
-        """Return whether `answer` is mathematically the same as `gold`.
+    async def compare(self, gold: str, answer: str, seconds: float) -> Verdict:
+        """Return whether the text `answer` ends with what is mathematically the same as `gold`.
 
         Waiting for a free child does not count against `seconds`.
 
         Raises:
+            KeyUnreadable: `gold` can be read in no way.
             VerifierTimeout: There is no result within `seconds`.
             VerifierFailed: The child could not be started or died.
         """
         answered = await self._children.ask({"gold": gold, "answer": answer}, seconds)
-        return bool(answered.get("equal"))
+        if "unreadable" in answered:
+            raise KeyUnreadable(f"the expected answer cannot be read: {answered['unreadable']}")
+        return Verdict(bool(answered.get("equal")), str(answered.get("why", "")))
 
     async def close(self) -> None:
         """End every child."""
         await self._children.close()
 
 
+def _reply(request: dict[str, Any]) -> dict[str, Any]:
+    from rollyard_pipeline.handlers.comparison import Unreadable, compare
+
+    try:
+        equal, why = compare(request["gold"], request["answer"])
+    except Unreadable as error:
+        return {"unreadable": str(error)}
+    return {"equal": equal, "why": why}
+
+
 def main() -> None:
     """Answer requests until the input ends. This is the child's main function."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    import rollyard_pipeline.handlers.comparison  # noqa: F401  It loads sympy before the first request.
 
-    logging.disable(logging.WARNING)  # It logs a warning about the missing timeouts at every start.
+    logging.disable(logging.WARNING)  # math-verify warns of the missing timeouts, which the parent enforces.
     begin_child(_MEMORY)
-    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     print("ready", flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        # The parent enforces the timeouts: math-verify's own rely on signals and do not always work.
-        gold, answer = (
-            parse(f"\\boxed{{{request[key]}}}", targets, parsing_timeout=None) for key in ("gold", "answer")
-        )
-        equal = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
-        print(json.dumps({"equal": bool(equal)}), flush=True)
+        print(json.dumps(_reply(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,208 @@
+"""The comparison of a text with an expected answer, which the child of `verifier` does.
+
+What the text states is compared as text, as a numeral of another base, and by what latex2sympy reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from latex2sympy2_extended.sets import FiniteSet
+from math_verify.parser import parse_latex_cached
+
+from rollyard_pipeline.handlers.equality import equal
+from rollyard_pipeline.handlers.spelling import Spelling, spellings
+from rollyard_pipeline.handlers.statements import Statement, statements
+
+# Units are removed in `spelling`: math-verify takes letters such as t, h and m for units, too.
+_NORMALIZATION: Final = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+_SHOWN: Final = 300
+"""The number of characters of an answer, from its end, that people are shown."""
+
+_TEXT: Final = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORDS: Final = re.compile(r"[^\W\d_]+(?:[ ',.\-]+[^\W\d_]+)*")
+_CHOICE: Final = re.compile(r"\(?([A-Z])\)?")
+_CHOSEN: Final = re.compile(r"\(([A-Za-z])\)(?![\w(])|([A-Z])[.):](?=\s|$)|([A-Z])$")
+_BASE: Final = re.compile(r"\(?([0-9A-Z]+)\)?_\s*\{?\s*(?:\\text\{)?(\d+|two|three|eight|ten)\s*\}?\}?")
+_TIME: Final = re.compile(r"0?(\d{1,2}):(\d\d)(?::(\d\d))?\s*([ap])?\.?m?\.?", re.IGNORECASE)
+_SEPARATOR: Final = re.compile(r"[,;](?![^(\[{]*[)\]}])")
+"""A comma or semicolon outside of brackets."""
+_MOST_PARTS: Final = 64
+_LETTER: Final = re.compile(r"\\(?:begin|end|mathbb|text)\s*\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
+_NAMES: Final = "wqrskvujlgt"
+"""Letters that stand for upper case ones."""
+
+
+class Unreadable(Exception):
+    """The expected answer is neither words nor a formula that can be read."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A reading of an answer: its spelling and what latex2sympy makes of it."""
+
+    spelling: Spelling
+    value: Any
+
+
+def compare(gold: str, text: str) -> tuple[bool, str]:
+    """Return whether the answer of `text` is equal to the expected one, and how both were read.
+
+    Raises:
+        Unreadable: The expected answer can be read in no way.
+    """
+    keys = statements(gold)[-1:] or [Statement(gold.strip(), "")]
+    answers = statements(text)
+    if not answers:
+        return False, f"There is no answer.\nexpected: {_cut(keys[0].text)}"
+    key = keys[0].text
+    readable = _is_words(key) or bool(_reads(key))
+    why = f"compared answer: {_cut(answers[0].text)} ({answers[0].where})\nexpected: {_cut(key)}"
+    for answer in answers:
+        how = _equal_how(key, answer.text)
+        if how is not None and readable:
+            said = f"{_cut(answer.text)} ({answer.where})"
+            return True, f"compared answer: {said}\nexpected: {_cut(key)}\nequal{how}"
+    if not readable:
+        raise Unreadable(_cut(key))
+    unread = "" if _is_words(key) or _reads(answers[0].text) else ": the answer cannot be read as a formula"
+    return False, f"{why}\ndifferent{unread}"
+
+
+def _cut(text: str) -> str:
+    return text[-_SHOWN:]
+
+
+def _equal_how(key: str, answer: str) -> str | None:
+    """Return how two answers are equal, as the end of a sentence, or None if they are not."""
+    if _as_words(key) and _as_words(key, _is_words(key)) == _as_words(answer, _is_words(key)):
+        return " as text"
+    if _same_choice(key, answer):
+        return " by their letter"
+    for pattern in (_BASE, _TIME):
+        pair = [pattern.fullmatch(_bare(each)) for each in (key, answer)]
+        if all(pair):
+            return " as numerals" if len({match.groups() for match in pair if match}) == 1 else None
+    if _TIME.fullmatch(_bare(key)) and ":" in key:
+        return None
+    if _is_words(key) and not _may_be_product(key):
+        return None
+    for gold in _reads(key):
+        for read in _reads(answer, _letter(gold.spelling.unit)):
+            if _units_differ(gold.spelling.unit, read.spelling.unit):
+                continue
+            if equal(*_values_with_case(gold, read)):
+                how = read.spelling.how or gold.spelling.how
+                return f": read {how}" if how else ""
+    return None
+
+
+def _values_with_case(gold: _Read, answer: _Read) -> tuple[Any, Any]:
+    """Return both values. Where x and X are two variables, X gets a name of its own: latex2sympy lowers it."""
+    letters = {match[1] for read in (gold, answer) for match in _LETTER.finditer(read.spelling.latex) if match[1]}
+    free = iter(letter for letter in _NAMES if not {letter, letter.upper()} & letters)
+    names = {
+        letter: name
+        for letter, name in zip(sorted(filter(str.isupper, letters)), free, strict=False)
+        if letter.lower() in letters and letter != "E"
+    }
+    if not names:
+        return gold.value, answer.value
+    renamed = (
+        _parsed(_LETTER.sub(lambda match: names.get(match[1], match[0]), read.spelling.latex))
+        for read in (gold, answer)
+    )
+    first, second = renamed
+    return first, second
+
+
+def _bare(text: str) -> str:
+    return text.strip().strip("$").replace("\\,", "").replace(" ", "").strip(".")
+
+
+def _as_words(text: str, folded: bool = True) -> str:
+    """Return a text without its commands and what surrounds it, for the comparison as text.
+
+    Args:
+        text: An answer.
+        folded: Whether the case of letters is left out, too.
+    """
+    words = _TEXT.sub(r"\1", text).replace("$", "").replace("\\ ", " ").replace("~", " ")
+    return " ".join((words.casefold() if folded else words).split()).strip(" .,;:!\"'*`(){}")
+
+
+def _is_words(text: str) -> bool:
+    """Return whether a text is words, as "Monday" or `\\text{Yes}`, and no formula."""
+    inside = _TEXT.sub(r"\1", text).strip().strip("$(). ")
+    return _WORDS.fullmatch(inside) is not None and (len(inside) > 1 or "\\" in text or "(" in text)
+
+
+def _may_be_product(text: str) -> bool:
+    """Return whether a word may be a product of variables: `xy`, and neither `Yes` nor `ABC`."""
+    return len(text) <= 3 and text.isalpha() and text.islower()
+
+
+def _same_choice(key: str, answer: str) -> bool:
+    """Compare the letter of multiple choice: C, (C), `\\text{(C)}` or "C) 42" for the key C."""
+    gold = _CHOICE.fullmatch(_TEXT.sub(r"\1", key).strip(" $."))
+    if gold is None:
+        return False
+    said = _CHOSEN.match(_TEXT.sub(r"\1", answer).strip(" $*"))
+    if said is None:
+        return False
+    letter = said[1] or said[2] or said[3]
+    return letter == gold[1] or (said[1] is not None and "(" in key and letter.upper() == gold[1])
+
+
+def _letter(unit: str) -> str:
+    return unit if len(unit) == 1 else ""
+
+
+def _units_differ(gold: str, answer: str) -> bool:
+    """Return whether both name an abbreviated unit, and not the same: 5 cm and 5 km."""
+    short = [each.lower().rstrip("s.") for each in (gold, answer) if each and len(each) <= 3]
+    return len(short) == 2 and short[0] != short[1]
+
+
+def _reads(text: str, letter_unit: str = "") -> list[_Read]:
+    found = []
+    for spelling in spellings(text, letter_unit=letter_unit):
+        value = _parsed(spelling.latex)
+        if value is not None:
+            found.append(_Read(spelling, value))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(latex: str) -> Any:
+    """Return what latex2sympy reads, or None."""
+    whole = _parsed_part(latex)
+    parts = _SEPARATOR.split(latex)
+    if whole is not None or not 1 < len(parts) <= _MOST_PARTS:
+        return whole
+    # It reads no list of which one part has two values, such as "x = 1, x = 2 \pm \sqrt{3}".
+    values = [_parsed_part(part) for part in parts]
+    if any(value is None for value in values):
+        return None
+    return FiniteSet(*(e for v in values for e in (v.args if isinstance(v, FiniteSet) else (v,))))
+
+
+def _parsed_part(latex: str) -> Any:
+    tries = [latex] if _SEPARATOR.search(latex) else [latex, latex.rpartition("=")[2]]
+    for each in tries:
+        try:
+            return parse_latex_cached(normalize_latex(each, config=_NORMALIZATION))
+        except (RecursionError, MemoryError):
+            raise
+        except Exception:  # Its grammar and its conversion raise exceptions of all kinds.
+            continue
+    if latex.count("\\pm") == 1:
+        both = [_parsed_part(tries[-1].replace("\\pm", sign)) for sign in "+-"]
+        return None if None in both else FiniteSet(*both)
+    return None

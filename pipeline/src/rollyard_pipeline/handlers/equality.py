@@ -1,0 +1,334 @@
+"""Whether two parsed answers are equal: numbers and expressions by their values, all else by its parts.
+
+It is used in the child of `verifier` only, as it needs sympy. math-verify compares what is left over here,
+which are equations and sets without a list of elements, and what it calls equal is confirmed by numbers where
+there are any: it rounds to six decimals and takes two equations without a solution for the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Final
+
+import sympy
+from latex2sympy2_extended import is_expr_of_only_symbols
+from latex2sympy2_extended.logic import And
+from math_verify import verify
+from math_verify.grader import unwrap_fcs
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanFunction
+
+DECIMAL_TOLERANCE: Final = 1e-6
+"""The relative difference of a decimal approximation. Also the absolute one of two decimals, as in math-verify."""
+_EXACT_TOLERANCE: Final = 1e-30
+_ROUNDING: Final = 1 + 1e-9  # 0.333333 differs from 1/3 by exactly the tolerance.
+_DIGITS: Final = 45
+_POINTS: Final = 5
+_PERCENT: Final = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+_CONFIRMED_POINTS: Final = 3
+
+
+class Undecided(Exception):
+    """Numbers do not decide whether two expressions are equal."""
+
+
+def equal(gold: Any, answer: Any) -> bool:
+    """Return whether a parsed answer is equal to the parsed expected one."""
+    gold, answer = _values(gold, answer)
+    if _is_relation(gold) and _is_relation(answer):
+        if _is_value_of_function(gold) and _is_value_of_function(answer) and gold.lhs.func == answer.lhs.func:
+            return equal(gold.rhs, answer.rhs)
+        return _library_equal(gold, answer) and _relations_confirmed(gold, answer)
+    gold, answer = _as_set(gold, answer), _as_set(answer, gold)
+    if _is_relation(gold) or _is_relation(answer):
+        return False
+    if isinstance(gold, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
+        return _matrices_equal(gold, answer)
+    if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
+        same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
+        return bool(same_ends) and _in_order((gold.start, gold.end), (answer.start, answer.end))
+    if isinstance(gold, sympy.Union) and isinstance(answer, sympy.Union):
+        return _in_any_order(gold.args, answer.args)
+    if _is_collection(gold) or _is_collection(answer):
+        return _collections_equal(gold, answer)
+    if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+        try:
+            return expressions_equal(gold, answer)
+        except Undecided:
+            return _library_equal(gold, answer)
+    return _library_equal(gold, answer)
+
+
+def _values(gold: Any, answer: Any) -> tuple[Any, Any]:
+    """Take the right side of an equation where the other answer is none: `x = 5` and 5, `AB = 4` and 4."""
+    if isinstance(answer, (sympy.Eq, And)) and not _is_relation(gold):
+        answer = _right_side(answer)
+    elif isinstance(gold, (sympy.Eq, And)) and not _is_relation(answer) and _is_name(_first(gold).lhs):
+        gold = _right_side(gold)
+    return _explicit(gold), _explicit(answer)
+
+
+def _is_name(left: Any) -> bool:
+    """Return whether the left side of an equation only names what the right side is: x, AB, f(x), (p, q)."""
+    if isinstance(left, (sympy.Tuple, sympy.Interval)):
+        return all(map(_is_name, _parts(left)))
+    return isinstance(left, (AppliedUndef, sympy.Abs)) or bool(is_expr_of_only_symbols(left))
+
+
+def _first(equation: Any) -> Any:
+    return equation._unsorted_args[0] if isinstance(equation, And) else equation
+
+
+def _explicit(thing: Any) -> Any:
+    """Return a matrix for a sum or product of matrices."""
+    if isinstance(thing, sympy.MatrixExpr):
+        return thing.doit().as_explicit()
+    return thing
+
+
+def _right_side(equation: Any) -> Any:
+    """Return the value that an equation states, or the equation if it is one to be solved.
+
+    `2x = 10` and `x^2 = 5` do not state that something is 10 or 5: their solutions are other numbers.
+    """
+    parts = equation._unsorted_args if isinstance(equation, And) else (equation,)
+    if not all(isinstance(part, sympy.Eq) for part in parts):
+        return equation
+    left, right = parts[0].lhs, parts[-1].rhs
+    names = _symbols(left)
+    if len(names) == 1 and not isinstance(left, (sympy.Symbol, sympy.Abs)) and not left.has(AppliedUndef):
+        return equation
+    if _symbols(right) & names:
+        return equation
+    return right
+
+
+def _is_value_of_function(thing: Any) -> bool:
+    """Return whether `thing` is an equation such as f(x) = 1, in which the variable's name says nothing."""
+    return isinstance(thing, sympy.Eq) and isinstance(thing.lhs, AppliedUndef) and not _symbols(thing.rhs)
+
+
+def _is_relation(thing: Any) -> bool:
+    return isinstance(thing, (Relational, And, BooleanFunction)) and not _is_membership(thing)
+
+
+def _is_membership(thing: Any) -> bool:
+    """Return whether `thing` is `x \\in …`, which latex2sympy reads as an equation."""
+    return isinstance(thing, sympy.Eq) and isinstance(thing.rhs, sympy.Set)
+
+
+def _as_set(thing: Any, other: Any) -> Any:
+    """Return the set of an inequality that is compared with a set, so that 0 <= x < 1 is [0, 1)."""
+    if _is_membership(thing):
+        return thing.rhs
+    other = other.rhs if _is_membership(other) else other
+    if not isinstance(other, sympy.Set):
+        return thing
+    if _is_relation(thing) and not isinstance(thing, sympy.Eq):
+        return _solutions(thing)
+    if isinstance(thing, sympy.FiniteSet) and thing.args and all(map(_is_inequality, thing.args)):
+        # "x < -1 or x > 1"
+        return sympy.Union(*(_solutions(part) for part in thing.args))
+    return thing
+
+
+def _is_inequality(thing: Any) -> bool:
+    return _is_relation(thing) and not isinstance(thing, sympy.Eq)
+
+
+def _solutions(relation: Any) -> Any:
+    try:
+        return unwrap_fcs(relation).as_set()
+    except (NotImplementedError, ValueError, TypeError, AttributeError):
+        return relation
+
+
+def _is_collection(thing: Any) -> bool:
+    return isinstance(thing, (sympy.FiniteSet, sympy.Tuple))
+
+
+def _parts(thing: Any) -> Sequence[Any]:
+    """Return the elements of a list, in the order in which they were written where it is known."""
+    if isinstance(thing, sympy.Interval):  # (1, 2) is read as an interval.
+        return (thing.start, thing.end) if thing.is_open else ()
+    if isinstance(thing, sympy.FiniteSet):
+        return tuple(getattr(thing, "_unsorted_args", thing.args))
+    return tuple(thing.args) if isinstance(thing, sympy.Tuple) else (thing,)
+
+
+def _collections_equal(gold: Any, answer: Any) -> bool:
+    if any(isinstance(each, (sympy.Tuple, sympy.Interval)) for each in (gold, answer)):
+        return _in_order(_parts(gold), _parts(answer))
+    return _in_any_order(*(e.args if isinstance(e, sympy.FiniteSet) else (e,) for e in (gold, answer)))
+
+
+def _in_order(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    return 0 < len(gold) == len(answer) and all(equal(a, b) for a, b in zip(gold, answer, strict=True))
+
+
+def _in_any_order(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    if not 0 < len(gold) == len(answer):
+        return False
+    left = list(answer)
+    for part in gold:
+        found = next((place for place, other in enumerate(left) if equal(part, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _matrices_equal(gold: Any, answer: Any) -> bool:
+    """Compare by elements. A row or a column is also the tuple of its elements."""
+    shapes = [each.shape for each in (gold, answer) if isinstance(each, sympy.MatrixBase)]
+    if len(shapes) == 2:
+        return bool(shapes[0] == shapes[1]) and _in_order(gold.flat(), answer.flat())
+    if 1 not in shapes[0]:
+        return False
+    return _in_order(*(e.flat() if isinstance(e, sympy.MatrixBase) else _parts(e) for e in (gold, answer)))
+
+
+def _library_equal(gold: Any, answer: Any) -> bool:
+    return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _relations_confirmed(gold: Any, answer: Any) -> bool:
+    """Return False for two equations that math-verify calls equal because it solves neither of them.
+
+    Equations that say the same have sides whose difference is zero for the same values of the variables.
+    """
+    if not (isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)):
+        return True
+    if gold == answer:
+        return True
+    try:
+        if expressions_equal(gold.lhs - gold.rhs, answer.lhs - answer.rhs):
+            return True
+        if expressions_equal(gold.lhs - gold.rhs, answer.rhs - answer.lhs):
+            return True
+    except (Undecided, TypeError):
+        return True
+    return bool(sympy.solve(gold, list(gold.free_symbols)))
+
+
+def expressions_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """Return whether two expressions have the same value, at seeded points if they have variables.
+
+    A per cent sign may be left out: 28% is 28 as well as 0.28.
+
+    Raises:
+        Undecided: One has no value, such as a sum without known limits.
+    """
+    percents = [_percent(each) for each in (gold, answer)]
+    if any(percent is not None for percent in percents):
+        bare = [e if p is None else p for e, p in zip((gold, answer), percents, strict=True)]
+        if _numbers_equal(*bare):
+            return True
+    gold, answer = _evaluable(gold), _evaluable(answer)
+    names = sorted(_symbols(gold) | _symbols(answer))
+    if not names:
+        return _numbers_equal(gold, answer)
+    return _same_at_points(gold, answer, names)
+
+
+def _percent(expression: sympy.Expr) -> sympy.Expr | None:
+    """Return the number before a per cent sign."""
+    if isinstance(expression, sympy.Mul) and _PERCENT in expression.args:
+        return sympy.Mul(*(part for part in expression.args if part != _PERCENT))
+    return None
+
+
+def _evaluable(expression: Any) -> Any:
+    """Return the expression without what sympy leaves unevaluated, and with f(x) as one variable."""
+    expression = expression.replace(
+        lambda part: isinstance(part, AppliedUndef), lambda part: sympy.Symbol(f"{part}", real=True)
+    )
+    if expression.has(sympy.UnevaluatedExpr):
+        expression = expression.replace(sympy.UnevaluatedExpr, lambda part: part)
+    return expression
+
+
+def _symbols(expression: Any) -> set[str]:
+    """Return the names of the variables; `i` is the imaginary unit."""
+    return {symbol.name for symbol in getattr(expression, "free_symbols", ())} - {"i"}
+
+
+def _numbers_equal(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, sympy.Rational) and isinstance(answer, sympy.Rational):
+        return bool(gold == answer)
+    values = [_value(each, {}) for each in (gold, answer)]
+    if any(value in (sympy.oo, -sympy.oo) for value in values):
+        return values[0] == values[1]
+    if not all(value.is_number and value.is_finite for value in values):
+        return False
+    decimals = [bool(each.has(sympy.Float)) for each in (gold, answer)]
+    if not any(decimals):
+        return _close(*values, _EXACT_TOLERANCE)
+    literal = all(decimal or _is_literal(e) for decimal, e in zip(decimals, (gold, answer), strict=True))
+    if literal and abs(values[0] - values[1]) > DECIMAL_TOLERANCE:
+        # 16386.17 is no approximation of 16386.16, and 1000000008.0 is none of 1000000007.
+        return False
+    return _close(*values, DECIMAL_TOLERANCE)
+
+
+def _is_literal(number: Any) -> bool:
+    """Return whether a number can be written out as a decimal."""
+    value = number.doit()
+    if not isinstance(value, sympy.Rational):
+        return False
+    rest = value.q
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return bool(rest == 1)
+
+
+def _same_at_points(gold: Any, answer: Any, names: Sequence[str]) -> bool:
+    """Compare at points of both signs, so that |x| is not x. Points where neither has a value say nothing."""
+    tolerance = DECIMAL_TOLERANCE if gold.has(sympy.Float) or answer.has(sympy.Float) else _EXACT_TOLERANCE
+    seeded = random.Random(0)
+    compared = 0
+    for _ in range(4 * _POINTS):
+        point = {name: sympy.Rational(seeded.randrange(-4000, 4000), 1009) for name in names}
+        if compared >= 2:
+            point = {name: abs(value) for name, value in point.items()}
+        values = [_value(each, point) for each in (gold, answer)]
+        known = [bool(value.is_number and value.is_finite) for value in values]
+        if known[0] != known[1]:
+            return False
+        if not all(known):
+            continue
+        if not _close(*values, tolerance):
+            return False
+        compared += 1
+        if compared == _POINTS:
+            return True
+    if compared < _CONFIRMED_POINTS:
+        raise Undecided
+    return True
+
+
+def _value(expression: Any, point: dict[str, Any]) -> Any:
+    """Return the value of an expression at a point, as sympy's number.
+
+    Raises:
+        Undecided: sympy finds none.
+    """
+    given = {
+        symbol: sympy.I if symbol.name == "i" else point.get(symbol.name, symbol)
+        for symbol in expression.free_symbols
+    }
+    try:
+        value = expression.xreplace(given).doit().evalf(_DIGITS)
+    except (TypeError, ValueError, NotImplementedError, ArithmeticError, AttributeError) as error:
+        raise Undecided from error
+    if value.free_symbols:
+        raise Undecided
+    return value
+
+
+def _close(a: Any, b: Any, tolerance: float) -> bool:
+    size = max(abs(a), abs(b))
+    return bool(abs(a - b) <= size * tolerance * _ROUNDING)

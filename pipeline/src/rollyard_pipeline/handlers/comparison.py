@@ -198,7 +198,7 @@ def _parsed_part(latex: str) -> Any:
     for each in tries:
         try:
             return parse_latex_cached(normalize_latex(each, config=_NORMALIZATION))
-        except (RecursionError, MemoryError):
+        except MemoryError:
             raise
         except Exception:  # Its grammar and its conversion raise exceptions of all kinds.
             continue

@@ -256,8 +256,9 @@ def _symbols(expression: Any) -> set[str]:
 
 
 def _numbers_equal(gold: Any, answer: Any) -> bool:
-    if isinstance(gold, sympy.Rational) and isinstance(answer, sympy.Rational):
-        return bool(gold == answer)
+    exact = [_rational(each) for each in (gold, answer)]
+    if None not in exact:
+        return bool(exact[0] == exact[1])
     values = [_value(each, {}) for each in (gold, answer)]
     if any(value in (sympy.oo, -sympy.oo) for value in values):
         return values[0] == values[1]
@@ -266,19 +267,23 @@ def _numbers_equal(gold: Any, answer: Any) -> bool:
     decimals = [bool(each.has(sympy.Float)) for each in (gold, answer)]
     if not any(decimals):
         return _close(*values, _EXACT_TOLERANCE)
-    literal = all(decimal or _is_literal(e) for decimal, e in zip(decimals, (gold, answer), strict=True))
+    literal = all(decimal or _is_literal(e) for decimal, e in zip(decimals, exact, strict=True))
     if literal and abs(values[0] - values[1]) > DECIMAL_TOLERANCE:
         # 16386.17 is no approximation of 16386.16, and 1000000008.0 is none of 1000000007.
         return False
     return _close(*values, DECIMAL_TOLERANCE)
 
 
-def _is_literal(number: Any) -> bool:
+def _rational(number: Any) -> sympy.Rational | None:
+    value = number.doit() if isinstance(number, sympy.Expr) else number
+    return value if isinstance(value, sympy.Rational) else None
+
+
+def _is_literal(number: sympy.Rational | None) -> bool:
     """Return whether a number can be written out as a decimal."""
-    value = number.doit()
-    if not isinstance(value, sympy.Rational):
+    if number is None:
         return False
-    rest = value.q
+    rest = number.q
     for prime in (2, 5):
         while rest % prime == 0:
             rest //= prime

@@ -99,8 +99,9 @@ def _boxes(text: str) -> list[str]:
             continue
         content = text[opening.end() : end].strip()
         if next_start is not None:
-            if end > next_start:
-                continue  # It holds the box that was found.
+            if end > next_start:  # It holds the boxes that were found.
+                found, next_start = [_BOX.sub("{", content)], opening.start()
+                continue
             between = text[end + 1 : next_start]
             near = len(between) < _NEAR and content != found[0] and _SEPARATOR.search(between)
             if len(between) >= _CLOSE and not near:

@@ -37,6 +37,10 @@ class Undecided(Exception):
 def equal(gold: Any, answer: Any) -> bool:
     """Return whether a parsed answer is equal to the parsed expected one."""
     gold, answer = _values(gold, answer)
+    if _is_inequality(gold) and _is_inequality(answer):
+        solved = [_solutions(each) for each in (gold, answer)]
+        if all(isinstance(each, sympy.Set) for each in solved) and _symbols(gold) == _symbols(answer):
+            return equal(*solved)
     if _is_relation(gold) and _is_relation(answer):
         if _is_value_of_function(gold) and _is_value_of_function(answer) and gold.lhs.func == answer.lhs.func:
             return equal(gold.rhs, answer.rhs)
@@ -139,10 +143,30 @@ def _is_inequality(thing: Any) -> bool:
 
 
 def _solutions(relation: Any) -> Any:
+    """Return the set of what satisfies inequalities, or the inequalities if sympy does not find it."""
+    parts = relation._unsorted_args if isinstance(relation, And) else (relation,)
+    simple = [_ray(part) for part in parts]
+    if all(each is not None for each in simple) and len(_symbols(relation)) == 1:
+        return sympy.Intersection(*simple)
     try:
         return unwrap_fcs(relation).as_set()
     except (NotImplementedError, ValueError, TypeError, AttributeError):
         return relation
+
+
+def _ray(relation: Any) -> sympy.Set | None:
+    """Return the set of an inequality with the variable alone on one side, without sympy's slow solver."""
+    if not isinstance(relation, Relational):
+        return None
+    variable, bound, above = relation.lhs, relation.rhs, isinstance(relation, (sympy.Ge, sympy.Gt))
+    if not isinstance(variable, (sympy.Symbol, AppliedUndef)):
+        variable, bound, above = bound, variable, not above
+    if not isinstance(variable, (sympy.Symbol, AppliedUndef)) or not bound.is_extended_real or bound.free_symbols:
+        return None
+    if isinstance(relation, sympy.Ne):
+        return sympy.Complement(sympy.S.Reals, sympy.FiniteSet(bound))
+    strict = isinstance(relation, (sympy.Lt, sympy.Gt))
+    return sympy.Interval(bound, sympy.oo, strict, True) if above else sympy.Interval(-sympy.oo, bound, True, strict)
 
 
 def _is_collection(thing: Any) -> bool:
@@ -221,16 +245,17 @@ def expressions_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     Raises:
         Undecided: One has no value, such as a sum without known limits.
     """
+    approximate = [bool(each.has(sympy.Float)) for each in (gold, answer)]
     percents = [_percent(each) for each in (gold, answer)]
     if any(percent is not None for percent in percents):
         bare = [e if p is None else p for e, p in zip((gold, answer), percents, strict=True)]
-        if _numbers_equal(*bare):
+        if not _symbols(bare[0]) | _symbols(bare[1]) and _numbers_equal(*map(_evaluable, bare), approximate):
             return True
     gold, answer = _evaluable(gold), _evaluable(answer)
     names = sorted(_symbols(gold) | _symbols(answer))
     if not names:
-        return _numbers_equal(gold, answer)
-    return _same_at_points(gold, answer, names)
+        return _numbers_equal(gold, answer, approximate)
+    return _same_at_points(gold, answer, names, DECIMAL_TOLERANCE if any(approximate) else _EXACT_TOLERANCE)
 
 
 def _percent(expression: sympy.Expr) -> sympy.Expr | None:
@@ -241,13 +266,13 @@ def _percent(expression: sympy.Expr) -> sympy.Expr | None:
 
 
 def _evaluable(expression: Any) -> Any:
-    """Return the expression without what sympy leaves unevaluated, and with f(x) as one variable."""
+    """Return the expression with f(x) as one variable, decimals as fractions, and all of it evaluated."""
     expression = expression.replace(
         lambda part: isinstance(part, AppliedUndef), lambda part: sympy.Symbol(f"{part}", real=True)
     )
     if expression.has(sympy.UnevaluatedExpr):
         expression = expression.replace(sympy.UnevaluatedExpr, lambda part: part)
-    return expression
+    return expression.xreplace({each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)})
 
 
 def _symbols(expression: Any) -> set[str]:
@@ -255,20 +280,18 @@ def _symbols(expression: Any) -> set[str]:
     return {symbol.name for symbol in getattr(expression, "free_symbols", ())} - {"i"}
 
 
-def _numbers_equal(gold: Any, answer: Any) -> bool:
+def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool:
     exact = [_rational(each) for each in (gold, answer)]
-    if None not in exact:
+    if None not in exact and (exact[0] == exact[1] or not any(approximate)):
         return bool(exact[0] == exact[1])
     values = [_value(each, {}) for each in (gold, answer)]
     if any(value in (sympy.oo, -sympy.oo) for value in values):
         return values[0] == values[1]
     if not all(value.is_number and value.is_finite for value in values):
         return False
-    decimals = [bool(each.has(sympy.Float)) for each in (gold, answer)]
-    if not any(decimals):
+    if not any(approximate):
         return _close(*values, _EXACT_TOLERANCE)
-    literal = all(decimal or _is_literal(e) for decimal, e in zip(decimals, exact, strict=True))
-    if literal and abs(values[0] - values[1]) > DECIMAL_TOLERANCE:
+    if all(map(_is_literal, exact)) and abs(values[0] - values[1]) > DECIMAL_TOLERANCE:
         # 16386.17 is no approximation of 16386.16, and 1000000008.0 is none of 1000000007.
         return False
     return _close(*values, DECIMAL_TOLERANCE)
@@ -290,9 +313,8 @@ def _is_literal(number: sympy.Rational | None) -> bool:
     return bool(rest == 1)
 
 
-def _same_at_points(gold: Any, answer: Any, names: Sequence[str]) -> bool:
+def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: float) -> bool:
     """Compare at points of both signs, so that |x| is not x. Points where neither has a value say nothing."""
-    tolerance = DECIMAL_TOLERANCE if gold.has(sympy.Float) or answer.has(sympy.Float) else _EXACT_TOLERANCE
     seeded = random.Random(0)
     compared = 0
     for _ in range(4 * _POINTS):

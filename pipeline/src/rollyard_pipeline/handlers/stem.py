@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import string
-import unicodedata
+from collections.abc import Sequence
 from typing import Final
 
 from rollyard_crds.fields.signals import SHIPPED
@@ -14,21 +13,38 @@ from rollyard_crds.task import NumericAnswer, Task
 from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.answers import boxed, comparison, final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-from rollyard_pipeline.handlers.units import unit
+from rollyard_pipeline.handlers.markup import folded, unmarked
+from rollyard_pipeline.handlers.quantities import Quantity, quantities
+from rollyard_pipeline.handlers.units import Unit, unit
 
 _STATED: Final = re.compile(
-    r"\b(?i:answer(?:\s+(?:choice|option|letter))?\s*(?:is|:|=)\s*:?\s*(?:choice|option)?)[\s*_$`\[{]*"
-    r"(?:\\text\{)?(?:\(?([A-Z])(?![\w'’])|\(([a-z])\))",
+    r"(?:(?i:\banswer(?:\s+(?:choice|option|letter))?|\b(?:correct|right|best|final|chosen)\s+(?:choice|option|letter))"
+    r"\s*+(?i:is|are|:|=|would\s+be|must\s+be|should\s+be)"
+    r"|(?i:\bI(?:\s+would|['’]d)?\s+(?:choose|pick|select|go\s+with|say))"
+    r"|答案|正确选项|正確選項|[应應该該故我以][选選])"
+    r"(?:\s|[:=\"“「是为為应應选選项項]|(?i:the|correct|best|choice|option|letter|answer|clearly|thus|therefore)\b)*+"
+    r"(?:[(\[]\s?([A-Za-z])\s?[)\]]|([A-Z])(?![\w'’])|([a-z])(?=[):]| ?[.。]? ?(?:\n|$)))"
 )
-"""A letter that is stated as the answer: "the answer is (B)", "Answer: **C**", "answer choice: d"."""
-_ALONE: Final = re.compile(r"[\s*_$`(\[]*([A-Za-z])[\s*_$`)\].:]*")
-_LABELLED: Final = re.compile(r"[\s*_$`(\[]*([A-Z])[*_$`)\].:]+\s*(\S.*)", re.DOTALL)
-_NUMBER: Final = re.compile(
-    r"\s*(?:[A-Za-z_\\]{1,20}\s*(?:=|≈|\\approx)\s*)?([+-]?(?:\d+\.?\d*|\.\d+))"
-    r"(?:\s*(?:[eE]\s*|(?:\\times|×|\*|x)\s*10\s*\^?\s*)\{?\s*([+-]?\d{1,4})\s*\}?)?(.*)",
-    re.DOTALL,
+"""A letter that is stated as the answer: "the answer is (B)", "Answer: C", "I choose D", "答案：B"."""
+_ALONE: Final = re.compile(r"[\s(\[\"“「]*+([A-Za-z])[\s)\].:,;\"”」。]*+")
+_LABELLED: Final = re.compile(r"[\s(\[]*+([A-Z])(?:[)\].:,]++\s*+|\s++)(\S.*)", re.DOTALL)
+_INTRODUCED: Final = re.compile(
+    r"(?:(?:so|thus|hence|therefore|the|correct|best|right|answer|option|choice|letter)\b[\s,:]*+)++",
+    re.IGNORECASE,
 )
-_TAIL: Final = 4096  # Characters. No stated answer is farther from the end.
+_IS_RIGHT: Final = re.compile(
+    r"\s+is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option|one))?[\s.!]*+$", re.IGNORECASE
+)
+_ANOTHER: Final = re.compile(
+    r"\s*+(?:[,/;&|+、或和与-]\s*+)?(?:\(?(?:or|and|also|maybe|perhaps|possibly|even|option|choice)\b\s*+)*+"
+    r"\(?([A-Z])(?![\w'’])"
+)
+"""A second letter behind the first one, which says that none was chosen."""
+_BOX: Final = re.compile(r"(?=\\(?:boxed|fbox)\s*+\{)")
+_MAX_BOXES: Final = 8
+_MAX_SHOWN: Final = 200  # Characters.
+_ROUNDING: Final = 1e-9
+"""The share of a number by which conversions between units may change it."""
 
 
 class StemHandler(Handler):
@@ -36,7 +52,8 @@ class StemHandler(Handler):
 
     The answer comes from `submit` or from the last assistant message. With `task.choices` it is a letter;
     with `task.numeric` a number, whose unit is converted to the task's; else a text that must be equal but
-    for case and spaces. Nothing is guessed: an answer without a letter or a number scores 0.
+    for mark-up, case and spaces. Nothing is guessed: an answer without a letter or a number, or with several,
+    scores 0.
     """
 
     needs_sandbox = False
@@ -51,14 +68,17 @@ class StemHandler(Handler):
             return ["choices: must be at least two"]
         if task.choices and task.numeric is not None:
             return ["numeric: cannot be given beside 'choices'"]
-        if task.choices and letter(task.answer, task.choices) is None:
-            return [
-                f"answer: must be one of the letters A to {string.ascii_uppercase[len(task.choices) - 1]}"
-            ]
-        if task.numeric is not None and unit(task.numeric.unit) is None:
+        if task.choices:
+            last = string.ascii_uppercase[len(task.choices) - 1]
+            wanted = letter(task.answer, task.choices)
+            return [] if wanted is not None else [f"answer: must be one of the letters A to {last}"]
+        if task.numeric is None:
+            return [] if folded(final_answer(task.answer)) else ["answer: must be more than punctuation"]
+        wanted_unit = _unit_of(task.numeric)
+        if wanted_unit is None:
             return [f"numeric.unit: is not known: {task.numeric.unit!r}"]
-        if task.numeric is not None and number(task.answer, task.numeric.unit) is None:
-            return ["answer: must be a number, in the unit that 'numeric.unit' names"]
+        if _key(task.answer, wanted_unit) is None:
+            return ["answer: must be one number, in the unit that 'numeric.unit' names"]
         return []
 
     async def eval(self, ctx: StageContext) -> Evaluation:
@@ -69,82 +89,129 @@ class StemHandler(Handler):
         gold, said = ctx.task.answer or "", ctx.final_text
         ctx.show(comparison(said.strip(), gold))
         if ctx.task.choices:
-            chosen = letter(said, ctx.task.choices)
-            return _scored(chosen is not None, chosen == letter(gold, ctx.task.choices))
+            return _by_letter(ctx, said, gold)
         if ctx.task.numeric is not None:
-            given = number(final_answer(said), ctx.task.numeric.unit)
-            wanted = number(gold, ctx.task.numeric.unit)
-            return _scored(given is not None, _close(given, wanted, ctx.task.numeric))
-        answer = final_answer(said)
-        return _scored(bool(answer), _folded(answer) == _folded(final_answer(gold)))
+            return _by_number(ctx, said, gold, ctx.task.numeric)
+        given = [folded(answer) for answer in _answers(said)]
+        ctx.show(f"read: {', '.join(given)[:_MAX_SHOWN] or 'nothing'}")
+        return _scored(any(given), all(answer == folded(final_answer(gold)) for answer in given))
 
 
 def _scored(answered: bool, right: bool) -> Evaluation:
     return Evaluation(1.0 if answered and right else 0.0, {"answered": float(answered)})
 
 
-def letter(text: str, choices: list[str]) -> str | None:
-    r"""Return the letter that a text chooses, or None if it chooses none.
+def _answers(text: str) -> list[str]:
+    """Return the content of the last box and of those before it in its line, else what ends the text.
 
-    The choice is the first of these that exists: the last `\boxed{…}`, what is stated last as the answer, or
-    the whole last line. The text of exactly one choice stands for its letter.
+    Two answers side by side are a hedge. A box in an earlier line is a step, or was taken back.
     """
     content = boxed(text)
-    if content is not None:
-        return _letter_of(content, choices)
-    stated = _STATED.findall(text[-_TAIL:])
-    if stated:
-        return _permitted("".join(stated[-1]), choices)
-    lines = text.strip().splitlines()
-    return _letter_of(lines[-1], choices) if lines else None
+    if content is None:
+        return [final_answer(text)]
+    found: list[str] = []
+    for part in reversed(_BOX.split(text)[-_MAX_BOXES:]):
+        box = boxed(part)
+        if found and "\n" in part:
+            break
+        if box is not None:
+            found.append(box)
+    return found or [content]
 
 
-def _letter_of(text: str, choices: list[str]) -> str | None:
-    text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", text[:_TAIL])
-    same = [place for place, choice in enumerate(choices) if _folded(choice) == _folded(text)]
-    alone = _ALONE.fullmatch(text)
-    if alone is not None:
-        return _permitted(alone[1], choices)
+def _by_letter(ctx: StageContext, said: str, gold: str) -> Evaluation:
+    answers = [said] if boxed(said) is None else _answers(said)
+    chosen = {letter(answer, ctx.task.choices) for answer in answers}
+    found = chosen.pop() if len(chosen) == 1 else None
+    ctx.show(f"read: {found or 'no single letter'}")
+    return _scored(found is not None, found == letter(gold, ctx.task.choices))
+
+
+def letter(text: str, choices: Sequence[str]) -> str | None:
+    """Return the letter that a text chooses, or None if it chooses none or several.
+
+    The choice is what is stated last as the answer, or else the whole last line. The text of exactly one
+    choice stands for its letter.
+    """
+    text = unmarked(text)
+    stated = list(_STATED.finditer(text))
+    if not stated:
+        lines = text.splitlines()
+        return _whole(lines[-1], choices) if lines else None
+    found = _permitted(next(filter(None, stated[-1].groups())), choices)
+    rest = text[stated[-1].end() :].partition("\n")[0]
+    return found if found is not None and _agrees(found, rest, choices) else None
+
+
+def _agrees(found: str, rest: str, choices: Sequence[str]) -> bool:
+    """Return whether the rest of the line neither names another letter nor is the text of another choice."""
+    said = folded(re.sub(r"^[)\].:\s]+", "", rest))
+    own = folded(choices[ord(found) - ord("A")])
+    if own and said.startswith(own):
+        return True
+    another = _ANOTHER.match(rest)
+    if another is not None and _permitted(another[1], choices) not in (None, found):
+        return False
+    return said not in map(folded, choices)
+
+
+def _whole(line: str, choices: Sequence[str]) -> str | None:
+    """Return the letter that a line consists of, maybe with the text of its choice."""
+    same = [place for place, choice in enumerate(choices) if folded(choice) == folded(line)]
     if len(same) == 1:
         return string.ascii_uppercase[same[0]]
-    labelled = _LABELLED.fullmatch(text)
+    introduced = _INTRODUCED.match(line)
+    line = _IS_RIGHT.sub("", line if introduced is None else line[introduced.end() :])
+    alone = _ALONE.fullmatch(line)
+    if alone is not None:
+        return _permitted(alone[1], choices)
+    labelled = _LABELLED.fullmatch(line)
     if labelled is not None:
         found = _permitted(labelled[1], choices)
         # "B. It depends on C" is only a choice if the words are those of B.
-        if found is not None and _folded(choices[ord(found) - ord("A")]) == _folded(labelled[2]):
+        if found is not None and folded(choices[ord(found) - ord("A")]) == folded(labelled[2]):
             return found
     return None
 
 
-def _permitted(found: str, choices: list[str]) -> str | None:
+def _permitted(found: str, choices: Sequence[str]) -> str | None:
     found = found.upper()
     return found if found in string.ascii_uppercase[: len(choices)] else None
 
 
-def _folded(text: str) -> str:
-    folded = unicodedata.normalize("NFKC", text[:_TAIL]).casefold()
-    return " ".join(folded.strip().strip(".;").split())
+def _by_number(ctx: StageContext, said: str, gold: str, rule: NumericAnswer) -> Evaluation:
+    wanted = _unit_of(rule)
+    key = None if wanted is None else _key(gold, wanted)
+    if wanted is None or key is None:
+        raise TaskInvalid(f"task '{ctx.task.id}': the answer is no number in the unit {rule.unit!r}")
+    read = [quantities(answer) for answer in _answers(said)]
+    # More than one value is an answer only if each of them is right, as in 450 K (177 °C).
+    given = [one for found in read for one in found] if all(read) else []
+    values = [one.value_in(wanted) for one in given]
+    permitted = max(rule.absolute, rule.relative * abs(key))
+    ctx.show(
+        f"read: {_shown(given, values, rule.unit)}\nright: {key:.12g} ± {permitted:.6g} {rule.unit}".rstrip()
+    )
+    right = [value is not None and _close(value, key, permitted) for value in values]
+    return _scored(bool(values) and None not in values, all(right))
 
 
-def number(text: str, wanted: str) -> float | None:
-    """Return the number with which a text begins, in the wanted unit, or None if it has none.
-
-    A number without a unit is in the wanted one. One in a unit of another kind is none.
-    """
-    match = _NUMBER.fullmatch(text[:_TAIL])
-    if match is None:
-        return None
-    value = float(match[1]) * 10.0 ** int(match[2] or 0) if abs(int(match[2] or 0)) <= 300 else math.nan
-    rest = match[3].strip().strip("$.")
-    if rest:
-        given, target = unit(rest), unit(wanted)
-        if given is None or target is None or given.dimension != target.dimension:
-            return None
-        value *= given.factor / target.factor
-    return value if math.isfinite(value) else None
+def _shown(given: list[Quantity], values: list[float | None], name: str) -> str:
+    texts = [
+        f"{one.written} (not in the unit of the answer)" if value is None else f"{value:.12g} {name}".rstrip()
+        for one, value in zip(given, values, strict=True)
+    ]
+    return ", ".join(texts) or "no value, or several"
 
 
-def _close(given: float | None, wanted: float | None, rule: NumericAnswer) -> bool:
-    if given is None or wanted is None:
-        return False
-    return abs(given - wanted) <= max(rule.absolute, rule.relative * abs(wanted))
+def _unit_of(rule: NumericAnswer) -> Unit | None:
+    return unit(unmarked(rule.unit))
+
+
+def _key(gold: str, wanted: Unit) -> float | None:
+    found = quantities(final_answer(gold))
+    return found[0].value_in(wanted) if len(found) == 1 else None
+
+
+def _close(value: float, key: float, permitted: float) -> bool:
+    return abs(value - key) <= permitted + _ROUNDING * max(abs(value), abs(key))

@@ -1,0 +1,115 @@
+"""Mark-up of answers: what LaTeX, Markdown and Unicode write in many ways is written in one."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Final
+
+MAX_ANSWER: Final = 4096
+"""Characters. No answer is longer than this."""
+_SUPERSCRIPTS: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]++")
+_VULGAR: Final = re.compile("[¼-¾⅐-⅞]")
+_SAME: Final = str.maketrans(
+    {
+        **dict.fromkeys("−–‐‑‒﹣－", "-"),
+        **dict.fromkeys("·⋅∙•×✕∗", "*"),
+        **dict.fromkeys("⁄∕÷", "/"),
+        **dict.fromkeys("≃≅∼", "≈"),
+        **dict.fromkeys("º˚", "°"),
+        **dict.fromkeys("⊙☉", "odot"),
+        **dict.fromkeys("\0\1\2\u200b\u200c\u200d\u2060\ufeff\u00ad", ""),
+        "″": " arcsec",
+        "′": " arcmin",
+        "~": " ",
+    }
+)
+"""Characters that are written for each other. None of them becomes a letter that could be a choice."""
+_COMMANDS: Final = {
+    **dict.fromkeys((",", ";", ":", ">", " ", "\n", "(", ")", "[", "]", "{", "}", "\\"), " "),
+    **dict.fromkeys(("quad", "qquad", "thinspace", "enspace", "displaystyle"), " "),
+    **dict.fromkeys(("!", "$", "left", "right", "big", "Big", "limits"), ""),
+    **dict.fromkeys(("cdot", "times", "ast", "bullet"), "*"),
+    **dict.fromkeys(("approx", "simeq", "sim", "cong"), "≈"),
+    **dict.fromkeys(("circ", "degree"), "°"),
+    **dict.fromkeys(("le", "leq", "leqslant", "lt", "ll", "lesssim"), "≤"),
+    **dict.fromkeys(("ge", "geq", "geqslant", "gt", "gg", "gtrsim"), "≥"),
+    **dict.fromkeys(("ne", "neq"), "≠"),
+    "AA": "Å", "odot": "odot", "sun": "odot", "Omega": "Ω", "ohm": "Ω", "mu": "μ", "pi": "π", "pm": "±",
+    "div": "/",
+}  # fmt: skip
+"""What stands for a command of LaTeX. Others, such as variables and functions, stay what they are."""
+_WRAPPER, _FRAC, _SQRT = "\0", "\1", "\2"
+"""What stands for these commands until their groups have been read."""
+_WITH_GROUPS: Final = {
+    **dict.fromkeys(
+        (
+            "text", "textbf", "textit", "textrm", "textsf", "emph", "mathrm", "mathbf", "mathit", "mathsf",
+            "boldsymbol", "bf", "rm", "operatorname", "boxed", "fbox", "ce", "num", "unit", "si", "SI", "qty",
+            "underline", "hbox", "mbox",
+        ),
+        _WRAPPER,
+    ),
+    **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _FRAC),
+    "sqrt": _SQRT,
+}  # fmt: skip
+_COMMAND: Final = re.compile(r"\\(?:(mu)(?![A-Za-z])\s*+|([A-Za-z]++)|(.))", re.DOTALL)
+_ADJACENT: Final = re.compile(r"\0\s*+\{([^{}]*+)\}(?=\0)")
+_WRAPPED: Final = re.compile(r"\0\s*+\{([^{}]*+)\}")
+_FRACTION: Final = re.compile("\1" + r"\s*+(?:\{([^{}]*+)\}|(\d))\s*+(?:\{([^{}]*+)\}|(\d))")
+_ROOT: Final = re.compile("\2" + r"\s*+(?:\{([^{}]*+)\}|(\d))|√\s*+([\d.]++|[A-Za-zΩ]++)")
+_POWER: Final = re.compile(r"\^\s*+\{([^{}]*+)\}")
+_INDEX: Final = re.compile(r"_\s*+\{([^{}]*+)\}")
+_DEGREE: Final = re.compile(r"\^\s*+\(?\s*+(?:°|o(?=\)?\s*+C\b))\s*+\)?")
+_NESTED: Final = 6
+"""The number of groups of LaTeX within each other that are read."""
+
+
+def unmarked(text: str) -> str:
+    r"""Return at most the last `MAX_ANSWER` characters of a text, without the mark-up of LaTeX and Markdown.
+
+    `\frac{3}{4}` becomes `(3)/(4)`, `10⁻⁵` and `10^{-5}` become `10^(-5)`, `\sqrt2` becomes `√(2)`, `\,` a
+    space, and `×` and `\cdot` become `*`. Other characters have their compatible form (NFKC).
+    """
+    text = text[-MAX_ANSWER:]
+    text = _SUPERSCRIPTS.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found[0]) + "}", text)
+    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = _emphasis_removed(text.replace("`", "").replace("{,}", ","))
+    text = unicodedata.normalize("NFKC", text.translate(_SAME)).translate(_SAME)[:MAX_ANSWER]
+    text = _grouped(_COMMAND.sub(_command, text))
+    text = _DEGREE.sub("°", re.sub("[{}$\0\1\2]", "", text))
+    return re.sub(r"[^\S\n]++", " ", text).strip()
+
+
+def _emphasis_removed(text: str) -> str:
+    text = re.sub(r"(?<=\d)\*\*(?=[+-]?\d)", "^", text)  # This is a power in Python.
+    text = text.replace("**", "").replace("__", "")
+    return re.sub(r"(?<!\S)\*(?=\S)|(?<=\S)\*(?![^\s.,;:)])", "", text)
+
+
+def _grouped(text: str) -> str:
+    for _ in range(_NESTED):
+        before = text
+        text = _WRAPPED.sub(r"\1", _ADJACENT.sub(r"\1 ", text))
+        text = _POWER.sub(r"^(\1)", text)
+        text = _INDEX.sub(lambda found: "_" + re.sub(r"[\W_]", "", found[1]), text)
+        text = _ROOT.sub(lambda found: f"√({found[1] or found[2] or found[3]})", text)
+        text = _FRACTION.sub(lambda found: f"({found[1] or found[2]})/({found[3] or found[4]})", text)
+        if text == before:
+            break
+    return text
+
+
+def _command(found: re.Match[str]) -> str:
+    name = found[1] or found[2] or found[3]
+    return _WITH_GROUPS.get(name) or _COMMANDS.get(name, f"\\{name} " if name.isalpha() else name)
+
+
+def folded(text: str) -> str:
+    """Return a text without what the equality of two answers in words does not depend on.
+
+    That is mark-up, case, white space beside punctuation, quotation marks around it, and its last full stop.
+    """
+    text = re.sub(r"_(?=\w)", "", unmarked(text).casefold())
+    text = re.sub(r"\s*+([^\w\s])\s*+", r"\1", text)
+    return " ".join(text.split()).strip("\"'“”‘’").rstrip(".,;:。")

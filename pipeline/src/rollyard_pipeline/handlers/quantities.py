@@ -1,0 +1,291 @@
+"""Quantities: the numbers of a text, each with the unit that stands behind it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rollyard_pipeline.handlers.markup import unmarked
+from rollyard_pipeline.handlers.units import Unit, leading_unit, unit
+
+_NUMERAL: Final = re.compile(
+    r"(?P<european>\d{1,3}(?:\.\d{3})++,\d++)"  # 1.234,5
+    r"|(?P<english>[1-9]\d{0,2}(?:(?:,\d{3})++|(?:\x20\d{3})++)(?:\.\d*+)?)(?![\d,])"  # 1,234.5 or 1 234.5
+    r"|(?P<decimal>\d++,\d++)(?![\d,])"  # 12,5
+    r"|(?P<plain>\d++\.?+\d*+|\.\d++)",
+    re.ASCII,
+)
+_LAST_DIGITS: Final = re.compile(r"\(\d{1,3}\)", re.ASCII)
+"""An uncertainty as in 6.67430(15)."""
+_POWER_OF_TEN: Final = re.compile(r"[eE]([+-]?\d{1,4})(?!\d)", re.ASCII)
+_MIXED: Final = re.compile(
+    r"(\d{1,9})(?:\s?\((\d{1,9})\)/\((\d{1,9})\)| (\d{1,9})/(\d{1,9}))(?![\d.])", re.ASCII
+)
+_POWER: Final = re.compile(
+    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,4}(?:\.\d{1,6})?)\s*+\)|([+-]?\d{1,4})(?![\d.]))", re.ASCII
+)
+_LOST: Final = re.compile(r"10 ?-(\d{1,2})(?![\d.])", re.ASCII)
+"""A power of ten whose superscript was lost, as in 4.5×10-3. It is read behind a multiplication only."""
+_OPERATOR: Final = re.compile(r"\s*+(?:([*/])|[xX](?=\s*+10\b))\s*+(?=\(*+[+-]?[\d.√π])", re.ASCII)
+_IMPLIED: Final = re.compile(r"\s*+(?=[√π])")
+_SIGN: Final = re.compile(r"([+-])\s?")
+_UNCERTAINTY: Final = re.compile(r"\s*+(?:±|\+/-|\+-)\s*+[\d.]++(?:[eE][+-]?\d{1,4})?%?", re.ASCII)
+_CLOSING: Final = re.compile(r"\)*+")
+"""Parentheses that do not hide the unit behind them."""
+_SCALE: Final = re.compile(r"\s?(dozen|hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_SCALES: Final = {
+    "dozen": 12.0, "hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
+}  # fmt: skip
+_START: Final = re.compile(r"(?:[+-]\s?)?\(*+[+-]?(?:\.?\d|[√π])", re.ASCII)
+_ORDINAL: Final = re.compile(r"\d++(?:st|nd|rd|th)\b", re.ASCII)
+_REST_OF_NAME: Final = re.compile(r"[^\s=≈,;]*+")
+_BOUNDS: Final = re.compile(
+    r"[<>≤≥≠∞]|\b(?:not|never|cannot|(?:less|fewer|more|greater|larger|smaller) than|at (?:least|most)|up to"
+    r"|or (?:more|less))\b|n't\b",
+    re.IGNORECASE,
+)
+_DIGIT: Final = re.compile(r"[0-9]")
+_SEVERAL: Final = re.compile(r"[,;|]\s|\b(?:or|and|to)\b", re.IGNORECASE)
+_NO_INCHES: Final = re.compile(r"\s*+in (?:total|all|the|this|each|our|magnitude)\b", re.IGNORECASE)
+_IN: Final = re.compile(r"\s*+in (?=\S)")
+_NO_UNIT: Final = re.compile(
+    r"\s*+(?:$|[^\w\s°%‰/*(^√\\])|\s++(?:(?:as|at)\s++[A-Za-z]|(?:when|which|for|because|since|if|after|before|on"
+    r"|of|with|so|from|the|by|and|or|is|are|was|to|that|under)\b)"
+)
+"""What says, right behind a number, that it has no unit."""
+_FURTHER: Final = re.compile(r"\s*+(?:[/*^]|per\b)")
+"""What says that a unit has a factor which is not known."""
+_NOUN: Final = re.compile(r"\s++([A-Za-z]{4,})")
+_THE_SAME: Final = re.compile(r"\(|\bor\b|\bi\.e\.|\b(?:which|that) is\b|\bequals?\b")
+_MAX_NUMBERS: Final = 8
+_MAX_DEPTH: Final = 4
+_PLAIN: Final = Unit(1.0, frozenset())
+_KELVIN, _COULOMB, _FARAD = unit("K"), unit("C"), unit("F")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number with its unit."""
+
+    value: float
+    unit: Unit | None
+    """The unit, or None if there is none behind the number."""
+    noun: str = ""
+    """The word behind the number that is no unit."""
+    written: str = ""
+    """The number and its unit as the text has them, without mark-up."""
+
+    def value_in(self, wanted: Unit) -> float | None:
+        """Return the number in the wanted unit, or None if its unit is not known or of another kind.
+
+        A number without a unit is in the wanted one. Where no unit is wanted, it may count things.
+        """
+        if self.unit is None:
+            return self.value if wanted == _PLAIN or not self.noun else None
+        given: Unit | None = self.unit
+        # People write C and F for degrees where a temperature is asked for.
+        if _KELVIN is not None and wanted.dimension == _KELVIN.dimension and given in (_COULOMB, _FARAD):
+            given = unit("°C" if given == _COULOMB else "°F")
+        found = None if given is None else given.convert(self.value, wanted)
+        return found if found is not None and math.isfinite(found) else None
+
+
+def quantities(text: str) -> list[Quantity]:
+    """Return the quantities that a text states, or none if its numbers are not all values.
+
+    Of a chain of equations this is the last side, if nothing before it states another answer. A bound is no
+    value, and the uncertainty of a value is left out. 1 h 30 min is one quantity.
+    """
+    text = unmarked(text).replace("[", "(").replace("]", ")").replace("sqrt(", "√(")
+    text = re.sub(r"(?<![A-Za-z])pi(?![A-Za-z])", "π", text)
+    if _BOUNDS.search(text):
+        return []
+    place = max(text.rfind("="), text.rfind("≈"))
+    number = _DIGIT.search(text)
+    if number is None or not _SEVERAL.search(text, number.end(), max(place, 0)):
+        text = text[place + 1 :]
+    try:
+        return _joined(list(_Reader(text.strip()).quantities()), text.strip())
+    except (_Unreadable, ArithmeticError, ValueError):
+        return []
+
+
+class _Unreadable(Exception):
+    """The text has digits that are no value."""
+
+
+_Found = tuple[Quantity, int, int]
+"""A quantity, with the places where it begins and ends."""
+
+
+class _Reader:
+    """Reads the numbers and units of a text from left to right.
+
+    Raises:
+        _Unreadable: A number cannot be read, or there are too many.
+        ArithmeticError, ValueError: A number is too large, or is no real one.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._place = 0
+
+    def quantities(self) -> Iterator[_Found]:
+        """Yield each quantity. Digits in names, such as those of T_2 and H2O, are no numbers."""
+        count, end = 0, -1
+        while (start := _START.search(self._text, self._place)) is not None:
+            self._place = start.start()
+            before = self._text[: self._place][-1:]
+            named = self._place != end and (before.isalpha() or before in ("_", "^"))
+            if named or self._take(_ORDINAL):
+                self._place = max(self._place, start.end())
+                self._take(_REST_OF_NAME)
+                continue
+            count += 1
+            spaced = before and self._text[self._place :][:2] in ("- ", "+ ")
+            if count > _MAX_NUMBERS or spaced or self._text[: self._place].rstrip().endswith("±"):
+                raise _Unreadable
+            yield self._quantity()
+            end = self._place
+
+    def _pass_spaces(self) -> None:
+        while self._text[self._place : self._place + 1].isspace():
+            self._place += 1
+
+    def _quantity(self) -> _Found:
+        while True:
+            start = self._place
+            try:
+                value = self._value(0)
+                break
+            except _Unreadable:
+                # In "(177 °C)" there is more than a value between the parentheses.
+                self._place = start
+                if not self._skip("("):
+                    raise
+                self._pass_spaces()
+        self._take(_UNCERTAINTY)
+        self._take(_CLOSING)
+        scale = self._take(_SCALE)
+        if scale is not None:
+            value *= _SCALES[scale[1].lower()]
+        if not math.isfinite(value):
+            raise _Unreadable
+        found, noun = self._unit()
+        if self._take(_UNCERTAINTY):
+            self._unit()
+        written = self._text[start : self._place].strip()
+        return Quantity(value, found, noun, written), start, self._place
+
+    def _unit(self) -> tuple[Unit | None, str]:
+        """Return the unit or else the noun that stands behind a number. Both may be missing."""
+        if self._take(_NO_INCHES) or _NO_UNIT.match(self._text, self._place):
+            return None, ""
+        rest = self._text[self._place :]
+        within = _IN.match(rest)
+        read = (within and leading_unit(rest[within.end() :])) or leading_unit(rest)
+        if read is not None:
+            self._place = len(self._text) - len(read[1])
+            if _FURTHER.match(read[1]):
+                raise _Unreadable
+            return read[0], ""
+        noun = self._take(_NOUN)
+        if noun is None:
+            raise _Unreadable
+        return None, noun[1]
+
+    def _value(self, depth: int) -> float:
+        sign = self._take(_SIGN)
+        mixed = self._take(_MIXED)
+        if mixed is not None:
+            whole, above, below = (int(part) for part in mixed.groups() if part)
+            if above >= below:
+                raise _Unreadable
+            value = whole + above / below
+        else:
+            value = self._factor(depth)
+        while True:
+            operator = self._take(_OPERATOR)
+            if operator is None and self._take(_IMPLIED) is None:
+                break
+            lost = None if operator is None or operator[1] == "/" else self._take(_LOST)
+            factor = self._factor(depth) if lost is None else math.pow(10.0, -int(lost[1]))
+            value = value / factor if operator is not None and operator[1] == "/" else value * factor
+        return -value if sign is not None and sign[1] == "-" else value
+
+    def _factor(self, depth: int) -> float:
+        """Return a number, a root, π or a value in parentheses, to the power that stands behind it."""
+        root = self._skip("√")
+        if self._skip("π"):
+            value = math.pi
+        elif self._skip("("):
+            if depth == _MAX_DEPTH:
+                raise _Unreadable
+            value = self._value(depth + 1)
+            self._take(_UNCERTAINTY)
+            self._pass_spaces()
+            if not self._skip(")"):
+                raise _Unreadable
+        else:
+            value = self._numeral()
+        if root:
+            value = math.sqrt(value)
+        power = self._take(_POWER)
+        return value if power is None else math.pow(value, float(power[1] or power[2]))
+
+    def _numeral(self) -> float:
+        found = self._take(_NUMERAL)
+        # A leading zero is what is left of something else: 0,125 without its comma.
+        if found is None or re.match(r"0\d", found[0]):
+            raise _Unreadable
+        kind, digits = found.lastgroup, found[0]
+        if kind == "english":
+            digits = digits.replace(",", "").replace(" ", "")
+        elif kind != "plain":
+            digits = digits.replace(".", "").replace(",", ".")
+        if "." in digits:
+            self._take(_LAST_DIGITS)
+        power = self._take(_POWER_OF_TEN)
+        return float(digits) if power is None else float(f"{digits}e{power[1]}")
+
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        found = pattern.match(self._text, self._place)
+        if found is not None:
+            self._place = found.end()
+        return found
+
+    def _skip(self, character: str) -> bool:
+        found = self._text.startswith(character, self._place)
+        self._place += found
+        return found
+
+
+def _joined(found: list[_Found], text: str) -> list[Quantity]:
+    """Return the quantities, of which those in ever smaller units are one, as in 1 h 30 min.
+
+    Several of them must be said to be the same, as in 450 K (177 °C). A range or a list states no value.
+    """
+    joined: list[Quantity] = []
+    for place, (one, start, _) in enumerate(found):
+        between = text[found[place - 1][2] : start].strip() if place else ""
+        larger = joined[-1] if joined else None
+        if larger is not None and between in ("", "and") and (rest := _rest(one, larger)) is not None:
+            value = larger.value + math.copysign(rest, larger.value)
+            joined[-1] = replace(larger, value=value, written=f"{larger.written} {one.written}")
+        elif larger is None or _THE_SAME.search(between):
+            joined.append(one)
+        else:
+            return []
+    return joined
+
+
+def _rest(one: Quantity, larger: Quantity) -> float | None:
+    """Return what a quantity in a smaller unit adds to a whole number of larger units, or None."""
+    if one.unit is None or larger.unit is None or one.unit.offset or larger.unit.offset:
+        return None
+    added = one.unit.convert(one.value, larger.unit)
+    smaller = one.unit.dimension and one.unit.factor < larger.unit.factor and larger.value.is_integer()
+    return added if smaller and added is not None and 0.0 <= added < 1.0 else None

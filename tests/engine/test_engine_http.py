@@ -60,6 +60,30 @@ def test_top_logprobs_hold_the_sampled_token_and_the_likeliest(server: Any) -> N
         assert max(top.values()) >= own
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 1e-3}, {"top_p": 1e-6}, {"top_k": 2}], ids=str
+)
+def test_no_log_probability_stands_for_minus_infinity(server: Any, sampling: dict[str, float]) -> None:
+    fields = {
+        "max_tokens": 4,
+        "logprobs": 20,
+        "prompt_logprobs": 20,
+        "seed": 1,
+        "ignore_eos": True,
+        **sampling,
+    }
+    choice = server.complete([5, 6, 7], **fields)
+    generated = server.post(
+        "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": fields}
+    ).json()
+    content = generated["choices"][0]["logprobs"]["content"]
+    for alternatives, entry in zip(choice["logprobs"]["top_logprobs"], content, strict=True):
+        assert sorted(alternatives.values()) == sorted(one["logprob"] for one in entry["top_logprobs"])
+        assert -9999 not in alternatives.values()
+        assert len(alternatives) == {"top_k": 2, "top_p": 1}.get(next(iter(sampling)), len(alternatives))
+    assert min(choice["logprobs"]["token_logprobs"]) > -1000
+
+
 def test_tokenize_and_detokenize_are_each_others_inverse(server: Any) -> None:
     text = "def f(x):\n    return x + 1  # naïve"
     tokens = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()

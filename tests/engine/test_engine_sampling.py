@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -94,6 +96,35 @@ def test_rank_counts_likelier_tokens() -> None:
     for _ in range(200):
         token = sampler.sample(LOGITS, "v")
         assert token.rank == 1 + int((LOGITS[token.token_id] < LOGITS).sum())
+
+
+class Draws:
+    """A random stream whose draws are the ends of the unit interval."""
+
+    def __init__(self) -> None:
+        self._next = itertools.cycle((0.0, 1.0 - 2.0**-53))
+
+    def random(self) -> float:
+        return next(self._next)
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3])
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 1e-300])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("spread", [1e-3, 3.0, 1e3, 1e37])
+def test_a_sampled_token_always_has_a_probability(
+    temperature: float, top_p: float, top_k: int, spread: float
+) -> None:
+    # The token at the end is never likely, and those at the beginning have hardly any or no mass.
+    logits = (np.linspace(-1, 0, SIZE) * spread + LOGITS).astype(np.float32)
+    logits[-1] = -spread
+    sampler = Sampler(SamplingParams(1, temperature, top_p, top_k, logprobs=20))
+    sampler._random = Draws()  # type: ignore[assignment]
+    for _ in range(4):
+        token = sampler.sample(logits, "v")
+        assert -746 - np.log(SIZE) <= token.logprob <= 0.0
+        assert np.isfinite([value for _, value in token.top]).all()
+        assert token.token_id in dict(token.top) or len(token.top) == 20
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 import types
@@ -40,6 +41,13 @@ def _status(status: int, **headers: str) -> Callable[[Any], Any]:
         )
 
     return reply
+
+
+def _with_logprob(body: dict[str, Any], value: float) -> dict[str, Any]:
+    """Return an answer of two tokens, the second with this log-probability."""
+    content = [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": value}]
+    choice = {"token_ids": [5, 6], "finish_reason": "stop", "logprobs": {"content": content}}
+    return {"choices": [choice], "usage": {"prompt_tokens": len(body["token_ids"])}}
 
 
 async def _cut(server: Any, *, chunks: int, pause: float) -> web.StreamResponse:
@@ -83,6 +91,8 @@ async def test_errors_are_retried_then_another_backend_goes_on_from_the_same_ids
             lambda body: {"choices": [{"token_ids": [5]}], "usage": {"prompt_tokens": 1}},
             "logprobs is missing",
         ),
+        (lambda body: _with_logprob(body, -9999.0), "of the sampled token 6, is -9999.0, expected a number"),
+        (lambda body: _with_logprob(body, math.nan), "of the sampled token 6, is nan, expected a number"),
     ],
 )
 async def test_an_impossible_answer_is_blamed_and_asked_of_another(

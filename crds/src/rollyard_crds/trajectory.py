@@ -26,6 +26,9 @@ MAX_ATTEMPTS: Final = 16
 """The number of attempts that a trajectory lists. It counts further ones."""
 MAX_ATTEMPT_MESSAGE: Final = 512
 """The largest number of characters of an attempt's message."""
+LOWEST_LOGPROB: Final = -1000.0
+"""The lowest log-probability of a sampled token, in nats. No sampler draws a token of a lower one, because
+e^-746 is 0 in float64. Servers write numbers such as -9999 in the place of minus infinity."""
 MAX_REWARD: Final = 1e6
 """Rewards and their components are finite and at most this far from zero."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any, Final
@@ -87,7 +88,7 @@ def require_call(call: str, reply: Reply, hint: str = "") -> None:
 
 
 def sampled(call: str, reply: Reply) -> object:
-    """Return the JSON of the answer to a sampling request.
+    """Return the JSON of the answer to a sampling request, in which numbers may be `NaN` and `Infinity`.
 
     Raises:
         ModelNotServed: The server has no such model.
@@ -108,7 +109,14 @@ def sampled(call: str, reply: Reply) -> object:
     try:
         body: object = orjson.loads(reply.content)
     except orjson.JSONDecodeError as error:
-        raise BackendMismatch(f"{call}: the answer is not JSON: {error}") from error
+        try:
+            # Some servers write NaN, which JSON does not have. The check of its field says where it stands.
+            body = json.loads(reply.content)
+            orjson.dumps(
+                body
+            )  # Nothing else that JSON does not have is let through, such as half a character.
+        except (TypeError, ValueError, RecursionError):
+            raise BackendMismatch(f"{call}: the answer is not JSON: {error}") from error
     return body
 
 

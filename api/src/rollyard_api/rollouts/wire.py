@@ -6,7 +6,6 @@ C. They are kept in the form in which they arrive, instead of being converted to
 
 from __future__ import annotations
 
-import math
 import re
 from itertools import compress
 from operator import not_
@@ -15,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from rollyard_crds.lease import MAX_BATCH, RunStats, SandboxHandle, StageFailure, StageTimes
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.trajectory import MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
+from rollyard_crds.trajectory import LOWEST_LOGPROB, MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
 
 from rollyard_api.core.codec import check_plain, dumps, pack
 from rollyard_api.core.problems import Invalid
@@ -227,9 +226,11 @@ def _segment_problems(segment: Any, name: str) -> list[str]:
         return [f"{name}.loss_mask: every entry must be 0 or 1"]
     if any(compress(logprobs, map(not_, mask))):
         return [f"{name}.logprobs: must be 0.0 where loss_mask is 0"]
-    if not all(map(math.isfinite, logprobs)):
-        return [f"{name}.logprobs: every entry must be finite"]
-    return []
+    return [
+        f"{name}.logprobs: every entry must be from {LOWEST_LOGPROB:g} to 0 (got {_shown(value)})"
+        for value in logprobs
+        if not LOWEST_LOGPROB <= value <= 0
+    ][:1]
 
 
 def _turn_problems(turns: list[dict[str, Any]], segments: list[dict[str, Any]], name: str) -> list[str]:

@@ -1,9 +1,10 @@
 """The sampling of one token from logits, with the log-probability of the sampled token.
 
 Log-probabilities are vLLM's ``processed_logprobs``: the log-softmax after temperature, top-k and top-p, over
-the tokens that these leave. Greedy requests (temperature below 1e-5) have no processing. Their
-log-probabilities are the log-softmax of the raw logits, as in ``vllm/v1/sample/sampler.py`` (0.32). The
-log-probabilities of prompt tokens come from the raw logits in every mode, as in vLLM.
+the tokens that these leave. The other tokens have none, and are not reported as alternatives (vLLM reports
+them with -9999). Greedy requests (temperature below 1e-5) have no processing. Their log-probabilities are the
+log-softmax of the raw logits, as in ``vllm/v1/sample/sampler.py`` (0.32). The log-probabilities of prompt
+tokens come from the raw logits in every mode, as in vLLM.
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ class Sampler:
             scores -= scores.max()
             cumulative = np.exp(scores).cumsum()
             total = float(cumulative[-1])
-            # The side "right" skips tokens of zero mass. The draw is below 1, so the bound only guards
-            # against rounding.
+            # Neither side finds a token of zero mass: "right" skips those before the point, and the first
+            # token with the whole mass is the last that has any. The draw is below 1, so the second only
+            # guards against rounding.
             point = self._random.random() * total
             chosen = int(np.searchsorted(cumulative, point, side="right"))
-            if chosen >= len(scores):
-                chosen = int(np.flatnonzero(scores > -np.inf)[-1])
+            chosen = min(chosen, int(np.searchsorted(cumulative, total)))
             norm = math.log(total)
         score = scores[chosen]
         rank = int(np.count_nonzero(scores >= score))
@@ -165,10 +166,13 @@ def _truncate(scores: NDArray[np.float64], top_k: int, top_p: float) -> None:
 
 
 def _top(scores: NDArray[np.float64], norm: float, count: int) -> tuple[tuple[int, float], ...]:
-    """Return the ``count`` most likely tokens and their log-probabilities, the most likely first."""
+    """Return the ``count`` most likely tokens and their log-probabilities, the most likely first.
+
+    There are fewer where fewer tokens can be sampled.
+    """
     if count <= 0:
         return ()
     count = min(count, len(scores))
     candidates = np.argpartition(-scores, count - 1)[:count]
     ordered = candidates[np.argsort(-scores[candidates], kind="stable")]
-    return tuple((int(index), float(scores[index]) - norm) for index in ordered)
+    return tuple((int(index), float(scores[index]) - norm) for index in ordered if scores[index] > -np.inf)

@@ -13,9 +13,6 @@ from rollyard_engine.tokens import EngineTokenizer
 
 Json = dict[str, Any]
 
-LOWEST_LOGPROB = -9999.0
-"""The number that stands for minus infinity, which JSON cannot represent. vLLM uses the same number."""
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape:
@@ -101,7 +98,7 @@ def prompt_logprobs(sequence: Sequence, tokenizer: EngineTokenizer) -> list[Json
 def _prompt_logprob(token: PromptToken, tokenizer: EngineTokenizer) -> Json:
     def entry(token_id: int, logprob: float, rank: int) -> Json:
         return {
-            "logprob": max(logprob, LOWEST_LOGPROB),
+            "logprob": logprob,
             "rank": rank,
             "decoded_token": tokenizer.piece(token_id),
         }
@@ -187,15 +184,12 @@ def _completion_logprobs(
         text_offset += len(token)
     return {
         "text_offset": offsets,
-        "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in sampled],
+        "token_logprobs": [token.logprob for token in sampled],
         "tokens": tokens,
         # The sampled token comes first, followed by the likeliest ones. If it is one of them, the dictionary
         # merges the two entries.
         "top_logprobs": [
-            {
-                piece(token_id): max(logprob, LOWEST_LOGPROB)
-                for token_id, logprob in ((token.token_id, token.logprob), *token.top)
-            }
+            {piece(token_id): logprob for token_id, logprob in ((token.token_id, token.logprob), *token.top)}
             for token in sampled
         ],
     }
@@ -224,11 +218,11 @@ def _generation_choice(sequence: Sequence, sampled: Series[SampledToken], *, fin
 def _generation_logprob(token: SampledToken) -> Json:
     own = {
         "token_id": token.token_id,
-        "logprob": max(token.logprob, LOWEST_LOGPROB),
+        "logprob": token.logprob,
         "rank": token.rank,
     }
     alternatives = [
-        {"token_id": token_id, "logprob": max(logprob, LOWEST_LOGPROB), "rank": rank}
+        {"token_id": token_id, "logprob": logprob, "rank": rank}
         for rank, (token_id, logprob) in enumerate(token.top, start=1)
         if token_id != token.token_id
     ]

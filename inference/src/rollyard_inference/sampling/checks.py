@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from rollyard_crds.trajectory import LOWEST_LOGPROB
 
 from rollyard_inference.errors import BackendMismatch
 from rollyard_inference.sampling.request import Answer, Sampling
@@ -39,7 +40,7 @@ def checked_answer(
         raise BackendMismatch(f"{len(ids)} token_ids but {len(values)} logprobs")
     if len(ids) > sampling.max_tokens:
         raise BackendMismatch(f"{len(ids)} tokens sampled, max_tokens was {sampling.max_tokens}")
-    logprobs = _logprobs(values)
+    logprobs = _logprobs(ids, values)
     reason = _FINISH.get(finish) if isinstance(finish, str) else None
     if reason is None:
         raise BackendMismatch(f"finish_reason is {finish!r}, expected one of {', '.join(_FINISH)}")
@@ -48,19 +49,34 @@ def checked_answer(
     return Answer(tuple(ids), logprobs, reason, versions, label)
 
 
-def _logprobs(values: Sequence[object]) -> tuple[float, ...]:
+def _logprobs(ids: Sequence[int], values: Sequence[object]) -> tuple[float, ...]:
     floats = tuple(value for value in values if type(value) is float)
     # Nearly all answers are valid, and it is faster to check all values together. A NaN shows in the sum.
-    if len(floats) == len(values) and math.isfinite(sum(floats)) and max(floats, default=0.0) <= 0.0:
+    if (
+        len(floats) == len(values)
+        and math.isfinite(sum(floats))
+        and min(floats, default=0.0) >= LOWEST_LOGPROB
+        and max(floats, default=0.0) <= 0.0
+    ):
         return floats
-    logprobs: list[float] = []
-    for place, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise BackendMismatch(f"logprob {place} is {value!r}, expected a finite number")
-        if value > LOGPROB_TOLERANCE:
-            raise BackendMismatch(f"logprob {place} is {value}, above 0")
-        logprobs.append(min(float(value), 0.0))
-    return tuple(logprobs)
+    return tuple(
+        _logprob(place, token, value) for place, (token, value) in enumerate(zip(ids, values, strict=True))
+    )
+
+
+def _logprob(place: int, token: int, value: object) -> float:
+    what = f"logprob {place}, of the sampled token {token}, is {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BackendMismatch(f"{what}, expected a number")
+    if value > LOGPROB_TOLERANCE:
+        raise BackendMismatch(f"{what}, above 0")
+    if value >= LOWEST_LOGPROB:
+        return min(float(value), 0.0)
+    raise BackendMismatch(
+        f"{what}, expected a number from {LOWEST_LOGPROB:g} to 0: servers write minus infinity, and vLLM "
+        "-9999, for a token that a mask, top-k or top-p excludes from the distribution that they report, so "
+        "the token was sampled from another one"
+    )
 
 
 def versions_of(ranges: object, count: int) -> tuple[str | None, ...] | None:

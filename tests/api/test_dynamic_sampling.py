@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import sqlalchemy as sa
 from rollyard_api.jobs import targets
 from rollyard_api.rollouts import dynamic_sampling as module
-from rollyard_api.rollouts.dynamic_sampling import has_signal
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
+from rollyard_crds.fields.dynamic_sampling import MIN_STD
+from rollyard_crds.fields.signals import has_signal
 
 PATH = "/v1/rolloutjobs/job"
 
@@ -238,11 +240,14 @@ async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker
         ([], 0.0, False),
         ([1.0], 0.0, False),
         ([0.1] * 7, 0.0, False),
-        ([0.0, 1e-9], 0.0, True),
         # The same weighted sums, rounded in another order.
-        ([0.3, 0.1 + 0.2], 0.0, False),
-        ([0.0, 0.1 + 0.2 - 0.3], 0.0, False),
-        ([1e6, 1e6 + 1e-4], 0.0, True),
+        ([0.3, 0.1 + 0.2], MIN_STD, False),
+        ([0.3, 0.1 + 0.2], 0.0, True),
+        ([0.0, 0.1 + 0.2 - 0.3], MIN_STD, False),
+        ([1e6, math.nextafter(1e6, 0)], MIN_STD, False),
+        ([0.0, 2e-9], MIN_STD, False),
+        ([0.0, 3e-9], MIN_STD, True),
+        ([1e6, 1e6 - 1e-4], MIN_STD, True),
         ([0.0, 1e-9], 1e-6, False),
         ([0.0, 1.0], 0.5, False),
         ([0.0, 1.0], 0.499, True),

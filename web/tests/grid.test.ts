@@ -7,20 +7,21 @@ const row = (no: number, samples: GridRow["samples"]): GridRow => ({
   no, task_id: `t${no}`, state: "active", informative: false, delivered: false, reason: "", mean: null, samples,
 });
 
-test("an end fills its cell, and the last one of a group says whether it is informative", () => {
+test("an end fills its cell, and the last one ends its group", () => {
   const rows = [row(0, [["a", "l", null], ["b", "s", 1]]), row(1, [["c", "q", null]])];
   const [first, second] = withEnded(rows, [{ id: "a", task_id: "t0", status: "succeeded", reward: 0 }]);
   assert.deepEqual(first?.samples, [["a", "s", 0], ["b", "s", 1]]);
-  assert.deepEqual([first?.mean, first?.state, first?.informative], [0.5, "ended", true]);
+  assert.deepEqual([first?.mean, first?.state, first?.informative], [0.5, "ended", false]);
   assert.equal(second, rows[1]);
 });
 
-test("a failure has no reward, and equal rewards teach nothing", () => {
-  const [only] = withEnded([row(0, [["a", "l", null], ["b", "s", 1], ["c", "l", null]])], [
+test("a failure has no reward, and an ended group keeps the signal that the control plane says", () => {
+  const known = { ...row(0, [["a", "l", null], ["b", "s", 1], ["c", "l", null]]), informative: true };
+  const [only] = withEnded([known], [
     { id: "a", task_id: "t0", status: "failed", reward: null },
     { id: "c", task_id: "t0", status: "succeeded", reward: 1 },
   ]);
-  assert.deepEqual([only?.samples[0], only?.mean, only?.informative], [["a", "f", null], 1, false]);
+  assert.deepEqual([only?.samples[0], only?.mean, only?.informative], [["a", "f", null], 1, true]);
 });
 
 test("a group with a sample under way stays active and says nothing of its signal", () => {

@@ -8,14 +8,13 @@ the lock of its row, which every ending takes, and replicas therefore make them 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
 from rollyard_crds.fields.dynamic_sampling import REWARD, TARGET_MET, TARGET_NOT_MET
-from rollyard_crds.fields.signals import differ
+from rollyard_crds.fields.signals import has_signal
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
@@ -117,15 +116,6 @@ def begin(tx: Transaction, job_id: int, target: int, samples: int) -> None:
             job_id=job_id, samples=samples, target=target, started=0, **counters
         )
     )
-
-
-def has_signal(values: Sequence[float], min_std: float) -> bool:
-    """Return whether at least two values differ by a standard deviation of more than `min_std`.
-
-    The deviation is that of the whole population, as `numpy.std` computes it. Values that differ by rounding
-    only are equal.
-    """
-    return len(values) > 1 and differ(values) and statistics.pstdev(values) > min_std
 
 
 def result_of(tx: Transaction, job_id: int, no: int, min_group: int, rules: Mapping[str, Any]) -> GroupResult:

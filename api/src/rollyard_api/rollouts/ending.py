@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET
-from rollyard_crds.fields.signals import differ
+from rollyard_crds.fields.signals import has_signal
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
@@ -239,7 +239,7 @@ def _whole_group(tx: Transaction, job_id: int, no: int, min_group: int) -> tuple
     members: list[Any] = list(tx.conn.execute(_REWARDS, {"b_job": job_id, "b_no": no}))
     rewards = [m.reward for m in members if m.state == RolloutState.SUCCEEDED]
     if len(rewards) >= min(min_group, len(members)):
-        return True, differ(rewards), None
+        return True, has_signal(rewards), None
     all_cancelled = all(m.state == RolloutState.CANCELLED for m in members)
     return False, False, "Cancelled" if all_cancelled else "TooFewRewards"
 

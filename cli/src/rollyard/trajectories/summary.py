@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollyard_crds import STAGES
-from rollyard_crds.fields.signals import differ
+from rollyard_crds.fields.signals import has_signal
 from rollyard_crds.trajectory import Trajectory
-
-MIN_GROUP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Summary:
 def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summary:
     """Return the summary of a job's trajectories, which are read once.
 
-    A group is informative if its rewards are not all equal.
+    A group is informative if its rewards differ by more than rounding.
     """
     statuses: defaultdict[str, int] = defaultdict(int)
     rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -98,7 +96,7 @@ def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summar
         truncated=truncated,
         reward_mean=sum(values) / len(values) if values else None,
         groups=len(groups),
-        groups_informative=sum(len(group) >= MIN_GROUP and differ(group) for group in rewards.values()),
+        groups_informative=sum(has_signal(group) for group in rewards.values()),
         tokens_sampled=tokens,
         turns_mean=turns / total if total else 0.0,
         wall_seconds=wall_seconds,

@@ -10,6 +10,8 @@ from rollyard_crds.base import Model, cel
 
 REWARD: Final = "reward"
 """The metric that stands for the reward itself."""
+MIN_STD: Final = 1e-9
+"""The standard deviation of values that differ by the rounding of sums only is at most this."""
 MAX_STEP_GROUPS: Final = 100_000
 """The largest target of one step, in groups."""
 MAX_IN_FLIGHT_ROLLOUTS: Final = 16_384
@@ -52,8 +54,9 @@ class DynamicSampling(Model):
     with `samplesPerTask` it bounds what is thrown away at the end."""
     metric: Annotated[str, Field(min_length=1, max_length=128)] = REWARD
     """What must differ within a group: `reward`, or the name of a reward component."""
-    min_std: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] = 0.0
-    """A group has a signal if the standard deviation of its metric is larger than this."""
+    min_std: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] = MIN_STD
+    """A group has a signal if the standard deviation of its metric is larger than this. The default is the
+    rounding of sums, such as 0.1 + 0.2."""
     max_groups: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """The most groups that are started in all, in a stream in all steps together; default: all tasks."""
 

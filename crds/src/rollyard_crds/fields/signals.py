@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from rollyard_crds.fields.dynamic_sampling import REWARD
+from rollyard_crds.fields.dynamic_sampling import MIN_STD, REWARD
 from rollyard_crds.fields.reward import HANDLER, OVERLONG, RESERVED, RewardSpec
 from rollyard_crds.trajectory import MAX_REWARD
 
@@ -18,8 +19,6 @@ TEST_TIMEOUT_COMPONENT: Final = "test_timeout"
 """The component that Eval itself adds to every handler's where tests ran out of time."""
 OUT_OF_REACH: Final = "TargetOutOfReach"
 """The reason with which a job is refused whose dynamic sampling can never reach its target."""
-ROUNDING: Final = 1e-12
-"""Values that are closer, absolutely or relatively, are equal: sums such as 0.1 + 0.2 are rounded."""
 Bounds = tuple[float, float]
 """The smallest and the largest value."""
 _SHARE: Final[Bounds] = (0.0, 1.0)
@@ -47,9 +46,13 @@ SHIPPED: Final[Mapping[str, Scores]] = {
 the tests of a task write."""
 
 
-def differ(values: Sequence[float]) -> bool:
-    """Return whether values, of which there is at least one, differ by more than the rounding of sums."""
-    return not math.isclose(min(values), max(values), rel_tol=ROUNDING, abs_tol=ROUNDING)
+def has_signal(values: Sequence[float], min_std: float = MIN_STD) -> bool:
+    """Return whether the standard deviation of a group's values is larger than `min_std`.
+
+    The deviation is that of the whole population, as `numpy.std` computes it. Fewer than two values have no
+    signal.
+    """
+    return len(values) > 1 and statistics.pstdev(values) > min_std
 
 
 def problems(spec: RolloutJobSpec, groups: int | None) -> list[str]:

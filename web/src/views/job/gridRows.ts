@@ -3,8 +3,8 @@
 import type { GridRow, GridSample } from "../../api/types";
 
 /**
- * Put rollouts that have ended into their cells, and say what follows for their groups. Other rows stay the same
- * objects, so they are not drawn again.
+ * Put rollouts that have ended into their cells, and say what follows for their groups. Whether a group has a
+ * signal only the control plane says. Other rows stay the same objects, so they are not drawn again.
  */
 export function withEnded(rows: GridRow[], ended: readonly { id: string; task_id: string; status: string; reward: number | null }[]): GridRow[] {
   const byId = new Map(ended.map((rollout) => [rollout.id, rollout]));
@@ -22,7 +22,6 @@ export function withEnded(rows: GridRow[], ended: readonly { id: string; task_id
       samples,
       mean: rewards.length > 0 ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null,
       state: all ? "ended" : "active",
-      informative: all ? new Set(rewards).size > 1 : row.informative,
     };
   });
 }

@@ -317,6 +317,37 @@ def test_a_new_segment_shows_what_its_prompt_ends_with_and_versions_that_differ(
     assert "policy version" not in shown(record())
 
 
+CALL = {"function": {"name": "grep", "arguments": {"pattern": "x"}}}
+SHOTS = [
+    {"role": "user", "content": "an example"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "x marks"},
+    {"role": "assistant", "content": "it marks the spot"},
+]
+
+
+@pytest.mark.parametrize("by", ["messages", "tokens"])
+def test_a_tasks_own_turns_are_shown_as_given(by: str) -> None:
+    decode = None if by == "messages" else lambda ids: f"{list(ids)}"
+    plain = shown(record(), decode)
+    text = shown(record(messages=[*SHOTS, *record().model_dump()["messages"]]), decode)
+    given = '── user\nan example\n── assistant, given\n   grep {"pattern": "x"}\n── tool\nx marks\n'
+    given += "── assistant, given\nit marks the spot\n"
+    assert text == plain.replace("── user\ncount", f"{given}── user\ncount")
+    # Of a rollout that ended before its first turn, nothing was sampled.
+    assert "«" not in shown(failed(0, messages=SHOTS))
+
+
+def test_messages_of_a_later_segment_are_found_behind_a_tasks_own_turns() -> None:
+    whole = record()
+    first, turns = whole.segments[0].model_dump(), [turn.model_dump() for turn in whole.turns]
+    second = {name: values[5:] for name, values in first.items()} | {"prompt_ids": [1]}
+    turns[1] |= {"segment": 1, "start": 0, "end": 2}
+    messages = [*SHOTS, *whole.model_dump()["messages"]]
+    text = shown(record(messages=messages, segments=[first, second], turns=turns), lambda ids: f"{list(ids)}")
+    assert "a new prompt of 1 tokens\n── tool\n3\n── turn 2" in text
+
+
 def test_bars_say_why_a_job_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)

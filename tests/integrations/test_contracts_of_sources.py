@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
 from rollyard.integrations.errors import RolloutUnscored, SegmentsRefused, TrainerMismatch
-from rollyard_crds.trajectory import SamplingRecord, Segment, Trajectory
+from rollyard_crds.trajectory import SamplingRecord, Segment, Trajectory, Turn
 
 SEGMENT = Segment(
     prompt_ids=[1, 2],
@@ -220,6 +220,7 @@ def test_prime_rl_takes_the_advantages_that_it_is_given() -> None:
 
 def test_slime_numbers_rollouts_over_all_groups() -> None:
     batch = two_groups()
+    batch[0].turns = [Turn(segment=0, start=0, end=1, finish_reason="tool_calls")]
     batch[0], batch[2] = batch[2], batch[0]  # A group may come in any order.
     cancelled = rollout(4, None, status="cancelled", group_id="h", task_id="other", messages=TALK)
     groups = slime.sample_fields(
@@ -252,8 +253,9 @@ def test_slime_numbers_rollouts_over_all_groups() -> None:
     assert [first["metadata"]["rollyard"]["segment"], second["metadata"]["rollyard"]["segment"]] == [0, 1]
     assert second["metadata"]["rollyard"]["policy_versions"] == ["", "step-11"]
     assert (second["weight_versions"], second["reward"]) == (["step-11"], 1.0)
-    # The prompt ends where the policy begins.
+    # The prompt ends where the policy begins, which may be after an assistant's messages of the task.
     assert [message["role"] for message in first["prompt"]] == ["system", "user"]
+    assert [message["role"] for message in groups[1][1]["prompt"]] == ["system", "user", "assistant", "tool"]
     assert first["metadata"]["rollyard"]["truncated_reason"] == "MaxTurns"
     assert [row["metadata"]["rollyard"]["scored"] for row in groups[0]] == [True, True, True, False]
 

@@ -7,6 +7,7 @@ read and sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
@@ -93,6 +94,20 @@ class Turn(Record):
     tool_calls: list[TurnToolCall] = Field(default_factory=list)
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
+
+
+def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:
+    """Return which message each turn said, as {number of the message: number of the turn}, both from 0.
+
+    A task may begin with an assistant's messages. The turns said the last ones.
+
+    Args:
+        roles: The roles of the messages.
+        turns: The number of turns.
+    """
+    said = [place for place, role in enumerate(roles) if role == "assistant"]
+    count = min(turns, len(said))
+    return dict(zip(said[len(said) - count :], range(turns - count, turns), strict=True))
 
 
 class StageTiming(Record):
@@ -202,6 +217,16 @@ class Trajectory(Record):
         if "attempts" in empty:
             empty.add("attempts_dropped")
         return self.model_dump_json(exclude=empty).encode()
+
+    @property
+    def said(self) -> dict[int, int]:
+        """Which message each turn said, as {number of the message: number of the turn}, both from 0."""
+        return turns_said([message.role for message in self.messages], len(self.turns))
+
+    @property
+    def given(self) -> list[Message]:
+        """The messages before the first turn, among which may be an assistant's that the task holds."""
+        return self.messages[: min(self.said, default=len(self.messages))]
 
     @property
     def sampled_tokens(self) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from rollyard_crds.trajectory import turns_said
+
 MAX_INPUT_IDS: Final = 4_000_000
 """The largest number of `input_ids` in one answer. Beyond it, only the last assistant's message has them."""
 _TIMEOUTS: Final = ("Timeout", "DeadlineExceeded", "LeaseExpired")
@@ -106,7 +108,9 @@ def messages_with_ids(trajectory: Mapping[str, Any]) -> list[Json]:
     the last segment only, so that they are one sequence and no sampled token comes twice.
     """
     messages = [_plain(message) for message in trajectory["messages"]]
-    spans = _spans(messages, trajectory["turns"])
+    turns = trajectory["turns"]
+    said = turns_said([message["role"] for message in messages], len(turns))
+    spans = {place: turns[no] for place, no in said.items() if turns[no]["end"] > turns[no]["start"]}
     segments = trajectory["segments"]
     if not segments or not spans:
         return messages
@@ -144,17 +148,6 @@ def _plain(message: Mapping[str, Any]) -> Json:
         "input_ids": [],
         "logprobs": [],
     }
-
-
-def _spans(messages: Sequence[Json], turns: Sequence[Json]) -> dict[int, Json]:
-    """Return the sampled turns by the places of their messages.
-
-    A task may begin with assistant's messages, so that the turns belong to the last ones.
-    """
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    count = min(len(places), len(turns))
-    pairs = zip(places[len(places) - count :], turns[len(turns) - count :], strict=True)
-    return {place: turn for place, turn in pairs if turn["end"] > turn["start"]}
 
 
 def _hold(made: list[Json], outside: list[int]) -> None:

@@ -93,7 +93,7 @@ def _check_one_row_each(groups: list[list[dict[str, Any]]]) -> None:
 def _fields(row: TrainingSequence, labels: Mapping[str, str], decode: Decode | None) -> dict[str, Any]:
     one, segment = row.trajectory, row.segment
     return {
-        "prompt": _prompt(one),
+        "prompt": [message.model_dump(exclude_none=True) for message in one.given],
         "tokens": row.token_ids,
         "response": decode(segment.response_ids) if decode is not None and row.index >= 0 else "",
         "response_length": len(segment.response_ids),
@@ -121,15 +121,6 @@ def _fields(row: TrainingSequence, labels: Mapping[str, str], decode: Decode | N
         },
         "session_id": one.id,
     }
-
-
-def _prompt(one: Trajectory) -> list[dict[str, Any]]:
-    prompt = []
-    for message in one.messages:
-        if message.role == "assistant":
-            break
-        prompt.append(message.model_dump(exclude_none=True))
-    return prompt
 
 
 def _status(one: Trajectory) -> str:

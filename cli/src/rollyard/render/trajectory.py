@@ -172,12 +172,17 @@ class TrajectoryView:
         return Text(f"{OPEN}{text}{CLOSE}")
 
     def _start(self, trajectory: Trajectory) -> None:
-        for message in trajectory.messages:
-            if message.role == "assistant":
-                break
-            if message.role in ("system", "user"):
-                self._rule(message.role)
-                self._console.print(Text(_shortened(message.content)), soft_wrap=True)
+        for message in trajectory.given:
+            self._given(message)
+
+    def _given(self, message: Message) -> None:
+        """Print a message that was not sampled in this rollout, with the calls that it holds."""
+        self._rule("assistant, given" if message.role == "assistant" else message.role)
+        if message.content or not message.tool_calls:
+            self._console.print(Text(_shortened(message.content)), soft_wrap=True)
+        for call in message.tool_calls or ():
+            line = f"   {call.function.name} {_arguments(call.function.arguments)}"
+            self._console.print(Text(line, style="cyan"), soft_wrap=True)
 
     def _rule(self, title: str) -> None:
         self._console.print(Text(f"── {title}", style=DIM), soft_wrap=True)
@@ -224,25 +229,20 @@ class TrajectoryView:
             f"a new prompt of {tokens} tokens"
         )
         for message in _said_before(trajectory, number):
-            self._rule(message.role)
-            self._console.print(Text(_shortened(message.content)), soft_wrap=True)
+            self._given(message)
 
     def _messages(self, trajectory: Trajectory) -> None:
-        turns = iter(enumerate(trajectory.turns, start=1))
-        started = False
-        for message in trajectory.messages:
-            if message.role == "assistant":
-                started = True
-                number, turn = next(turns, (0, None))
-                if turn is not None:
-                    self._turn_title(trajectory, number, turn)
-                if turn is None or turn.finish_reason != "replayed" or message.content:
-                    self._console.print(self._sampled(message.content), soft_wrap=True)
-                if turn is not None:
-                    self._calls(turn)
-            elif started:
+        said, given = trajectory.said, len(trajectory.given)
+        for place, message in enumerate(trajectory.messages[given:], start=given):
+            if place not in said:
                 self._rule(message.role)
                 self._console.print(Text(message.content), soft_wrap=True)
+                continue
+            turn = trajectory.turns[said[place]]
+            self._turn_title(trajectory, said[place] + 1, turn)
+            if turn.finish_reason != "replayed" or message.content:
+                self._console.print(self._sampled(message.content), soft_wrap=True)
+            self._calls(turn)
 
 
 def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
@@ -255,13 +255,9 @@ def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
 
 def _said_before(trajectory: Trajectory, number: int) -> list[Message]:
     """Return the messages between turn `number` and the turn before it. Turns are counted from 1."""
-    spoken, found = 0, []
-    for message in trajectory.messages:
-        if message.role == "assistant":
-            spoken += 1
-        elif spoken == number - 1:
-            found.append(message)
-    return found
+    places = {turn: place for place, turn in trajectory.said.items()}
+    before, here = places.get(number - 2), places.get(number - 1)
+    return [] if before is None or here is None else trajectory.messages[before + 1 : here]
 
 
 def _outside_after(trajectory: Trajectory, index: int, segment: Segment) -> list[int]:

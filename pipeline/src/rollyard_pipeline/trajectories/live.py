@@ -10,6 +10,7 @@ from typing import Final
 import orjson
 from rollyard_crds.lease import MAX_LIVE_CALLS, MAX_LIVE_TEXT, MAX_LIVE_TURNS, LiveCall, LiveTurn
 from rollyard_crds.task import Message
+from rollyard_crds.trajectory import turns_said
 
 from rollyard_pipeline.trajectories.episode import Episode
 
@@ -22,18 +23,8 @@ def turns_from(episode: Episode, first: int) -> list[LiveTurn]:
     messages = episode.messages[first : first + MAX_LIVE_TURNS]
     if not messages:
         return []
-    turn_of = _turns(episode)
+    turn_of = turns_said([message.role for message in episode.messages], len(episode.turns))
     return [_turn(episode, first + place, message, turn_of) for place, message in enumerate(messages)]
-
-
-def _turns(episode: Episode) -> dict[int, int]:
-    """Return the number of the turn that said a message, by the message's number.
-
-    The task itself may hold assistant messages. The turns belong to the last ones.
-    """
-    said = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
-    count = min(len(episode.turns), len(said))
-    return dict(zip(said[len(said) - count :], range(count), strict=True))
 
 
 def _turn(episode: Episode, number: int, message: Message, turn_of: dict[int, int]) -> LiveTurn:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
+from rollyard_crds.trajectory import turns_said
+
 from rollyard_api.core.codec import loads
 
 MAX_BYTES: Final = 128 << 20
@@ -68,7 +70,8 @@ def compact(line: bytes) -> CompactRecord:
     tokens = sum(one.total + len(one.logprobs) for one in segments)
     # What is not tokens is as long in memory as in JSON, give or take the objects around short texts.
     texts = len(line) - min(len(line), 12 * tokens)
-    return CompactRecord(head, messages, segments, _turns(head, messages), 8 * tokens + 2 * texts + 4096)
+    said = turns_said([message.get("role", "") for message in messages], len(head.get("turns") or ()))
+    return CompactRecord(head, messages, segments, said, 8 * tokens + 2 * texts + 4096)
 
 
 def _segment(document: dict[str, Any]) -> CompactSegment:
@@ -106,17 +109,6 @@ def cut(given: Sequence[Run], start: int, end: int) -> list[Run]:
         if at >= end:
             break
     return found
-
-
-def _turns(head: dict[str, Any], messages: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Return which turn said which message.
-
-    A conversation may begin with assistant messages that the task gave. The turns belong to the last ones.
-    """
-    said = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    count = min(len(head.get("turns") or ()), len(said))
-    first = len(said) - count
-    return {said[first + turn]: turn for turn in range(count)}
 
 
 class KeptRecords:

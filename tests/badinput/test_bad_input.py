@@ -90,7 +90,7 @@ def started(desk: Any) -> Any:
     for kind in BACKENDS:
         # Backends that answer wrongly are asked three times, with the pauses of an open circuit between.
         seconds = 60 if kind in ("lengths", "garbage", "busy", "overflow") else 4
-        stages = {"run": {"timeoutSeconds": seconds, "maxAttempts": 1}}
+        stages = {"run": {"timeoutSeconds": seconds, "maxAttempts": 3 if kind == "overflow" else 1}}
         desk.submit(
             manifest(
                 f"backend-{kind}",
@@ -294,13 +294,13 @@ def test_a_backend_that_is_busy_is_waited_for(started: Any) -> None:
     started.cleared("backend-busy")
 
 
-def test_a_prompt_beyond_the_servers_context_is_truncated(started: Any) -> None:
-    job = started.ended("backend-overflow")
-    assert job["status"]["phase"] == "Succeeded"
+def test_a_first_prompt_beyond_the_servers_context_fails_and_gets_no_other_attempt(started: Any) -> None:
+    told = "and the server's context is 8: raise the limit, or shorten the prompt"
+    assert_infrastructure_failure(started, "backend-overflow", "PromptTooLong", told, 2)
     for record in started.trajectories("backend-overflow"):
-        assert (record["truncated"], record["truncated_reason"]) == (True, "MaxContext")
-        assert (record["status"], record["reward"]) == ("succeeded", 0.0)
-    started.cleared("backend-overflow")
+        tried = [(one["stage"], one["attempt"], one["reason"]) for one in record["attempts"]]
+        assert (tried, record["attempt"]) == ([("run", 1, "PromptTooLong")], 1)
+        assert record["timings"]["eval"]["attempts"] == 0
 
 
 def test_a_server_of_another_model_gets_no_rollouts(desk: Any) -> None:

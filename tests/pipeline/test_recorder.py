@@ -14,6 +14,7 @@ from rollyard_inference.errors import ContextOverflow
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.errors import PromptTooLong
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult
@@ -466,15 +467,28 @@ async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
         assert session.asked == [(length, most, 0)]
         cut = "" if most >= 5 else "MaxContext"
         assert (context.episode.truncated_reason, turn.finish_reason) == (cut, "length" if cut else "stop")
-    for own, models in ((length, None), (1000, length), (1000, length - 1)):
+    for own, models, said in ((length, None, f"Tokens is {length}"), (1000, length, f"is {length}: raise")):
         session = Turns(chat, models, "done")
         context = agent_context(chat, session, max_context_tokens=own)
         context.say(more)
+        with pytest.raises(PromptTooLong, match=said):
+            await context.turn()
+        assert (session.asked, context.episode.truncated_reason) == ([], "")
+
+
+async def test_a_later_turn_without_room_truncates(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    for limit, answers, asked in ((60, ("done",), 1), (None, ("done", ContextOverflow("too long")), 2)):
+        session = Turns(chat, limit, *answers)
+        context = agent_context(chat, session)
+        assert await context.turn() is not None
+        context.say("more " * 60)
         assert await context.turn() is None
-        assert (session.asked, context.episode.truncated_reason) == ([], "MaxContext")
-    context = agent_context(chat, Turns(chat, None, ContextOverflow("too long")))
-    assert await context.turn() is None
-    assert (context.episode.truncated_reason, context.episode.turns) == ("MaxContext", [])
+        assert context.episode.truncated_reason == "MaxContext"
+        assert (len(session.asked), len(context.episode.turns)) == (asked, 1)
+    context = agent_context(chat, Turns(chat, None, ContextOverflow("no room for it")))
+    with pytest.raises(PromptTooLong, match=r"and the server refused it \(no room for it\): raise the limit"):
+        await context.turn()
 
 
 async def test_a_turn_that_fills_its_own_limit_ends_for_that(formats: dict[str, ChatFormat]) -> None:

@@ -34,6 +34,7 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     EvalTimeout,
     HandlerStateInvalid,
+    PromptTooLong,
     RewardComponentUnknown,
     SandboxCrashed,
     SetupFailed,
@@ -107,14 +108,16 @@ class Rollout:
         self.plane.spec = RolloutJobSpec.model_validate({**base, "sandbox": sandbox, **spec})
         self.task = Task.model_validate({"id": "t", "prompt": "q", "test_script": "true", **(task or {})})
 
-    async def stage(self, stage: str, **fields: Any) -> StageResult:
-        lease = Lease(
+    def lease(self, stage: str, **fields: Any) -> Lease:
+        return Lease(
             rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),
             group_id="g", sample_index=5, queued_seconds=0.0, lease_seconds=30.0, task=self.task,
             backend=self.backend, **{"attempt": 0, **fields},
         )  # fmt: skip
+
+    async def stage(self, stage: str, **fields: Any) -> StageResult:
         self.times = StageTimes()
-        return await self.stages.work(HeldLease(lease), self.times)
+        return await self.stages.work(HeldLease(self.lease(stage, **fields)), self.times)
 
     async def play(self) -> Trajectory:
         """Play Init and Run."""
@@ -250,7 +253,6 @@ async def test_the_policy_sees_what_went_wrong_and_goes_on(
     [
         ({"maxTurns": 2}, {}, "MaxTurns"),
         ({"maxContextTokens": 1500}, {}, "MaxContext"),
-        ({"maxContextTokens": 16}, {}, "MaxContext"),
         ({}, {"maxTokens": 4}, "MaxTokens"),
     ],
 )
@@ -265,6 +267,40 @@ async def test_limits_truncate_and_go_to_eval(
         assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
         assert segment.loss_mask[-1] == 1  # There is no tool output that was not answered.
     assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "card", "context", "limit"),
+    [
+        ({"maxContextTokens": 16}, {}, 100_000, "agent.maxContextTokens is 16"),
+        ({"maxContextTokens": 16}, {"max_model_len": 20}, 100_000, "agent.maxContextTokens is 16"),
+        ({}, {"max_model_len": 20}, 100_000, r"the server's context \(max_model_len\) is 20"),
+        # The server's context is smaller than it says.
+        ({}, {}, 20, "the server's context is 20"),
+        # What an agent replays before the first turn is not the policy's.
+        ({"type": "replaying"}, {"max_model_len": 20}, 100_000, ".* is 20"),
+    ],
+)
+async def test_a_first_prompt_that_leaves_no_room_fails_before_anything_is_sampled(
+    rollout: Rollout,
+    model: Callable[..., None],
+    agent: dict[str, Any],
+    card: dict[str, Any],
+    context: int,
+    limit: str,
+) -> None:
+    model(lambda prompt: "done" + END, agent)
+    rollout.model.card |= card
+    rollout.model.context = context
+    with pytest.raises(
+        PromptTooLong, match=rf"^task 't': the first prompt has \d\d+ tokens .*, and {limit}: raise the limit"
+    ) as caught:
+        await rollout.play()
+    assert rollout.model.prompts == []
+    assert rollout.init is not None
+    lease = rollout.lease("run", sandbox=rollout.init.sandbox)
+    failure = stage_failure(lease, caught.value, StageTimes())
+    assert (failure.reason, failure.retryable, failure.counts) == ("PromptTooLong", False, True)
 
 
 class ReplayingAgent(Agent):

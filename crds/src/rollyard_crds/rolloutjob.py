@@ -142,7 +142,7 @@ class AgentSpec(Model):
     """Sampled assistant turns; a rollout that needs more is evaluated as truncated. Calls that an agent
     replays do not count."""
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
-    """Prompt, sampled and tool tokens together, in tokens."""
+    """Prompt, sampled and tool tokens together, in tokens. A task whose prompt leaves no room fails."""
     tool_timeout_seconds: Seconds = 60
     """The limit of one tool call; the call is interrupted and the session continues."""
     max_tool_output_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 16_384

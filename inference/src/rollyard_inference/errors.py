@@ -1,7 +1,7 @@
 """The exceptions of this package. They form one tree, and each class has a stable `reason`.
 
-All of them are failures of the infrastructure, except `ContextOverflow`: a prompt that is too long is caused
-by the policy itself.
+All of them are failures of the infrastructure, except `ContextOverflow`: after its first turn, the policy
+itself causes a prompt that is too long.
 """
 
 from __future__ import annotations

@@ -122,6 +122,13 @@ class TaskInvalid(PipelineError):
     retryable = False
 
 
+class PromptTooLong(PipelineError):
+    """The first prompt of a rollout leaves no room for a sampled token. The message has both numbers."""
+
+    reason = "PromptTooLong"
+    retryable = False
+
+
 class TokenizerUnavailable(PipelineError):
     """The folder of the tokenizer is not on this machine, or is incomplete."""
 

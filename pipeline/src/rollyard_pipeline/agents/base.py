@@ -24,6 +24,7 @@ from rollyard_sandbox.errors import ConnectionLost, ServerFault
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
+from rollyard_pipeline.errors import PromptTooLong
 from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
@@ -82,6 +83,7 @@ class AgentContext:
         turn that reaches its token limit is returned and truncates the episode.
 
         Raises:
+            PromptTooLong: The context has no room for the first turn, before the policy has done anything.
             BackendError, TemplateError: The infrastructure failed. Agents should not catch these exceptions.
         """
         session, recorder = self._session, self.episode.recorder
@@ -91,18 +93,22 @@ class AgentContext:
             self.episode.truncate("MaxTurns")
             return None
         prompt = recorder.prompt()
-        model_limit = await session.context_limit()
-        context = min(self.spec.max_context_tokens, model_limit or self.spec.max_context_tokens)
+        own = self.spec.max_context_tokens
+        context = min(own, await session.context_limit() or own)
         room = context - len(prompt.ids)
         if room <= 0:
-            self.episode.truncate("MaxContext")
+            whose = "agent.maxContextTokens" if context == own else "the server's context (max_model_len)"
+            self._out_of_context(len(prompt.ids), f"{whose} is {context}")
             return None
         before = session.model_seconds
         max_tokens = min(self._sampling.max_tokens, room)
         try:
             sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
-        except ContextOverflow:  # The server's context is smaller than it reported, or it did not report it.
-            self.episode.truncate("MaxContext")
+        except ContextOverflow as error:
+            # The server's context is smaller than it reported, or it did not report it.
+            known = error.limit is not None
+            limit = f"the server's context is {error.limit}" if known else f"the server refused it ({error})"
+            self._out_of_context(len(prompt.ids), limit)
             return None
         text = recorder.record(prompt, sample)
         parsed = clean_turn(self._parser.parse(text)) if self._tools else ParsedTurn(text.strip())
@@ -111,6 +117,19 @@ class AgentContext:
             full = len(sample.token_ids) >= self._sampling.max_tokens
             self.episode.truncate("MaxTokens" if full else "MaxContext")
         return AgentTurn(parsed.text, parsed.calls, sample.finish_reason)
+
+    def _out_of_context(self, tokens: int, limit: str) -> None:
+        """Truncate the episode, because its next prompt leaves no room for a sampled token.
+
+        Raises:
+            PromptTooLong: It is the first prompt, so the policy is not to blame. Another try cannot help.
+        """
+        if not self.episode.sampled_turns:
+            raise PromptTooLong(
+                f"task '{self.task.id}': the first prompt has {tokens} tokens (with tools and chat template),"
+                f" and {limit}: raise the limit, or shorten the prompt"
+            )
+        self.episode.truncate("MaxContext")
 
     async def call(self, call: ParsedCall) -> ToolResult:
         """Run one tool call, and append its result as a message.

@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "scale": "Change the number of a pool's backends",
     "watch": "Follow a job's progress until it ends",
     "trajectories": "Write a job's trajectories to a file (.parquet or .jsonl)",
+    "grade": "Grade an answer, or a file of answers, and show why",
     "rescore": "Evaluate a job's kept trajectories again, into a new file",
     "view": "Read a trajectory turn by turn, sampled tokens marked",
     "open": "Print a link that opens the page in a browser, signed in",

@@ -79,8 +79,9 @@ class Rescorer:
         sandboxed = self._handler.needs_sandbox
         if sandboxed and (not self._handler.judges_answers or provider is None):
             raise RescoreRefused(
-                f"the handler '{handler}' judges what Run left in its sandbox, which is not kept: only "
-                "handlers that judge the answer can evaluate a trajectory again"
+                f"the handler '{handler}' judges what Run left in its sandbox, which is not here: only "
+                "handlers that judge the answer can evaluate without a rollout (`rollyard validate --oracle` "
+                "plays the reference solutions of tasks)"
             )
         if reward is not None and reward.service is not None:
             raise RescoreRefused(
@@ -107,6 +108,21 @@ class Rescorer:
             self._open.push_async_callback(self._provider.aclose)
             renewing = asyncio.create_task(self._renew(self._provider))
             self._open.push_async_callback(_ended, renewing)
+
+    def problems(self, task: Task) -> list[str]:
+        """Return what the handler finds wrong with a task, one line for each. A line begins with a field.
+
+        Raises:
+            RescoreRefused: The handler could not look at the task.
+        """
+        try:
+            return self._handler.check(task)
+        except Exception as error:
+            # Handlers of other packages may fail in their own ways.
+            raise RescoreRefused(
+                f"the handler '{self._name}' cannot check the task '{task.id}': "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     async def rescored(
         self, pairs: Sequence[tuple[Trajectory, Task]], at: datetime

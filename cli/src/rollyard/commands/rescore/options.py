@@ -17,7 +17,10 @@ from rollyard.connection import connect, server_options
     help="The handler; it must judge the answer, as math, stem and code.",
 )
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A .jsonl or .jsonl.gz file."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A .jsonl or .jsonl.gz file; without it, the changes are only counted.",
 )
 @click.option(
     "--reward",
@@ -36,25 +39,28 @@ from rollyard.connection import connect, server_options
 def command(
     name: str,
     handler: str,
-    output: Path,
+    output: Path | None,
     reward_file: Path | None,
     sandbox: str,
     url: str | None,
     home: Path | None,
     namespace: str,
 ) -> None:
-    """Evaluate a job's kept trajectories again on this machine, into a new file.
+    """Evaluate a job's kept trajectories again on this machine, and report how many rewards change.
 
     No rollout runs, and the control plane keeps the rewards that it has. Each trajectory in the file
     says what its reward was, and who evaluated it again, when and with which handler.
     """
     from rollyard.commands.rescore.rescoring import rescore
     from rollyard.errors import CliError
-    from rollyard.extras import require
 
-    require("`rollyard rescore`", "worker")
     with connect(url, home, namespace) as client:
-        count, failed = rescore(client, name, namespace, handler, output, reward_file, sandbox)
-    click.echo(f"{count} trajectories in {output}")
-    if failed:
-        raise CliError(f"{failed} of them could not be evaluated: their status is failed, with the reason")
+        report = rescore(client, name, namespace, handler, output, reward_file, sandbox)
+    for line in report.lines():
+        click.echo(line)
+    if output is not None:
+        click.echo(f"The trajectories are in {output}.")
+    if report.failed:
+        raise CliError(
+            f"{report.failed} trajectories could not be evaluated: their status is failed, with the reason"
+        )

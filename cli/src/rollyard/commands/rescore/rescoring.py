@@ -6,8 +6,9 @@ import asyncio
 import getpass
 import itertools
 import socket
-import tempfile
+from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,14 +19,13 @@ from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
 from rollyard.errors import InvalidInput, LookupFailed
-from rollyard.extras import require
+from rollyard.jobs.evaluation import open_rescorer, same_reward, shown_reward
 from rollyard.trajectories.export import write_lines
 
 if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds.task import Task
     from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
-    from rollyard_pipeline.sandboxes.interface import SandboxProvider
     from rollyard_pipeline.stages.rescoring import Rescorer
 
 CHUNK: Final = 64
@@ -33,6 +33,46 @@ CHUNK: Final = 64
 TASKS: Final = 32
 """The number of tasks that one request reads."""
 MAX_REWARD_FILE: Final = 1 << 20
+MAX_CHANGES: Final = 20
+"""The number of different changes that a report counts one by one."""
+OTHER_CHANGES: Final = "other changes"
+
+
+@dataclass(slots=True)
+class RewardChanges:
+    """What an evaluation changed, in numbers of trajectories."""
+
+    changes: Counter[str] = field(default_factory=Counter)
+    """The rewards that changed, by what they were and what they are."""
+    same: int = 0
+    """Those whose reward is the same."""
+    failed: int = 0
+    """Those that could not be evaluated, so that they have no reward now."""
+    unrewarded: int = 0
+    """Those of rollouts that failed or were cancelled, which stay as they are."""
+
+    def add(self, before: Trajectory, now: Trajectory) -> None:
+        """Count a trajectory."""
+        if before.status != "succeeded":
+            self.unrewarded += 1
+        elif now.status != before.status:
+            self.failed += 1
+        elif same_reward(before.reward, now.reward):
+            self.same += 1
+        else:
+            change = f"{shown_reward(before.reward)} → {shown_reward(now.reward)}"
+            known = change in self.changes or len(self.changes) < MAX_CHANGES
+            self.changes[change if known else OTHER_CHANGES] += 1
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report: a sentence, and then the changes, the most frequent first."""
+        changed = self.changes.total()
+        total = changed + self.same + self.failed + self.unrewarded
+        yield (
+            f"Of {total} trajectories, {changed} rewards changed and {self.same} are the same; "
+            f"{self.failed} could not be evaluated, and {self.unrewarded} had no reward."
+        )
+        yield from (f"  {change}: {count}" for change, count in self.changes.most_common())
 
 
 def rescore(
@@ -40,18 +80,18 @@ def rescore(
     name: str,
     namespace: str,
     handler: str,
-    output: Path,
+    output: Path | None,
     reward_file: Path | None,
     sandbox: str,
-) -> tuple[int, int]:
-    """Write a job's trajectories with new rewards, and return their number and that of failed evaluations.
+) -> RewardChanges:
+    """Evaluate a job's trajectories again, and return how their rewards change.
 
     Args:
         client: The client of the control plane.
         name: The job.
         namespace: The namespace of the job.
         handler: The name of the handler.
-        output: The file to write, with JSON lines. It is there whole or not at all.
+        output: The file to write, with JSON lines. It is there whole or not at all. With None, none is.
         reward_file: A file with a section `reward`. None stands for the job's own.
         sandbox: The kind of the sandboxes, for a handler that needs some.
 
@@ -60,40 +100,22 @@ def rescore(
         InvalidInput: The handler judges what is not kept, the reward needs a service, a name stands for
             nothing, or no sandbox can be started here.
     """
-    from rollyard_pipeline.errors import PipelineError
-    from rollyard_pipeline.sandboxes import open_provider
-    from rollyard_pipeline.stages.rescoring import Rescorer
-
     job = client.job(name, namespace)
     reward = job.spec.reward if reward_file is None else read_reward(reward_file)
-    failed = 0
+    report = RewardChanges()
     by = f"{getpass.getuser()}@{socket.gethostname()}"
-    with tempfile.TemporaryDirectory(prefix="ryr") as folder, asyncio.Runner() as runner:
+    with open_rescorer("rescore", handler, job.spec, reward, by, sandbox) as (rescorer, runner):
 
-        def provider() -> SandboxProvider:
-            require(f"`rollyard rescore --handler {handler}`", "worker,sandbox", "sandbox")
-            return open_provider(sandbox, run_dir=Path(folder), node="rescore")
+        def lines() -> Iterator[bytes]:
+            for before, now in _rescored(client, name, namespace, rescorer, runner):
+                report.add(before, now)
+                yield now.line()
 
-        try:
-            rescorer = Rescorer(handler, job.spec, reward, by, provider=provider)
-        except PipelineError as error:
-            raise InvalidInput(str(error)) from error
-        try:
-            try:
-                runner.run(rescorer.check())
-            except PipelineError as error:
-                raise InvalidInput(str(error)) from error
-
-            def lines() -> Iterator[bytes]:
-                nonlocal failed
-                for before, now in _rescored(client, name, namespace, rescorer, runner):
-                    failed += now.status != before.status
-                    yield now.line()
-
-            count = write_lines(lines(), output)
-        finally:
-            runner.run(rescorer.close())
-    return count, failed
+        if output is None:
+            deque(lines(), maxlen=0)
+        else:
+            write_lines(lines(), output)
+    return report
 
 
 def _rescored(

@@ -1,0 +1,84 @@
+"""Files and answers of strangers that `rollyard grade` reads, and that want more than a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rollyard.main import main
+from rollyard_testing.pace import patience
+from rollyard_testing.pipeline.installed import install_handler
+from rollyard_testing.pipeline.workerlab import until
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b1A\u202e7\rreward 1"
+"""Clears the screen, sets the title, moves the cursor, turns the text and writes over the line."""
+
+
+def json_line(**fields: object) -> str:
+    return f"{json.dumps(fields)}\n"
+
+
+@pytest.mark.parametrize("output", [[], ["-o", "json"]], ids=["text", "json"])
+def test_a_terminal_obeys_no_answer(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, output: list[str]
+) -> None:
+    row = json_line(answer=f"{ESCAPES}\nreward 1", key=f"8{ESCAPES}", id=ESCAPES)
+    (tmp_path / "pairs.jsonl").write_text(row)
+    assert main(["grade", "--handler", "stem", "--file", str(tmp_path / "pairs.jsonl"), *output]) == 0
+    assert main(["grade", "--handler", "stem", "--key", "8", *output, f"{ESCAPES}\nreward 1"]) == 0
+    shown = capfd.readouterr().out
+    assert "title" in shown, "nothing of the answer is shown, so this shows nothing"
+    assert not {sign for sign in ESCAPES if not sign.isprintable()} & set(shown)
+    assert not [line for line in shown.splitlines() if line.startswith("reward 1")]
+
+
+def test_a_message_about_a_line_is_escaped(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json_line(answer="7", key="7", **{ESCAPES: 1}))
+    assert main(["grade", "--handler", "math", "--file", str(tmp_path / "pairs.jsonl")]) == 1
+    shown = capfd.readouterr().err
+    assert "title" in shown
+    assert not {sign for sign in ESCAPES if not sign.isprintable()} & set(shown)
+
+
+def test_a_line_without_an_end_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """100 MB of it take 100 kB on the disk. No more than the limit of a line is read."""
+    with gzip.open(tmp_path / "pairs.jsonl.gz", "wb", compresslevel=1) as file:
+        file.write(json_line(answer="7", key="7").encode())
+        for _ in range(100):
+            file.write(b" " * 1_000_000)
+    assert main(["grade", "--handler", "stem", "--file", str(tmp_path / "pairs.jsonl.gz")]) == 1
+    assert "pairs.jsonl.gz: line 2: longer than 8 MiB" in capfd.readouterr().err
+
+
+BLOCKING = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    async def eval(self, ctx):
+        Path("FOLDER/blocks").write_text(str(os.getpid()))
+        while True: pass
+"""
+
+
+async def test_an_answer_that_never_ends_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compares it ends with the command, which shows no traceback."""
+    install_handler(tmp_path, BLOCKING.replace("FOLDER", str(tmp_path)), monkeypatch)
+    grading = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard", "grade", "--handler", "steered", "7",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    blocks = tmp_path / "blocks"
+    await until(lambda: blocks.exists() and blocks.read_text() != "")
+    grading.send_signal(signal.SIGINT)
+    async with asyncio.timeout(patience(20)):
+        out, err = await grading.communicate()
+    assert (grading.returncode, out, err.strip()) == (130, b"", b"")
+    await until(lambda: not os.path.exists(f"/proc/{blocks.read_text()}"))

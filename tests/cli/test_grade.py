@@ -1,0 +1,233 @@
+"""`rollyard grade`: answers without a rollout get the reward that a job would give, and people see why."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard.main import main
+from rollyard_testing.pipeline.installed import install_handler
+
+Run = Callable[..., tuple[int, str, str]]
+ADD = {"entry_point": "add", "cases": [{"input": "1\n2", "output": "3"}]}
+TASKS = [{"id": "add", "prompt": "?", "tests": ADD}, {"id": "seven", "prompt": "?", "answer": "7"}]
+RIGHT = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```"
+
+MARKS = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    def check(self, task):
+        if task.answer == "raises":
+            raise ZeroDivisionError("in the check")
+        return []
+
+    async def eval(self, ctx):
+        if ctx.task.answer == "unreadable":
+            raise ValueError("the key cannot\\nbe read")
+        ctx.show(f"said {ctx.final_text}")
+        return Evaluation(float(ctx.final_text), {}, "Marked")
+"""
+"""A handler of an installed package, which gives the reward that the answer asks for."""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Return a function that runs the command, and returns its status and what it printed to which file."""
+    monkeypatch.chdir(tmp_path)
+
+    def grade(*words: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        status = main(["grade", *words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return grade
+
+
+def lines(*rows: Any) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def test_an_answer_is_shown_with_what_was_compared(run: Run) -> None:
+    status, out, err = run("--handler", "math", "--key", "7", r"So it is \boxed{8}.")
+    assert (status, err) == (0, "")
+    first, *marked, last = out.splitlines()
+    assert first == "reward 0"
+    assert "  │ expected: 7" in marked
+    assert "8" in marked[0]
+    assert all(line.startswith("  │ ") for line in marked), "no line of an answer looks like one of ours"
+    assert last.startswith("reward components: answered 1")
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "reward"),
+    [
+        ("--choice red --choice blue --key B", "It is (B).", 0.0),
+        ("--choice red --choice blue --key B", "The answer is (B).", 1.0),
+        ("--unit K --key 450", "T = 450.5 K", 1.0),
+        ("--unit K --tolerance 0 --key 450", "T = 450.5 K", 0.0),
+        ("--tolerance 0 --key 450", "450", 1.0),
+        ("--key=-5 --tolerance 0", "-5", 1.0),
+        ("--key sulfur", "Sulfur.", 1.0),
+    ],
+)
+def test_options_say_what_a_task_of_stem_holds(run: Run, options: str, answer: str, reward: float) -> None:
+    status, out, _ = run("--handler", "stem", *options.split(), answer)
+    assert (status, out.splitlines()[0]) == (0, f"reward {reward:g}")
+
+
+def test_a_file_of_pairs(run: Run, tmp_path: Path) -> None:
+    """Each pair has a line, and the status says whether all rewards are those that were expected."""
+    pairs = [
+        {"key": "7", "answer": "The answer is 7.", "expect": 1},
+        {"key": "7", "answer": "<think>The answer is 7.</think>\nThe answer is 8.", "expect": 0.0},
+        {"key": "half", "answer": "Half", "id": "h"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text(lines(*pairs[:2]) + "\n" + lines(pairs[2]))
+    status, out, err = run("--handler", "stem", "--file", "pairs.jsonl")
+    assert (status, err) == (0, "")
+    first, second, third, total = out.splitlines()
+    assert first.startswith("line 1: reward 1 | ")
+    assert second.startswith("line 2: reward 0 | ")
+    assert third.startswith("h: reward 1 | ")
+    assert total == "3 answers; reward 1: 2, reward 0: 1"
+    with gzip.open(tmp_path / "wrong.jsonl.gz", "wt") as file:
+        file.write(lines({**pairs[0], "expect": 0.5}, pairs[1]))
+    status, out, err = run("--handler", "stem", "--file", "wrong.jsonl.gz")
+    assert out.startswith("line 1: reward 1, not 0.5 | ")
+    assert (status, err) == (1, "rollyard: not as expected: 1 of 2 rewards\n")
+
+
+def test_json_has_the_names_of_the_record(run: Run) -> None:
+    row = {"key": "B", "choices": ["red", "blue"], "answer": "The answer is B.", "expect": 1}
+    status, out, _ = run(
+        "--handler", "stem", "--file", "-", "-o", "json", stdin=lines(row, {**row, "id": "x"})
+    )
+    assert status == 0
+    first, second = map(json.loads, out.splitlines())
+    assert first.keys() == {
+        "id", "expect", "status", "reason", "message", "reward", "reward_reason", "reward_components",
+        "reward_output",
+    }  # fmt: skip
+    assert (first["id"], first["reward"], first["expect"], second["id"]) == ("line 1", 1.0, 1.0, "x")
+
+
+def test_an_answer_is_read_from_standard_input(run: Run) -> None:
+    """It is graded as the same text on the command line, newlines included."""
+    printed = run("--handler", "stem", "--key", "7", "-", stdin="So:\n#### 7")
+    assert printed == run("--handler", "stem", "--key", "7", "So:\n#### 7")
+    assert (printed[0], printed[1].splitlines()[0]) == (0, "reward 1")
+
+
+def test_programs_run_in_a_sandbox(run: Run, tmp_path: Path, bubblewrap_works: None) -> None:
+    (tmp_path / "tasks.jsonl").write_text(lines(*TASKS))
+    pairs = [
+        {"task": "add", "answer": RIGHT, "expect": 1},
+        {"task": "add", "answer": RIGHT.replace("+", "-"), "expect": 0},
+    ]
+    (tmp_path / "pairs.jsonl").write_text(lines(*pairs))
+    status, out, err = run("--handler", "mixed", "--tasks", "tasks.jsonl", "--file", "pairs.jsonl")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0].startswith("line 1: reward 1 | 1 of 1 tests passed.")
+    assert "expected: 3" in out.splitlines()[1]
+
+
+def test_rows_of_another_format_are_tasks(run: Run, tmp_path: Path) -> None:
+    row = {"question": "Which?", "choices": ["red", "blue"], "answer": 1}
+    (tmp_path / "rows.jsonl").write_text(lines(row))
+    status, out, _ = run("--handler", "stem", "--tasks", "rows.jsonl", "--format", "mcq", "The answer is (B)")
+    assert (status, out.splitlines()[0]) == (0, "reward 1")
+
+
+def test_a_handler_of_an_installed_package(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of it is no reward, and no traceback either."""
+    install_handler(tmp_path, MARKS, monkeypatch)
+    status, out, _ = run("--handler", "steered", "0.25")
+    assert (status, out) == (0, "reward 0.25 (Marked)\n  │ said 0.25\n")
+    status, out, err = run("--handler", "steered", "--key", "unreadable", "1")
+    assert (status, out) == (1, "")
+    assert err.startswith("rollyard: not graded: ")
+    assert "ValueError: the key cannot\\nbe read" in err
+    assert len(err.splitlines()) == 1
+    rows = lines({"key": "unreadable", "answer": "1", "expect": 1}, {"key": "x", "answer": "1", "expect": 1})
+    status, out, err = run("--handler", "steered", "--file", "-", stdin=rows)
+    assert [line.partition(":")[0] for line in out.splitlines()] == [
+        "line 1",
+        "line 2",
+        "2 answers; reward 1",
+    ]
+    assert out.splitlines()[0].startswith("line 1: not graded: ")
+    assert (status, err) == (1, "rollyard: not graded, for the reasons above: 1\n")
+    status, out, err = run("--handler", "steered", "--key", "raises", "1")
+    assert (status, out) == (1, "")
+    assert err.endswith("cannot check the task 'answer': ZeroDivisionError: in the check\n")
+
+
+GOOD = {"key": "7", "answer": "7"}
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "message"),
+    [
+        ("--handler math --file -", lines(GOOD) + "[1", "standard input: line 2: not valid JSON: "),
+        ("--handler math --file -", "7", "standard input: line 1: must be a JSON object, not int"),
+        (
+            "--handler math --file -",
+            lines({"kye": 1, **GOOD}),
+            "line 1: kye: unknown field; did you mean 'key'?",
+        ),
+        ("--handler math --file -", lines({**GOOD, "key": 7}), "line 1: key: Input should be a valid string"),
+        ("--handler math --file -", lines({"key": "7"}), "line 1: answer: Field required"),
+        ("--handler math --file -", lines({"answer": "7"}), "line 1: key: required by the handler 'math'"),
+        (
+            "--handler math --file -",
+            lines({**GOOD, "expect": "good"}),
+            "line 1: expect: Input should be a valid n",
+        ),
+        ("--handler math --file -", lines({**GOOD, "task": "add"}), "line 1: task: needs --tasks"),
+        ("--handler math --file -", "\n", "there is nothing to grade"),
+        ("--handler math --file nowhere.jsonl", "", "nowhere.jsonl: No such file or directory"),
+        ("--handler math --tasks nowhere.jsonl 7", "", "nowhere.jsonl: No such file or directory"),
+        ("--handler math --tasks tasks.jsonl 7", "", "task: required, because --tasks has 2 tasks"),
+        (
+            "--handler math --tasks tasks.jsonl --task sevn 7",
+            "",
+            "task: --tasks has no 'sevn'; there is 'seven'",
+        ),
+        (
+            "--handler math --tasks tasks.jsonl --task add 7",
+            "",
+            "task 'add': answer: required by the handler",
+        ),
+        ("--handler math --tasks tasks.jsonl --format x 7", "", "no task format 'x' is installed"),
+        (
+            "--handler math --tasks tasks.jsonl --file -",
+            lines(GOOD),
+            "line 1: key, choices and numeric: cannot",
+        ),
+        ("--handler math 7", "", "key: required by the handler 'math'"),
+        ("--handler math --key 7 --file pairs.jsonl", "", "--key, --choice, --unit and --tolerance are for"),
+        ("--handler math --key 7", "", "give one ANSWER, in quotes, or --file"),
+        ("--handler math --key 7 the answer", "", "give one ANSWER, in quotes, or --file"),
+        ("--handler math --key 7 --task add 7", "", "--task is for an ANSWER with --tasks"),
+        ("--handler math --key 7 --format verl 7", "", "--format is for --tasks"),
+        ("--handler math --kye 7 7", "", "No such option '--kye'"),
+        ("--handler stem --key 7 --unit parsecs 7", "", "numeric.unit: is not known: 'parsecs'"),
+        ("--handler stem --key 7 --tolerance -1 7", "", "numeric.relative: Input should be greater than or"),
+        ("--handler shell --key 7 7", "", "the handler 'shell' judges what Run left in its sandbox"),
+        ("--handler nobodys --key 7 7", "", "no handler 'nobodys' is installed"),
+    ],
+)
+def test_refusals_say_where_and_what(run: Run, tmp_path: Path, words: str, stdin: str, message: str) -> None:
+    (tmp_path / "tasks.jsonl").write_text(lines(*TASKS))
+    status, _, err = run(*words.split(), stdin=stdin)
+    assert status in (1, 2)
+    assert message in err
+    assert "Traceback" not in err

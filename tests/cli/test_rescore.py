@@ -10,11 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard.commands.rescore.rescoring import RewardChanges
 from rollyard.main import main
 from rollyard.trajectories.export import write
 from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
-from rollyard_crds.trajectory import RescoredTrajectory
+from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.pace import patience
 
@@ -103,16 +104,10 @@ def run(
     monkeypatch.setenv("ROLLYARD_TOKEN", finished.tokens["admin"])
 
     def rescore(name: str = "kept", handler: str = "math", **options: Any) -> tuple[int, str]:
-        words = [
-            "rescore",
-            name,
-            "--handler",
-            handler,
-            "-o",
-            str(options.pop("output", tmp_path / "new.jsonl")),
-        ]
+        options = {"output": tmp_path / "new.jsonl", **options}
+        words = ["rescore", name, "--handler", handler]
         for option, value in options.items():
-            words += [f"--{option}", str(value)]
+            words += [f"--{option}", str(value)] if value is not None else []
         status = main(words)
         captured = capsys.readouterr()
         return status, captured.out + captured.err
@@ -152,7 +147,7 @@ def test_rewards_are_made_again_and_the_first_ones_are_kept(
 ) -> None:
     before = kept(finished)
     status, said = run()
-    assert (status, "4 trajectories in" in said) == (0, True), said
+    assert (status, f"The trajectories are in {tmp_path / 'new.jsonl'}." in said) == (0, True), said
     found = list(read_file(tmp_path / "new.jsonl"))
     assert [one.id for one in found] == [one["id"] for one in before], (
         "the order is that of the control plane"
@@ -173,6 +168,66 @@ def test_rewards_are_made_again_and_the_first_ones_are_kept(
     assert kept(finished) == before
     assert main(["view", "--from", str(tmp_path / "new.jsonl"), "t0"]) == 0
     assert "evaluated again with math" in capsys.readouterr().out
+
+
+def test_the_changes_are_counted(run: Any, finished: Server, tmp_path: Path) -> None:
+    """Without `--output` they are all that there is."""
+    before = kept(finished)
+    status, said = run(handler="stem", output=None)
+    assert (status, said.splitlines()) == (
+        0,
+        [
+            "Of 4 trajectories, 3 rewards changed and 0 are the same; 0 could not be evaluated, and 1 had no "
+            "reward.",
+            "  0.25 → 0: 2",
+            "  0.25 → 1: 1",
+        ],
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert kept(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "counted"),
+    [
+        (
+            0.3,
+            0.1 + 0.2,
+            "0 rewards changed and 1 are the same; 0 could not be evaluated, and 0 had no reward.",
+        ),
+        (
+            0.3,
+            0.3 + 2e-9,
+            "1 rewards changed and 0 are the same; 0 could not be evaluated, and 0 had no reward.",
+        ),
+        (0.3, None, "0 rewards changed and 0 are the same; 1 could not be evaluated, and 0 had no reward."),
+        (None, None, "0 rewards changed and 0 are the same; 0 could not be evaluated, and 1 had no reward."),
+    ],
+)
+def test_rewards_that_differ_by_rounding_are_the_same(
+    before: float | None, now: float | None, counted: str
+) -> None:
+    def record(reward: float | None) -> Trajectory:
+        status = "failed" if reward is None else "succeeded"
+        return Trajectory(
+            id="r", job="j", task_id="t", group_id="g", sample_index=0, reward=reward, status=status
+        )
+
+    changes = RewardChanges()
+    changes.add(record(before), record(now))
+    assert next(changes.lines()) == f"Of 1 trajectories, {counted}"
+
+
+def test_many_different_changes_do_not_fill_a_report() -> None:
+    record = {"id": "r", "job": "j", "task_id": "t", "group_id": "g", "sample_index": 0}
+    changes = RewardChanges()
+    for number in range(1000):
+        now = Trajectory.model_validate({**record, "reward": number + 1.0})
+        changes.add(Trajectory.model_validate({**record, "reward": 0.0}), now)
+    first, most, *others = changes.lines()
+    assert first.startswith("Of 1000 trajectories, 1000 rewards changed and 0 are the same")
+    assert most == "  other changes: 980"
+    assert len(others) == 20
 
 
 def test_a_second_time_gives_the_same(run: Any, tmp_path: Path) -> None:
@@ -205,7 +260,7 @@ def test_what_cannot_be_evaluated_is_failed_and_never_0(
     section = tmp_path / "reward.yaml"
     section.write_text("function: {name: raising}\n")
     status, said = run(reward=section)
-    assert (status, "3 of them could not be evaluated" in said) == (1, True), said
+    assert (status, "3 trajectories could not be evaluated" in said) == (1, True), said
     for one in read_file(tmp_path / "new.jsonl"):
         assert (one.status, one.reward) == ("failed", None)
         if one.task_id != "t3":
@@ -226,8 +281,12 @@ def test_a_program_is_run_again_in_a_sandbox(run: Any, tmp_path: Path, bubblewra
     ("arguments", "reward", "words"),
     [
         ({"name": "nosuch"}, None, "no RolloutJob 'nosuch'"),
-        ({"handler": "shell"}, None, "the handler 'shell' judges what Run left in its sandbox, which is not"),
-        ({"handler": "harbor"}, None, "only handlers that judge the answer can evaluate a trajectory again"),
+        (
+            {"handler": "shell"},
+            None,
+            "the handler 'shell' judges what Run left in its sandbox, which is not here",
+        ),
+        ({"handler": "harbor"}, None, "only handlers that judge the answer can evaluate without a rollout"),
         ({"handler": "nobodys"}, None, "no handler 'nobodys' is installed"),
         ({}, "weights: {style: 1.0}", "spec.reward.weights: there is no component 'style'"),
         ({}, "overlong: {maxTokens: 8, bufferTokens: -1}", "reward.overlong.bufferTokens"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +14,16 @@ from typing import Any
 
 import pytest
 from rollyard.main import main
+from rollyard_testing.checkout import ROOT
 from rollyard_testing.pipeline.installed import install_handler
 
 Run = Callable[..., tuple[int, str, str]]
 ADD = {"entry_point": "add", "cases": [{"input": "1\n2", "output": "3"}]}
 TASKS = [{"id": "add", "prompt": "?", "tests": ADD}, {"id": "seven", "prompt": "?", "answer": "7"}]
 RIGHT = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```"
+
+PAGE = (ROOT / "docs/graders.md").read_text()
+EXAMPLES = re.findall(r"^```\n\$ rollyard grade (.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 MARKS = """
 class Judge(Handler):
@@ -81,6 +87,12 @@ def test_an_answer_is_shown_with_what_was_compared(run: Run) -> None:
 def test_options_say_what_a_task_of_stem_holds(run: Run, options: str, answer: str, reward: float) -> None:
     status, out, _ = run("--handler", "stem", *options.split(), answer)
     assert (status, out.splitlines()[0]) == (0, f"reward {reward:g}")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_page_shows_what_is_printed(run: Run, example: str) -> None:
+    command, _, printed = example.partition("\n")
+    assert run(*shlex.split(command))[1] == printed
 
 
 def test_a_file_of_pairs(run: Run, tmp_path: Path) -> None:

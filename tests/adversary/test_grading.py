@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def json_line(**fields: object) -> str:
 def test_a_terminal_obeys_no_answer(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, output: list[str]
 ) -> None:
-    row = json_line(answer=f"{ESCAPES}\nreward 1", key=f"8{ESCAPES}", id=ESCAPES)
+    row = json_line(answer=f"{ESCAPES}\nreward 1", key=f"8{ESCAPES}", id=f"{ESCAPES}\nreward 1")
     (tmp_path / "pairs.jsonl").write_text(row)
     assert main(["grade", "--handler", "stem", "--file", str(tmp_path / "pairs.jsonl"), *output]) == 0
     assert main(["grade", "--handler", "stem", "--key", "8", *output, f"{ESCAPES}\nreward 1"]) == 0
@@ -52,7 +53,12 @@ def test_a_line_without_an_end_is_refused(capfd: pytest.CaptureFixture[str], tmp
         file.write(json_line(answer="7", key="7").encode())
         for _ in range(100):
             file.write(b" " * 1_000_000)
-    assert main(["grade", "--handler", "stem", "--file", str(tmp_path / "pairs.jsonl.gz")]) == 1
+    tracemalloc.start()
+    try:
+        assert main(["grade", "--handler", "stem", "--file", str(tmp_path / "pairs.jsonl.gz")]) == 1
+        assert tracemalloc.get_traced_memory()[1] < 60_000_000
+    finally:
+        tracemalloc.stop()
     assert "pairs.jsonl.gz: line 2: longer than 8 MiB" in capfd.readouterr().err
 
 

@@ -257,7 +257,7 @@ def _task(pair: Pair, place: str, tasks: Mapping[str, Task], problems: Callable[
     elif pair.task is not None:
         raise InvalidInput(f"{place}task: needs --tasks")
     else:
-        task = Task(id="answer", prompt="?", answer=pair.key, choices=pair.choices, numeric=pair.numeric)
+        task = Task(id="grade", prompt="?", answer=pair.key, choices=pair.choices, numeric=pair.numeric)
     found = problems(task)
     if found:
         field = found[0] if tasks else re.sub("^answer:", "key:", found[0])

@@ -40,6 +40,8 @@ def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("up --detach", "local"),
         ("quickstart", "local"),
         ("worker --help", "worker"),
+        ("grade --handler math --key 7 7", "worker"),
+        ("rescore j --handler math", "worker"),
         ("slurm-bridge up --home h", "slurm"),
         ("slurm-bridge up --home h --engine embedded --detach", "slurm"),
         ("trajectories j -o t.parquet", "parquet"),

@@ -40,6 +40,8 @@ def open_rescorer(
 ) -> Iterator[tuple[Rescorer, asyncio.Runner]]:
     """Provide a handler that evaluates answers, and the runner of its calls. Its sandboxes end with it.
 
+    The stage worker's modules must be installed.
+
     Args:
         command: The name of the command that needs it.
         handler: The name of the handler.
@@ -49,11 +51,10 @@ def open_rescorer(
         sandbox: The kind of the sandboxes, for a handler that needs some.
 
     Raises:
-        MissingExtra: The stage worker's modules are not installed.
+        MissingExtra: The handler needs a sandbox, whose modules are not installed.
         InvalidInput: The handler judges more than an answer, the reward needs a service, a name stands for
             nothing, or no sandbox can be started here.
     """
-    require(f"`rollyard {command}`", "worker")
     from rollyard_pipeline.errors import PipelineError
     from rollyard_pipeline.sandboxes import open_provider
     from rollyard_pipeline.stages.rescoring import Rescorer

@@ -1,4 +1,4 @@
-"""Kept trajectories are evaluated again, without a new rollout."""
+"""Kept trajectories are evaluated again, without a new rollout, and so are answers that stand in none."""
 
 from __future__ import annotations
 

@@ -64,7 +64,9 @@ def command(
     was graded, and got the reward that its line of --file expects.
     """
     from rollyard.commands.grade.grading import grade, pairs_of, single
+    from rollyard.extras import require
 
+    require("`rollyard grade`", "worker")
     unknown = next((word for word in words if word.startswith("--")), None)
     if unknown is not None:
         raise click.NoSuchOption(unknown)

@@ -53,7 +53,9 @@ def command(
     """
     from rollyard.commands.rescore.rescoring import rescore
     from rollyard.errors import CliError
+    from rollyard.extras import require
 
+    require("`rollyard rescore`", "worker")
     with connect(url, home, namespace) as client:
         report = rescore(client, name, namespace, handler, output, reward_file, sandbox)
     for line in report.lines():

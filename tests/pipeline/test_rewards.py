@@ -457,7 +457,8 @@ def test_an_episode_says_what_run_and_eval_have_recorded() -> None:
             {"role": "assistant", "content": "first"},
             {"role": "assistant", "content": "last"},
         ],
-        "messages_dropped": 0, "answer": "handed in", "final_text": "handed in", "reward": 0.5,
+        "messages_dropped": 0, "answer": "handed in", "final_text": "handed in", "thought": "",
+            "reward": 0.5,
         "reward_reason": "TestTimeout", "components": {"answered": 1.0}, "sampled_tokens": 3,
         "truncated": True, "truncated_reason": "MaxTurns",
     }  # fmt: skip

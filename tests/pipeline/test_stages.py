@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,7 @@ from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
+from rollyard_pipeline.stages.rescoring import Rescorer
 from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.tool_parsers.base import ParsedCall
@@ -62,6 +64,7 @@ from rollyard_pipeline.trajectories.request_seeds import request_seed
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
+from rollyard_testing.families import FAMILIES, write_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler
 
@@ -489,6 +492,42 @@ async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None
     assert rollout.provider.claimed() == []
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
     assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "reward"),
+    [
+        ("qwen3", "<think>\\boxed{5}</think>\n\n\\boxed{4}", 1.0),
+        ("qwen3", "<think>It is \\boxed{4}", 0.0),
+        ("qwen3_5", "\\boxed{5}\n</think>\n\n\\boxed{4}", 1.0),
+        ("qwen3_5", "It is \\boxed{4}", 0.0),
+    ],
+)
+async def test_what_stands_in_a_thought_is_no_answer(
+    rollout: Rollout,
+    model: Callable[..., None],
+    bpe: Any,
+    tmp_path: Path,
+    family: str,
+    said: str,
+    reward: float,
+) -> None:
+    """It is neither when the rollout is evaluated nor when its record is evaluated again."""
+    folder = write_folder(FAMILIES[family], bpe, tmp_path / family)
+    for thoughts, expected in (("separate", reward), ("answer", 1.0)):
+        agent = {"type": "single_turn", "thoughts": thoughts}
+        model(lambda prompt: said + END, agent, {"answer": "4"}, handler="math")
+        assert rollout.backend is not None
+        rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(folder)})
+        trajectory = await rollout.play()
+        assert trajectory.messages[-1].content == said
+        assert (await rollout.score()).reward == expected
+        assert rollout.plane.spec is not None
+        rescorer = Rescorer("math", rollout.plane.spec, None, "me")
+        record = Trajectory.model_validate_json(trajectory.line())
+        (again,) = await rescorer.rescored([(record, rollout.task)], datetime.now(UTC))
+        await rescorer.close()
+        assert (again.status, again.reward) == ("succeeded", expected)
 
 
 async def test_a_jobs_reward_is_made_of_components(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rollyard_crds.base import Deferred
 from rollyard_crds.names import StageName
@@ -82,6 +82,21 @@ class TurnToolCall(Record):
     seconds: float = 0.0
 
 
+class Thought(Record):
+    """What of a turn's message is a thought, in characters (code points) of the message's `content`.
+
+    The thought is `content[start:end]`, and the answer is `content[answer:]`. What stands between belongs to
+    neither, such as `</think>`. A thought that is not closed ends with the content, and leaves no answer.
+    """
+
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=0)]
+    answer: Annotated[int, Field(ge=0)]
+    opened: Annotated[str, Field(max_length=32)] = ""
+    """The mark with which the prompt has opened the thought, such as `<think>`. It is empty if the policy
+    opened the thought."""
+
+
 class Turn(Record):
     """One assistant turn: where its tokens lie, how it ended, what it called."""
 
@@ -94,6 +109,15 @@ class Turn(Record):
     tool_calls: list[TurnToolCall] = Field(default_factory=list)
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
+    thought: Thought | None = None
+    """What of the message is a thought. It is None, and left out of JSON, if all of it is the answer."""
+
+    @model_serializer(mode="wrap")
+    def _without_null(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialized(self)
+        if self.thought is None:
+            fields.pop("thought", None)
+        return fields
 
 
 def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:

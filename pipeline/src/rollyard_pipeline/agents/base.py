@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import FinishReason
+from rollyard_crds.trajectory import FinishReason, Thought
 from rollyard_inference.errors import ContextOverflow
 from rollyard_sandbox.errors import ConnectionLost, ServerFault
 from rollyard_sandbox.errors import SandboxError as ExecError
@@ -111,7 +111,7 @@ class AgentContext:
             self._out_of_context(len(prompt.ids), limit)
             return None
         text = recorder.record(prompt, sample)
-        parsed = clean_turn(self._parser.parse(text)) if self._tools else ParsedTurn(text.strip())
+        parsed = self._parsed(text, recorder.turns[-1].thought) if self._tools else ParsedTurn(text.strip())
         self.episode.add_assistant(text, parsed, sample.finish_reason, session.model_seconds - before)
         if sample.finish_reason == "length":
             full = len(sample.token_ids) >= self._sampling.max_tokens
@@ -130,6 +130,15 @@ class AgentContext:
                 f" and {limit}: raise the limit, or shorten the prompt"
             )
         self.episode.truncate("MaxContext")
+
+    def _parsed(self, text: str, thought: Thought | None) -> ParsedTurn:
+        """Return the calls of a turn, and its text without them. Calls in its thought do not count."""
+        recorder = self.episode.recorder
+        # Messages in channels may be calls wherever they stand, and their parser knows a thought's channel.
+        apart = thought is not None and recorder is not None and not recorder.channels
+        said = thought.answer if thought is not None and apart else 0
+        parsed = clean_turn(self._parser.parse(text[said:]))
+        return ParsedTurn((text[:said] + parsed.text).strip(), parsed.calls)
 
     async def call(self, call: ParsedCall) -> ToolResult:
         """Run one tool call, and append its result as a message.

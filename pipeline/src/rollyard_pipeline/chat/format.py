@@ -45,6 +45,11 @@ class ChatFormat:
         return self.template.render(messages, tools=self.tools, now=self.now, variables=self.variables)
 
     @property
+    def channels(self) -> bool:
+        """Return whether a turn consists of messages in channels, as gpt-oss's does."""
+        return "<|channel|>" in self.template.source and "<|message|>" in self.template.source
+
+    @property
     def wraps(self) -> bool:
         """Return whether the template adds a control token before an assistant's content.
 

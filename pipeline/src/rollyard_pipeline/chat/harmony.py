@@ -1,18 +1,35 @@
-"""gpt-oss's channels in the form that its chat template needs: separate `thinking` and `content`.
+"""gpt-oss's channels, in OpenAI's harmony format.
 
 A turn consists of one or more `<|channel|>NAME …<|message|>TEXT`, with `<|end|><|start|>assistant` in
-between (OpenAI's harmony format).
+between.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
-_MESSAGE: Final = re.compile(
-    r"<\|channel\|>\s*(\w+)(.*?)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|\Z)", re.S
-)
+from rollyard_crds.trajectory import Thought
+
+_MARK: Final = re.compile(r"<\|(start|message|end|call|return)\|>")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*+(\w+)")
+_HEADER_LIMIT: Final = 1024  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of a turn. Its text is `turn[start:end]`."""
+
+    channel: str
+    """The name of the channel. It is empty if the header names none."""
+    recipient: bool
+    """Whether it is a call."""
+    start: int
+    end: int
+    begun: bool
+    """Whether its header ends, so that there is a text."""
 
 
 def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict[str, str]:
@@ -23,12 +40,57 @@ def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict
         escape: Turns control tokens that are left in the parts into text.
         calls: Whether the turn makes calls. The template then accepts only thinking beside them.
     """
-    found = _MESSAGE.findall(text)
+    found = [message for message in _messages(text) if message.begun and message.channel]
     if not found:
         return {"content": "" if calls else escape(text)}
-    said = [(channel, body) for channel, header, body in found if " to=" not in header]
+    said = [(one.channel, text[one.start : one.end]) for one in found if not one.recipient]
     thinking = "\n".join(body for channel, body in said if channel == "analysis")
     content = "\n".join(body for channel, body in said if channel != "analysis")
     if calls:
         thinking, content = "\n".join(part for part in (thinking, content) if part), ""
     return {"content": escape(content), **({"thinking": escape(thinking)} if thinking else {})}
+
+
+def channel_thought(text: str) -> Thought | None:
+    """Return what of a turn is a thought, or None for a turn without channels.
+
+    The thought is what stands in the channel `analysis`. The answer is the last message, if it stands in the
+    channel `final` or names none. Else the turn has no answer.
+    """
+    messages = _messages(text)
+    if not messages:
+        return None
+    thoughts = [message for message in messages if message.channel == "analysis" and message.begun]
+    last = messages[-1]
+    answered = last.begun and not last.recipient and last.channel not in ("analysis", "commentary")
+    return Thought(
+        start=thoughts[0].start if thoughts else 0,
+        end=thoughts[-1].end if thoughts else 0,
+        answer=last.start if answered else len(text),
+    )
+
+
+def _messages(text: str) -> list[_Message]:
+    """Return the messages of a turn in one pass, or [] if it has no marks."""
+    found: list[_Message] = []
+    header, body = 0, -1  # Where the header began, and where the text after it began, or -1 in a header.
+    for mark in _MARK.finditer(text):
+        if body < 0 and mark[1] == "message":
+            body = mark.end()
+        elif mark[1] != "message":
+            if body >= 0:
+                found.append(_message(text, header, body, mark.start()))
+            header, body = mark.end(), -1
+    if body >= 0:
+        found.append(_message(text, header, body, len(text)))
+    elif found or "<|channel|>" in text[header : header + _HEADER_LIMIT]:
+        rest = text[header:]
+        if rest.strip():
+            found.append(_Message("", False, len(text), len(text), False))
+    return found
+
+
+def _message(text: str, header: int, start: int, end: int) -> _Message:
+    head = text[header : min(start, header + _HEADER_LIMIT)]
+    channel = _CHANNEL.search(head)
+    return _Message(channel[1] if channel is not None else "", " to=" in head, start, end, True)

@@ -66,6 +66,11 @@ class ChatTokenizer:
         """Return the text of a special token, or None for any other id."""
         return self._special.get(token_id)
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token whose text is `text`, or None if the vocabulary has none."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def variables(self) -> dict[str, str]:
         """Return `bos_token`, `eos_token`, … as templates read them."""
         found: dict[str, str] = {}

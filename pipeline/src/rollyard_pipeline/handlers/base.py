@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
-from rollyard_crds.task import Task, TaskSandbox
-from rollyard_crds.trajectory import MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
+from rollyard_crds.task import Message, Task, TaskSandbox
+from rollyard_crds.trajectory import MAX_REWARD, MAX_REWARD_OUTPUT, Thought, Trajectory, Turn
 from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
 
+from rollyard_pipeline.chat.thoughts import text_thought
 from rollyard_pipeline.errors import SetupFailed
 from rollyard_pipeline.handlers.scripts import run_script, run_test
 from rollyard_pipeline.trajectories.sanitize import clean_text
@@ -159,13 +160,43 @@ class StageContext:
 
     @property
     def final_text(self) -> str:
-        """Return the submitted answer, else the last assistant message without its thought, else ""."""
+        """Return the submitted answer, else the last message of the policy without its thought, else "".
+
+        What `submit` received is an answer whatever it spells. A thought that is not closed leaves no answer.
+        If the job's `agent.thoughts` is `answer`, all of the message is the answer.
+        """
         if self.answer is not None:
             return self.answer
-        for message in reversed(self.trajectory.messages if self.trajectory else ()):
-            if message.role == "assistant":
-                return message.content.rpartition("</think>")[2]
-        return ""
+        content, thought = self._last
+        return content if thought is None else content[thought.answer :]
+
+    @property
+    def thought(self) -> str:
+        """Return the thought of the policy's last message, without marks such as `<think>`, else ""."""
+        content, thought = self._last
+        return "" if thought is None else content[thought.start : thought.end].strip()
+
+    @property
+    def _last(self) -> tuple[str, Thought | None]:
+        """Return the content of the policy's last message, and what of it is a thought."""
+        said = [] if self.trajectory is None else said_by_policy(self.task, self.trajectory)
+        if not said:
+            return "", None
+        message, turn = said[-1]
+        if self.spec.agent.thoughts == "answer":
+            return message.content, None
+        if turn is None or turn.thought is None:
+            # Where the tokens are not known either, as in `rollyard grade`, the text has to say it.
+            return message.content, text_thought(message.content)
+        return message.content, turn.thought
+
+
+def said_by_policy(task: Task, trajectory: Trajectory) -> list[tuple[Message, Turn | None]]:
+    """Return the policy's messages with their turns, without the messages that the task begins with."""
+    given = sum(message.role == "assistant" for message in task.chat())
+    own = [message for message in trajectory.messages if message.role == "assistant"][given:]
+    turns: list[Turn | None] = [*trajectory.turns]
+    return list(zip(own, [None] * (len(own) - len(turns)) + turns, strict=False))
 
 
 class Handler(ABC):

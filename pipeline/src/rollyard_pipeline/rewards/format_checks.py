@@ -10,6 +10,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard_pipeline.errors import FormatCheckFailed, FormatCheckTimeout
+from rollyard_pipeline.handlers.base import said_by_policy
 from rollyard_pipeline.handlers.child_processes import ChildProcesses
 
 _SECONDS: Final = 10.0
@@ -72,11 +73,18 @@ class FormatChecks:
 
 
 def own_texts(task: Task, trajectory: Trajectory | None) -> list[str]:
-    """Return the contents of the policy's messages, without those that the task begins with."""
+    """Return the contents of the policy's messages, without those that the task begins with.
+
+    A mark with which the prompt has opened the thought, such as `<think>`, comes first.
+    """
     if trajectory is None:
         return []
-    own = trajectory.messages[len(task.chat()) :]
-    return [message.content for message in own if message.role == "assistant"]
+    said = said_by_policy(task, trajectory)
+    thoughts = [turn.thought if turn is not None else None for _, turn in said]
+    return [
+        message.content if thought is None else thought.opened + message.content
+        for (message, _), thought in zip(said, thoughts, strict=True)
+    ]
 
 
 def has_tags(text: str, tags: Sequence[str]) -> bool:

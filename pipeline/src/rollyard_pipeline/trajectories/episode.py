@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.task import FunctionCall, Message, ToolCall
-from rollyard_crds.trajectory import FinishReason, SamplingRecord, Trajectory, Turn, TurnToolCall
+from rollyard_crds.trajectory import FinishReason, SamplingRecord, Thought, Trajectory, Turn, TurnToolCall
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
@@ -68,6 +68,8 @@ class Episode:
             turn = self.recorder.turns[-1]
             turn.finish_reason = finish
             turn.model_seconds = model_seconds
+            if turn.thought is not None:
+                turn.thought = _in_content(turn.thought, text, message)
         self.turns.append(turn)
 
     def add_observation(self, call: ParsedCall, text: str, error: str | None, seconds: float) -> None:
@@ -133,6 +135,21 @@ class Episode:
             template_breaks=self.recorder.template_breaks if self.recorder else 0,
             metadata=lease.task.metadata,
         )
+
+
+def _in_content(thought: Thought, text: str, message: Message) -> Thought:
+    """Return a thought of a turn's text with the places in the content of its message."""
+    size, cut = len(message.content), 0
+    if message.tool_calls:  # The content is the text without the calls and without whitespace around it.
+        before = clean_text(text[: thought.answer])
+        if not message.content.startswith(before.strip()):
+            # gpt-oss's parser puts the thoughts before a call together, and such a turn has no answer.
+            return Thought(start=0, end=size, answer=size)
+        cut = len(before) - len(before.lstrip())
+    start, end, answer = (
+        min(max(place - cut, 0), size) for place in (thought.start, thought.end, thought.answer)
+    )
+    return Thought(start=start, end=end, answer=answer, opened=thought.opened)
 
 
 def clean_turn(parsed: ParsedTurn) -> ParsedTurn:

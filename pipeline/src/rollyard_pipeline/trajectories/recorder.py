@@ -18,6 +18,7 @@ from rollyard_crds.trajectory import FinishReason, Segment, Turn
 
 from rollyard_pipeline.chat.conversation import Conversation, Rendering
 from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
+from rollyard_pipeline.chat.thoughts import ThoughtReader
 from rollyard_pipeline.chat.tokenizer import MARK
 
 
@@ -118,6 +119,9 @@ class TrajectoryRecorder:
     def __init__(self, chat: ChatFormat, messages: Sequence[ChatMessage]) -> None:
         self._tokenizer = chat.tokenizer
         self._conversation = Conversation(chat, messages)
+        self._thoughts = ThoughtReader(chat)
+        self.channels = chat.channels
+        """Whether a turn consists of messages in channels."""
         self._segments: list[_OpenSegment] = []
         self.turns: list[Turn] = []
         self.template_breaks = 0
@@ -153,7 +157,10 @@ class TrajectoryRecorder:
         return Prompt(TokenIds(so_far, new), rendering, new)
 
     def record(self, prompt: Prompt, sample: Sample) -> str:
-        """Record what was sampled after `prompt`. Return the turn's text without its end-of-turn token."""
+        """Record what was sampled after `prompt`, and return the turn's text without its end-of-turn token.
+
+        The places of the turn's `thought` are those in this text.
+        """
         if prompt.outside is None:
             self._segments.append(_OpenSegment(list(prompt.ids), len(prompt.ids)))
             self.template_breaks += prompt.template_break
@@ -162,16 +169,18 @@ class TrajectoryRecorder:
         segment = self._segments[-1]
         start = len(segment.loss_mask)
         segment.sampled(sample)
+        end = self._tokenizer.special_text(sample.token_ids[-1]) if sample.token_ids else None
+        said = sample.token_ids[:-1] if end else sample.token_ids
+        text = self._tokenizer.decode_sampled(said)
         self.turns.append(
             Turn(
                 segment=len(self._segments) - 1,
                 start=start,
                 end=len(segment.loss_mask),
                 finish_reason=sample.finish_reason,
+                thought=self._thoughts.read(prompt.rendering.text, said, text),
             )
         )
-        end = self._tokenizer.special_text(sample.token_ids[-1]) if sample.token_ids else None
-        text = self._tokenizer.decode_sampled(sample.token_ids[:-1] if end else sample.token_ids)
         self._conversation.said(prompt.rendering, text, end or "")
         return text.replace(MARK, "")
 

@@ -1,0 +1,154 @@
+"""What of a sampled turn is a thought, and what is the answer.
+
+This is decided where the turn's tokens are known, because its text does not show it: the prompt may have
+opened the thought already, and a mark such as `</think>` is either a token or spelled by ordinary ones.
+
+- An opening mark at the end of the prompt, or at the beginning of the turn, opens a thought.
+- The next closing mark ends it. If the mark that opened the thought is a token, so must this one be.
+- A further thought may follow at once. Marks after that are text of the answer.
+- A thought that is not closed has no answer after it.
+- A closing mark that nothing has opened ends a thought only if the chat template, too, looks for this mark,
+  and if the prompt does not end with it. Some templates hide that a thought was opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rollyard_crds.trajectory import Thought
+
+from rollyard_pipeline.chat.format import ChatFormat
+from rollyard_pipeline.chat.harmony import channel_thought
+from rollyard_pipeline.chat.tokenizer import MARK
+
+_CLOSING: Final = {"<think>": "</think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
+"""The closing mark of each family's thoughts by the opening one. No mark can overlap with another one."""
+_MARKS: Final = re.compile("|".join(re.escape(mark) for pair in _CLOSING.items() for mark in pair))
+_TAIL: Final = 64
+"""The number of characters at the end of a prompt in which a mark is looked for."""
+_NEWLINES: Final = re.compile(r"\n*+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    text: str
+    start: int
+    end: int
+    exact: bool
+    """Whether it is what the model uses: a token, or text if the vocabulary has no such token."""
+
+
+class ThoughtReader:
+    """Finds the thoughts of turns, each in time linear in the length of the turn.
+
+    Args:
+        chat: The model's chat format.
+    """
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._tokenizer = chat.tokenizer
+        marks = [mark for pair in _CLOSING.items() for mark in pair]
+        tokens = {mark: chat.tokenizer.token_id(mark) for mark in marks}
+        self._tokens = {token: mark for mark, token in tokens.items() if token is not None}
+        self._in_template = {mark for mark in _CLOSING.values() if mark in chat.template.source}
+        self._channels = chat.channels
+
+    def read(self, prompt: str, ids: Sequence[int], text: str) -> Thought | None:
+        """Return what of a turn is a thought, or None if all of it is the answer.
+
+        The places are those in `text` without any `tokenizer.MARK`.
+
+        Args:
+            prompt: The text after which the turn was sampled.
+            ids: The sampled ids without the end-of-turn token.
+            text: Their text, as `ChatTokenizer.decode_sampled` returns it.
+        """
+        if self._channels:
+            found = channel_thought(text)
+            return None if found is None else _without_marks(found, text)
+        text = text.replace(MARK, "")
+        marks = self._marks(ids, text)
+        tail = prompt[-_TAIL:].rstrip()
+        opened = next((mark for mark in _CLOSING if tail.endswith(mark)), "")
+        found = _first_thought(text, marks, opened)
+        if found is not None:
+            return found
+        hidden = next((mark for mark in marks if mark.exact and mark.text in self._in_template), None)
+        if hidden is None or tail.endswith(hidden.text):
+            return None
+        return Thought(start=0, end=hidden.start, answer=_after(text, hidden))
+
+    def _marks(self, ids: Sequence[int], text: str) -> list[_Mark]:
+        """Return the marks of a text, in order."""
+        found = list(_MARKS.finditer(text))
+        sampled = sum(token in self._tokens for token in ids) if found else 0
+        mixed = 0 < sampled < len(found)
+        tokens = self._in_order(ids) if mixed else [sampled > 0] * len(found)
+        existing = set(self._tokens.values())
+        return [
+            _Mark(match[0], match.start(), match.end(), token or match[0] not in existing)
+            for match, token in zip(found, tokens, strict=False)
+        ]
+
+    def _in_order(self, ids: Sequence[int]) -> list[bool]:
+        """Return for each mark in the text of `ids` whether it is a token."""
+        tokens: list[bool] = []
+        begin = 0
+        for place, token in enumerate(ids):
+            if token in self._tokens:
+                tokens += [*self._spelled(ids[begin:place]), True]
+                begin = place + 1
+        return [*tokens, *self._spelled(ids[begin:])]
+
+    def _spelled(self, ids: Sequence[int]) -> list[bool]:
+        text = self._tokenizer.decode_sampled(ids).replace(MARK, "") if ids else ""
+        return [False for _ in _MARKS.finditer(text)]
+
+
+def text_thought(text: str) -> Thought | None:
+    """Return what of a message is a thought, or None, where only its text is known.
+
+    Only a thought that this text itself opens, at its beginning, is one.
+    """
+    marks = [_Mark(match[0], match.start(), match.end(), False) for match in _MARKS.finditer(text)]
+    return _first_thought(text, marks, "")
+
+
+def _first_thought(text: str, marks: Sequence[_Mark], opened: str) -> Thought | None:
+    """Return the thought with which a turn begins, or None if it begins with none.
+
+    Args:
+        text: The text of the turn.
+        marks: The marks in it, in order.
+        opened: The mark with which the prompt has opened a thought, or "".
+    """
+    if opened:
+        opening, exact, start, following = opened, True, 0, 0
+    elif marks and marks[0].text in _CLOSING and not text[: marks[0].start].strip():
+        opening, exact, start, following = marks[0].text, marks[0].exact, marks[0].end, 1
+    else:
+        return None
+    for place in range(following, len(marks)):
+        mark = marks[place]
+        if mark.text != _CLOSING[opening] or (exact and not mark.exact):
+            continue
+        after = marks[place + 1] if place + 1 < len(marks) else None
+        if after is None or after.text != opening or text[mark.end : after.start].strip():
+            return Thought(start=start, end=mark.start, answer=_after(text, mark), opened=opened)
+        exact = after.exact  # A further thought begins at once.
+    return Thought(start=start, end=len(text), answer=len(text), opened=opened)
+
+
+def _after(text: str, mark: _Mark) -> int:
+    """Return where the answer begins after a closing mark and the newlines that templates put there."""
+    newlines = _NEWLINES.match(text, mark.end)
+    return mark.end if newlines is None else newlines.end()
+
+
+def _without_marks(thought: Thought, text: str) -> Thought:
+    """Return a thought whose places do not count the `tokenizer.MARK`s of the text."""
+    places = {name: getattr(thought, name) for name in ("start", "end", "answer")}
+    return Thought(**{name: place - text.count(MARK, 0, place) for name, place in places.items()})

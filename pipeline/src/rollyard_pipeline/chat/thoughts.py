@@ -7,8 +7,8 @@ opened the thought already, and a mark such as `</think>` is either a token or s
 - The next closing mark ends it. If the mark that opened the thought is a token, so must this one be.
 - A further thought may follow at once. Marks after that are text of the answer.
 - A thought that is not closed has no answer after it.
-- A closing mark that nothing has opened ends a thought only if the chat template, too, looks for this mark,
-  and if the prompt does not end with it. Some templates hide that a thought was opened.
+- A closing mark before which no opening one stands ends a thought only if the chat template, too, looks for
+  this mark, and if the prompt does not end with it. Some templates hide that a thought was opened.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class ThoughtReader:
         found = _first_thought(text, marks, opened)
         if found is not None:
             return found
-        hidden = next((mark for mark in marks if mark.exact and mark.text in self._in_template), None)
-        if hidden is None or tail.endswith(hidden.text):
+        first = next((mark for mark in marks if mark.exact), None)
+        if first is None or first.text not in self._in_template or tail.endswith(first.text):
             return None
-        return Thought(start=0, end=hidden.start, answer=_after(text, hidden))
+        return Thought(start=0, end=first.start, answer=_after(text, first))
 
     def _marks(self, ids: Sequence[int], text: str) -> list[_Mark]:
         """Return the marks of a text, in order."""

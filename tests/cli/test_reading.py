@@ -101,6 +101,13 @@ def test_without_a_tokenizer_messages_are_shown() -> None:
     assert "2 tokens, logprob mean -0.500" in text
 
 
+def test_the_length_of_a_thought_is_shown() -> None:
+    turn = {"segment": 0, "start": 0, "end": 7, "finish_reason": "stop"}
+    thinking = {**turn, "thought": {"start": 7, "end": 47, "answer": 55}}
+    assert ", thought of 40 characters, model" in shown(record(turns=[thinking]))
+    assert "thought" not in shown(record(turns=[turn]))
+
+
 def test_on_a_terminal_colour_marks() -> None:
     text = shown(record(), terminal=True)
     assert "«" not in text

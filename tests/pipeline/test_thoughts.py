@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from functools import cache
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +16,20 @@ from rollyard_crds.trajectory import Thought, Trajectory, Turn
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.handlers import Evaluation
 from rollyard_pipeline.handlers.code.handler import CodeHandler
+from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.stem import StemHandler
 from rollyard_pipeline.handlers.swe.diffs import patch_of
+from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards.episode import episode_document
 from rollyard_pipeline.rewards.format_checks import has_tags, own_texts
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
+from rollyard_pipeline.stages.rescoring import Rescorer
 from rollyard_testing.families import FAMILIES
+from rollyard_testing.pipeline.installed import install_handler
+from rollyard_testing.pipeline.swelab import FIX_DIFF, SMALL, swe_task
 from rollyard_testing.pipeline.thinking import TASK, judged, kept, played, said_by_hand, thinking_chat
 
 SPECIAL = {"mistral": ("mistral_v11", ("[THINK]", "[/THINK]")), "kimi": ("chatml", ("◁think▷", "◁/think▷"))}
@@ -192,6 +199,48 @@ async def test_a_diff_is_read_from_the_answer() -> None:
     trajectory = await record_of("qwen3", f"<think>```diff\nno\n```</think>\n\n{diff}")
     assert patch_of(judged(trajectory).final_text) == diff
     assert patch_of(judged(await record_of("qwen3_5", f"```diff\n{diff}```")).final_text) == ""
+
+
+async def test_a_diff_in_a_thought_is_not_applied(bubblewrap_works: None, tmp_path: Path) -> None:
+    """A handler with tests in a sandbox, which evaluates kept records."""
+    task = swe_task([], submission="answer", verdict="log")
+    fenced = f"```diff\n{FIX_DIFF}```\n"
+    spec = judged(None, handler="swe", sandbox=SMALL).spec
+    provider = partial(open_provider, "bubblewrap", run_dir=tmp_path, node="n")
+    rescorer = Rescorer("swe", spec, None, "me", provider=provider)
+    await rescorer.check()
+    records = [
+        await record_of(family, text, task=task)
+        for family, text in (("qwen3", f"<think>\na</think>\n{fenced}"), ("qwen3_5", fenced))
+    ]
+    found = await rescorer.rescored([(record, task) for record in records], datetime.now(UTC))
+    await rescorer.close()
+    assert [(one.status, one.reward, one.reward_reason) for one in found] == [
+        ("succeeded", 1.0, ""),
+        ("succeeded", 0.0, "PatchDoesNotApply"),
+    ]
+
+
+APART = """
+class Judge(Handler):
+    needs_sandbox = False
+
+    async def eval(self, ctx):
+        return Evaluation(float((ctx.thought, ctx.final_text, ctx.answer) == ("I count.", "7", None)))
+"""
+
+
+async def test_a_handler_in_a_process_of_its_own_gets_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_handler(tmp_path, APART, monkeypatch)
+    handler = loaded_handler(Registry(), "steered")
+    try:
+        for text, reward in (("I count.</think>7", 1.0), ("I count. 7", 0.0)):
+            context = judged(await record_of("qwen3_5", text))
+            assert (await evaluate(handler, context, 30.0)).reward == reward
+    finally:
+        await handler.close()
 
 
 async def test_calls_in_a_thought_do_not_count() -> None:

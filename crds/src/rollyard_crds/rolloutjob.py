@@ -138,9 +138,9 @@ class AgentSpec(Model):
     chooses by the model's chat template."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template beside messages and tools, such as `enable_thinking: false`."""
-    thoughts: Literal["separate", "answer"] = "separate"
+    thoughts: Literal["separate", "answer"] | None = None
     """`separate`: the thought of the last message is no part of the answer. `answer`: all of the message is
-    the answer."""
+    the answer. Default: `separate`."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
     """Sampled assistant turns; a rollout that needs more is evaluated as truncated. Calls that an agent
     replays do not count."""

@@ -194,6 +194,8 @@ class TrajectoryView:
         # Most rollouts are sampled from one version, so the versions are shown only if there are several.
         if segment is not None and len(_versions(trajectory, trajectory.turns)) > 1:
             title += f", policy version {' then '.join(_versions(trajectory, [turn]))}"
+        if turn.thought is not None:
+            title += f", thought of {turn.thought.end - turn.thought.start} characters"
         self._rule(f"{title}, model {turn.model_seconds:.3f} s, tools {turn.tool_seconds:.3f} s")
 
     def _calls(self, turn: Turn) -> None:

@@ -64,7 +64,8 @@ def _program(task: Task) -> str:
     if task.tests is None or task.tests.cases[0].program is None:
         raise ProgramFailed(f"task '{task.id}' has no test")
     return (
-        f"{program_of(_answer(task))}\n\n{task.tests.cases[0].program}\n\ncheck({task.tests.entry_point})\n"
+        f"{program_of(_answer(task)).text}\n\n{task.tests.cases[0].program}\n\n"
+        f"check({task.tests.entry_point})\n"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rollyard_crds.task_formats.swebench.diffs import changed_files
 from rollyard_pipeline.handlers.answers import final_answer
+from rollyard_pipeline.handlers.blocks import MAX_ANSWER
 from rollyard_pipeline.handlers.code.programs import program_of
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
@@ -26,9 +27,10 @@ def test_answers_of_blanks() -> None:
 def test_fenced_blocks_of_blanks() -> None:
     for fence in (f"```{BLANKS}x\n", f"```{LINES}", f"{BLANKS}```{BLANKS}x"):
         assert patch_of(fence)
-        assert program_of(fence)
-    assert patch_of(f"```diff{BLANKS}\na\n```") == "a\n"
-    assert program_of(f"{BLANKS}```{BLANKS}py{BLANKS}\na\n{BLANKS}```") == "a\n"
+        assert program_of(fence).text
+    some = BLANKS[: MAX_ANSWER // 4]
+    assert patch_of(f"```diff{some}\na\n```") == "a\n"
+    assert program_of(f"{some}```{some}py{some}\na()\n```").text == "a()\n"
 
 
 def test_a_diff_of_quotes() -> None:

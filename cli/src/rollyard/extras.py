@@ -17,7 +17,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
         "alembic", "fastapi", "fastapi_swagger", "fsspec", "httptools", "msgpack", "prometheus_client",
         "pyarrow", "sqlalchemy", "uvicorn", "uvloop",
     ),
-    "worker": ("aiohttp", "jinja2", "math_verify", "spython", "tokenizers", "uvloop"),
+    "worker": ("aiohttp", "jinja2", "markdown_it", "math_verify", "spython", "tokenizers", "uvloop"),
     "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),
     "engine": (
         "httptools", "jinja2", "numpy", "onnxruntime", "onnxruntime_genai", "prometheus_client", "starlette",

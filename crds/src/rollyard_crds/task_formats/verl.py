@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Final
 
 from rollyard_crds.task_formats.ids import task_id
@@ -61,11 +62,50 @@ def _tests(reward: Row) -> dict[str, Any] | None:
     if not inputs or len(inputs) != len(outputs):
         raise RowRefused(found.name("outputs"), "must be as many as the inputs, and at least one")
     name = found.text("fn_name", "")
-    cases = [
-        {"input": _data(one, name, lines=True), "output": _data(other, name)}
-        for one, other in zip(inputs, outputs, strict=True)
-    ]
-    return {"cases": cases, "compare": "numeric", **({"entry_point": name} if name else {})}
+    if not name:
+        cases = zip(map(_lines, inputs), map(_lines, outputs), strict=True)
+        return _code_tests(cases)
+    # APPS and TACO write values, and may put each result into a list of its own. Others write JSON as texts.
+    plain = any(isinstance(one, list) for one in inputs)
+    cases = zip(map(_arguments, inputs), _results(outputs, plain=plain), strict=True)
+    unwrap = all(isinstance(each, list) and len(each) == 1 for each in outputs)
+    return _code_tests(cases, entry_point=name, **({"unwrap": True} if unwrap else {}))
+
+
+def _code_tests(cases: Iterable[tuple[str, str]], **tests: Any) -> dict[str, Any]:
+    return {"cases": [{"input": one, "output": two} for one, two in cases], "compare": "numeric", **tests}
+
+
+def _lines(value: Any) -> str:
+    """Return the standard input or output of a program, which may be given as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any) -> str:
+    """Return the arguments of a function as JSON, one a line."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(map(json.dumps, value)) if isinstance(value, list) else json.dumps(value)
+
+
+def _results(outputs: list[Any], *, plain: bool) -> list[str]:
+    """Return results of a function as JSON.
+
+    Args:
+        outputs: The results of all tests. Texts are JSON already if all of them can be.
+        plain: Whether each text is a result as it is.
+    """
+    if not plain and all(_is_json(each) for each in outputs if isinstance(each, str)):
+        return [each if isinstance(each, str) else json.dumps(each) for each in outputs]
+    return list(map(json.dumps, outputs))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_int=str)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _listed_tests(reward: Row) -> dict[str, Any] | None:
@@ -81,26 +121,21 @@ def _listed_tests(reward: Row) -> dict[str, Any] | None:
             return None
     if not isinstance(truth, list) or not truth or not all(isinstance(case, dict) for case in truth):
         return None
-    names, cases = set(), []
+    names: set[str] = set()
+    inputs, outputs = [], []
     for place, case in enumerate(truth):
         found = Row(case, reward.number, f"{reward.name('ground_truth')}[{place}]")
-        cases.append({"input": found.text("input", ""), "output": found.text("output", "")})
+        inputs.append(found.text("input", ""))
+        outputs.append(found.text("output", ""))
         metadata = found.row("metadata", optional=True)
         functional = found.text("testtype", "stdin") == "functional"
         names.add(metadata.text("func_name") if functional else "")
     if len(names) > 1:
         raise RowRefused(reward.name("ground_truth"), "must call the same function in all tests")
     (name,) = names
-    return {"cases": cases, "compare": "numeric", **({"entry_point": name} if name else {})}
-
-
-def _data(value: Any, name: str, *, lines: bool = False) -> str:
-    """Return a value as the text of a test: the arguments of a function are JSON, one a line."""
-    if isinstance(value, str):
-        return value
-    if lines and name and isinstance(value, list):
-        return "\n".join(json.dumps(each) for each in value)
-    return "\n".join(map(str, value)) if isinstance(value, list) and not name else json.dumps(value)
+    if not name:
+        return _code_tests(zip(inputs, outputs, strict=True))
+    return _code_tests(zip(inputs, _results(outputs, plain=False), strict=True), entry_point=name)
 
 
 def _choices(extra: Row, answer: str) -> list[str]:

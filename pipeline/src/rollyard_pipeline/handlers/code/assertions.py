@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_pipeline.errors import WorkerError
@@ -157,6 +158,58 @@ def plain_test(program: str, name: str) -> PlainTest | None:
         elif not _is_idle(statement):
             assertions = None
     return PlainTest(calls, assertions, places)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTest:
+    """A test whose calls have arguments that are made where the policy's program is.
+
+    Attributes:
+        program: The test, with `candidate(0)` for its first call, `candidate(1)` for the second, and so on.
+        expressions: The calls as they stand in the test, which are all that the policy's process gets of it.
+    """
+
+    program: str
+    expressions: list[str]
+
+
+def placed_test(program: str, name: str) -> PlacedTest | None:
+    """Return a test with its calls apart, or None if it is not certain which calls it makes.
+
+    Args:
+        program: The test, which calls the function as `candidate` or by its name.
+        name: The function's name.
+    """
+    tree = parsed(program) if len(program) <= _MOST_READ else None
+    if tree is None:
+        return None
+    # What the test itself defines is not there where its calls are made.
+    local = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    calls = _CallsApart({"candidate", name})
+    replaced = ast.unparse(calls.visit(tree))
+    plain = plain_test(replaced, name)
+    used = {node.id for call in calls.found for node in ast.walk(call) if isinstance(node, ast.Name)}
+    if plain is None or len(plain.calls) != len(calls.found) or used & local:
+        return None
+    return PlacedTest(replaced, [ast.unparse(call) for call in calls.found])
+
+
+class _CallsApart(ast.NodeTransformer):
+    """Replaces the calls of the functions with these names, and keeps them in `found`."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.found: list[ast.Call] = []
+        self._names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Return a call of `candidate` with the number of this call, if it is one of the functions'."""
+        if not isinstance(node.func, ast.Name) or node.func.id not in self._names:
+            return self.generic_visit(node)
+        self.found.append(node)
+        number = ast.Constant(len(self.found) - 1)
+        return ast.copy_location(ast.Call(ast.Name("candidate", ast.Load()), [number], []), node)
 
 
 def _calls(statement: ast.stmt, names: set[str]) -> list[ast.Call]:

@@ -1,21 +1,40 @@
-"""Outputs and results are compared in the worker, as data."""
+"""Outputs and results are compared in the worker, as data.
+
+Spaces count as LiveCodeBench counts them. A number may differ from the expected one only where one of the two
+is written as a fraction, or is a float: whole numbers are counts and remainders, and the nearest other one is
+as wrong as any.
+"""
 
 from __future__ import annotations
 
 import math
-from itertools import zip_longest
+import re
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Any, Final
 
 _MISSING: Final = object()
+_NUMBER: Final = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]{1,6}+)?")
+_WHOLE: Final = re.compile(r"[+-]?[0-9]++")
+_SPACES: Final = re.compile(r"\s++")
+_ROUNDED: Final = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+"""How distances are calculated. Numbers themselves are compared exactly, in a time that is linear."""
+_HALF: Final = Decimal("0.5")
+_LONGEST_FLOAT: Final = 32
+"""The most characters of a float that a sandbox reports."""
+_MOST_BITS: Final = 1024
+"""The size of an integer in bits beyond which no float is near to it."""
 
 
 def same_text(output: str, expected: str, tolerance: float | None) -> bool:
-    """Return whether two outputs are the same but for spaces at the ends of lines and empty lines at the end.
+    """Return whether two outputs are the same but for spaces around lines and empty lines around the whole.
+
+    Spaces between the numbers of a line do not count either.
 
     Args:
         output: What the program has printed.
         expected: What it should print.
-        tolerance: The permitted distance of numbers, or None if texts must be equal.
+        tolerance: The permitted distance of fractions, as a share of the expected number, or of 1 if that is
+            0; or None if texts must be equal.
     """
     given, wanted = _lines(output), _lines(expected)
     return given == wanted or _difference(given, wanted, tolerance) is None
@@ -38,32 +57,49 @@ def difference(output: str, expected: str, tolerance: float | None) -> tuple[int
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.strip() for line in text.strip().split("\n")]
 
 
 def _difference(given: list[str], wanted: list[str], tolerance: float | None) -> int | None:
     for place, (one, other) in enumerate(zip(given, wanted, strict=False)):
-        if one != other and (tolerance is None or not _same_line(one, other, tolerance)):
+        if one != other and not _same_line(one, other, tolerance):
             return place
     return None if len(given) == len(wanted) else min(len(given), len(wanted))
 
 
-def _same_line(given: str, wanted: str, tolerance: float) -> bool:
-    pairs = zip_longest(given.split(), wanted.split(), fillvalue="")
-    return all(one == other or _near(_number(one), _number(other), tolerance) for one, other in pairs)
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word) if len(word) <= 400 else None
-    except ValueError:
-        return None
-
-
-def _near(given: float | None, wanted: float | None, tolerance: float) -> bool:
-    if given is None or wanted is None or not math.isfinite(given):
+def _same_line(given: str, wanted: str, tolerance: float | None) -> bool:
+    words, others = given.split(), wanted.split()
+    if len(words) != len(others) or not all(map(_same_word, words, others, [tolerance] * len(words))):
         return False
-    return math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
+    return all(map(_NUMBER.fullmatch, others)) or _SPACES.findall(given) == _SPACES.findall(wanted)
+
+
+def _same_word(given: str, wanted: str, tolerance: float | None) -> bool:
+    if given == wanted:
+        return True
+    if tolerance is None or not (_NUMBER.fullmatch(given) and _NUMBER.fullmatch(wanted)):
+        return False
+    whole = [_WHOLE.fullmatch(word) is not None for word in (given, wanted)]
+    return _near(Decimal(given), Decimal(wanted), None if all(whole) else tolerance, whole=whole[1])
+
+
+def _near(given: Decimal, wanted: Decimal, tolerance: float | None, *, whole: bool) -> bool:
+    """Return whether a number is equal to another, or within a tolerance of it.
+
+    Args:
+        given: A finite number.
+        wanted: The expected number, which is finite.
+        tolerance: The permitted distance as a share of the expected number, or of 1 if that is 0, or None.
+        whole: Whether the expected number is written as a whole one, so that its neighbours are wrong,
+            whatever the tolerance is.
+    """
+    if given == wanted:
+        return True
+    if tolerance is None:
+        return False
+    distance = _ROUNDED.subtract(given, wanted).copy_abs()
+    limit = _ROUNDED.multiply(Decimal(str(tolerance)), wanted.copy_abs() if wanted else Decimal(1))
+    return distance <= (min(limit, _HALF) if whole else limit)
 
 
 def same_result(encoded: Any, expected: Any, tolerance: float | None) -> bool:
@@ -91,14 +127,25 @@ def same_result(encoded: Any, expected: Any, tolerance: float | None) -> bool:
             isinstance(key, str) and same_result(value, expected.get(key, _MISSING), tolerance)
             for key, value in content
         ) and len({key for key, _ in content if isinstance(key, str)}) == len(expected)
-    if isinstance(expected, bool) or not isinstance(expected, int | float):
+    if isinstance(expected, bool) or not isinstance(expected, int | float) or not isinstance(content, str):
         return False
     if mark == "i":
-        value: int | float = int(str(content), 16)
-    elif mark == "f":
-        value = float(content)
-    else:
-        return False
-    if value == expected:
+        return _same_number(int(content, 16), expected, tolerance)
+    return (
+        mark == "f" and len(content) <= _LONGEST_FLOAT and _same_number(float(content), expected, tolerance)
+    )
+
+
+def _same_number(given: int | float, expected: int | float, tolerance: float | None) -> bool:
+    if given == expected or (given != given and expected != expected):  # Both are not a number.
         return True
-    return tolerance is not None and _near(float(value), float(expected), tolerance)
+    if tolerance is None or (isinstance(given, int) and isinstance(expected, int)):
+        return False
+    if not (_is_float(given) and _is_float(expected)):
+        return False
+    return _near(Decimal(repr(given)), Decimal(repr(expected)), tolerance, whole=isinstance(expected, int))
+
+
+def _is_float(number: int | float) -> bool:
+    """Return whether a number is finite, and no larger than floats are."""
+    return number.bit_length() <= _MOST_BITS if isinstance(number, int) else math.isfinite(number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import marshal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import MAGIC_NUMBER
@@ -21,7 +23,7 @@ from rollyard_sandbox.errors import SandboxSabotaged
 from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.code import shown
-from rollyard_pipeline.handlers.code.assertions import plain_test
+from rollyard_pipeline.handlers.code.assertions import placed_test, plain_test
 from rollyard_pipeline.handlers.code.compare import difference, same_result, same_text
 from rollyard_pipeline.handlers.code.programs import needed, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import encode
@@ -39,7 +41,7 @@ _MARSHAL: Final = 2
 class CodeHandler(Handler):
     """Returns reward 1.0 if the policy's program passes all tests, else 0.0, or the share that passed.
 
-    The program is the last fenced block of what `submit` received, or of the last assistant message. It runs
+    The program is a fenced block of what `submit` received, or of the last assistant message. It runs
     in processes of its own, with the limits of the tests, and is given inputs only. Outputs are compared in
     the worker. Tests that are programs run in other processes, before and after the policy's, and never
     beside them: every process of the sandbox is killed in between. They get the results as data.
@@ -55,18 +57,12 @@ class CodeHandler(Handler):
         tests = task.tests
         if tests is None:
             return ["tests: required by the handler 'code'"]
-        problems = []
-        for place, case in enumerate(tests.cases):
-            if tests.entry_point is None or case.program is not None:
-                continue
-            try:
-                _arguments(case)
-                json.loads(case.output or "")
-            except (ValueError, RecursionError):
-                problems.append(
-                    f"tests.cases[{place}]: input and output must be JSON where there is an entry_point"
-                )
-        return problems
+        name = tests.entry_point or ""
+        return [
+            f"tests.cases[{place}].program: with 'setup', it must call {name} in plain assertions only"
+            for place, case in enumerate(tests.cases)
+            if tests.setup and case.program is not None and placed_test(case.program, name) is None
+        ]
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Run the tests one after the other. Without partial credit, the first that fails ends it."""
@@ -74,8 +70,9 @@ class CodeHandler(Handler):
         problems = self.check(ctx.task)
         if tests is None or problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
-        source = whole_program(tests.prefix, ctx.final_text, tests.entry_point)
-        trial = _Trial(ctx, tests, source)
+        # Reading a hostile answer may take a second, in which the worker has others to serve.
+        program = await asyncio.to_thread(whole_program, tests.prefix, ctx.final_text, tests.entry_point)
+        trial = _Trial(ctx, tests, program.text)
         passed, failure = 0, ""
         for number, case in enumerate(tests.cases, 1):
             if await trial.passes(case):
@@ -84,18 +81,16 @@ class CodeHandler(Handler):
             if not failure:
                 failure = f"Test {number} of {len(tests.cases)} failed: {trial.why}"
                 failure += f"\ninput: {shown.quoted(case.input)}" if case.input else ""
+                failure += f"\n{trial.trace}" if trial.trace else ""
             if not tests.partial:
                 break
+        ctx.show(f"Program: {program.place}.")
         ctx.show(f"{passed} of {len(tests.cases)} tests passed.")
         ctx.show(failure)
         share = passed / len(tests.cases)
         reason = TEST_TIMEOUT if trial.timed_out and passed == 0 else ""
         components = {"tests_passed": share, "test_timeout": float(trial.timed_out)}
         return Evaluation(share if tests.partial else float(passed == len(tests.cases)), components, reason)
-
-
-def _arguments(case: CodeCase) -> list[Any]:
-    return [json.loads(line) for line in (case.input or "").splitlines() if line.strip()]
 
 
 @dataclass(slots=True)
@@ -111,6 +106,8 @@ class _Trial:
     source: str
     timed_out: bool = False
     why: str = ""
+    trace: str = ""
+    """The end of the traceback of the policy's program in this test, or of what it printed, for people."""
     used: Literal["", "policy", "author"] = ""
     """The owner of the processes that have run in the current private place."""
     ends: float = field(init=False)
@@ -120,22 +117,24 @@ class _Trial:
 
     async def passes(self, case: CodeCase) -> bool:
         """Return whether the program passes one test."""
-        self.why = ""
+        self.why = self.trace = ""
         if case.program is not None:
             return await self._asserted(case.program)
         tolerance = self.tests.tolerance if self.tests.compare == "numeric" else None
         if self.tests.entry_point is not None:
-            results = await self._results([[encode(tuple(_arguments(case))), encode({})]])
+            results = await self._results([[encode(tuple(case.arguments())), encode({})]])
             if results is None:
                 return False
             self.why = f"{shown.calls(results)}\nexpected: {shown.short(case.output or '')}"
             if "v" not in results[0]:
                 return False
-            wanted = json.loads(case.output or "")
             if self.tests.checker is not None:
                 return await self._checked(case, json.dumps(results[0]["v"]))
+            right = [case.result()]
+            if self.tests.unwrap and isinstance(right[0], list) and len(right[0]) == 1:
+                right += right[0]
             try:
-                return same_result(results[0]["v"], wanted, tolerance)
+                return any(same_result(results[0]["v"], each, tolerance) for each in right)
             except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
                 return False
         output = await self._policys("run", {"input": case.input})
@@ -153,9 +152,11 @@ class _Trial:
 
     async def _asserted(self, program: str) -> bool:
         name = self.tests.entry_point or ""
-        request = {"program": program, "helpers": needed(self.tests.helpers, program, name)}
-        request["entry_point"] = name
-        helpers = request["helpers"]
+        placed = placed_test(program, name) if self.tests.setup else None
+        if placed is not None:
+            program = placed.program
+        helpers = needed(self.tests.helpers, program, name)
+        request = {"program": program, "helpers": helpers, "entry_point": name}
         plain = plain_test(program, name)
         calls = plain.calls if plain is not None else None
         answered: list[Any] = []
@@ -165,7 +166,7 @@ class _Trial:
                 if seen is None:
                     return False
                 calls = seen["calls"]
-            results = await self._results(calls)
+            results = await self._results(calls if placed is None else placed.expressions)
             if results is None:
                 return False
             self.why = f"{shown.test(program)}\n{shown.calls(results)}".rstrip()
@@ -175,7 +176,7 @@ class _Trial:
                     return decided
             answered = [list(pair) for pair in zip(calls, results, strict=True)]
             verdict = await self._authors("judge", {**request, "answered": answered, "collect": False})
-            if verdict is None or not verdict["more"]:
+            if verdict is None or not verdict["more"] or placed is not None:
                 if verdict is not None and verdict["error"]:
                     self._also(f"the test raised {verdict['error']}")
                 return verdict is not None and verdict["passed"] is True
@@ -192,9 +193,10 @@ class _Trial:
         verdict = await self._authors("check", request)
         return verdict is not None and verdict["passed"] is True
 
-    async def _results(self, calls: list[Any]) -> list[Any] | None:
+    async def _results(self, calls: Sequence[Any]) -> list[Any] | None:
         """Return what the policy's function returns for each list of arguments, or None if one is missing."""
-        output = await self._policys("call", {"entry_point": self.tests.entry_point, "calls": calls})
+        request = {"entry_point": self.tests.entry_point, "setup": self.tests.setup, "calls": calls}
+        output = await self._policys("call", request)
         if output is None:
             return None
         self.why = "the program did not report what its function returns"
@@ -202,8 +204,10 @@ class _Trial:
             results = [json.loads(line) for line in output.splitlines()]
         except (ValueError, RecursionError):
             return None
-        known = [result for result in results if isinstance(result, dict) and len(result) == 1]
-        return known if len(known) == len(results) == len(calls) else None
+        known = [result for result in results if isinstance(result, dict)]
+        self.trace = shown.end("".join(str(result.pop("trace", "")) for result in known))
+        whole = len(known) == len(results) == len(calls) and all(len(result) == 1 for result in known)
+        return known if whole else None
 
     async def _policys(self, what: str, request: dict[str, Any]) -> str | None:
         """Return what a process with the policy's program says, or None unless it ends in time and with 0."""
@@ -216,6 +220,7 @@ class _Trial:
         if result.exit_code != 0 or result.truncated_bytes:
             much = "it printed too much" if result.truncated_bytes else "it did not run to its end"
             self.why = f"the program ended with exit status {result.exit_code}: {much}"
+            self.trace = shown.end(result.output.decode("utf-8", "replace"))
             return None
         return result.text()
 
@@ -260,18 +265,25 @@ class _Trial:
             return None
         place = self.ctx.place
         assert place is not None
-        env = {**self.ctx.eval_env, "HOME": place.home, "TMPDIR": place.tmp, "PYTHONSAFEPATH": "1"}
+        env = {**_ONE_THREAD, **self.ctx.eval_env, "HOME": place.home, "TMPDIR": place.tmp}
         memory = int(parse_quantity(self.tests.memory_limit))
         program = _POLICYS if what in ("call", "run") else _AUTHORS
         return await self.ctx.sandbox.run(
             ["python3", "-S", "-c", _START, what],
-            env={**env, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**env, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
             clean_env=True,
             cwd=cwd,
             stdin=marshal.dumps((*program, {**request, "memory": memory}), _MARSHAL),
             timeout=limit,
             max_output=_OUTPUT,
         )
+
+
+_ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "BLIS_NUM_THREADS"),
+    "1",
+)
+"""How libraries are kept from starting a thread, with memory of its own, for each core of the machine."""
 
 
 def _without_judges(source: str) -> str:

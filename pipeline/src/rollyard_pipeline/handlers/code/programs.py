@@ -4,34 +4,83 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
+from dataclasses import dataclass, replace
 from typing import Final
 
-_FENCED: Final = re.compile(
-    r"^[ \t]*+```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE | re.I
-)
+from rollyard_pipeline.handlers.blocks import Block, State, fenced_blocks
 
+_PYTHON: Final = re.compile(r"(?:py|python|pypy|ipython|sage)[0-9.]*")
+_SESSION: Final = re.compile(r"\s*>>>")
 _FUNCTION: Final = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
+_LONG_NUMBER: Final = re.compile(r"[0-9_]{4000,}+")
+"""Digits that are too many for Python's parser, which does not know what they are for."""
+_LABEL_SHOWN: Final = 20
+"""The most characters of a block's label that people are shown."""
 
 
-def program_of(text: str) -> str:
-    """Return the last fenced block of Python in an answer, else all of it."""
-    blocks = _FENCED.findall(text)
-    return str(blocks[-1]) if blocks else text
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The policy's program.
+
+    Attributes:
+        text: The program.
+        place: The part of the answer that it is, for people.
+    """
+
+    text: str
+    place: str
 
 
-def whole_program(prefix: str, text: str, entry_point: str | None) -> str:
+def program_of(answer: str, entry_point: str | None = None) -> Program:
+    """Return the program in an answer.
+
+    Where a function is wanted, it is the last block that defines it. Else it is the last block that is
+    labelled as Python, else the last without a label that is Python and does something, else the last such
+    one with another label. Interactive sessions are no programs. Without such a block it is what stands
+    before the first fence, if that is Python, else all of the answer.
+
+    Args:
+        answer: The answer, in Markdown or as a program without any fence.
+        entry_point: The name of the function that is wanted, or of a method of the class `Solution`.
+    """
+    blocks = fenced_blocks(answer, _state)
+    programs = [block for block in blocks if block.text.strip() and not _SESSION.match(block.text)]
+    python = [block for block in programs if _PYTHON.fullmatch(block.label)]
+    known = [block for block in programs if not block.label or _PYTHON.fullmatch(block.label)]
+    others = [block for block in programs if block.label and not _PYTHON.fullmatch(block.label)]
+    defining = [
+        [block for block in those if entry_point is not None and defines(block.text, entry_point)]
+        for those in (known, others)
+    ]
+    acting = [[block for block in those if _acts(block.text)] for those in (known, others)]
+    for candidates in (*defining, python, *acting):
+        if candidates:
+            block = candidates[-1]
+            label = block.label[:_LABEL_SHOWN] or "no label"
+            place = f"block {blocks.index(block) + 1} of {len(blocks)}"
+            return Program(block.text, f"{place} ({label}, lines {block.first}-{block.last})")
+    if not blocks:
+        return Program(answer, "the whole answer, which has no fenced block")
+    begun = "".join(answer.splitlines(keepends=True)[: blocks[0].first - 1])
+    if _acts(begun):  # The opening fence stood in the prompt.
+        return Program(begun, "what stands before the first fence")
+    return Program(answer, f"the whole answer: none of its fenced blocks ({len(blocks)}) is a program")
+
+
+def whole_program(prefix: str, text: str, entry_point: str | None) -> Program:
     """Return the program to run.
 
     Where the prefix begins the function that the policy has to complete, its answer may be the whole function
     or the rest of it. It is the whole one if it is a program that defines the name.
     """
-    program = program_of(text)
+    program = program_of(text, entry_point)
     if not prefix:
         return program
-    if entry_point is None or not _begins(prefix, entry_point) or _defines(program, entry_point):
+    if entry_point is None or not _begins(prefix, entry_point) or defines(program.text, entry_point):
         # The helpers of the prefix stay there. Its last function may have no body yet.
-        return f"{completed(prefix)}\n\n{program}"
-    return f"{prefix}{program}"
+        return replace(program, text=f"{completed(prefix)}\n\n{program.text}")
+    return replace(program, text=f"{prefix}{program.text}")
 
 
 def completed(prefix: str) -> str:
@@ -46,12 +95,54 @@ def _begins(prefix: str, name: str) -> bool:
     return name in _FUNCTION.findall(prefix)
 
 
-def _defines(program: str, name: str) -> bool:
-    tree = parsed(program)
+def defines(program: str, name: str) -> bool:
+    """Return whether a program defines a function of this name, or a class `Solution`, which may have it.
+
+    One that is no Python defines what it has a `def` for.
+    """
+    tree = _read(program)
+    if tree is None:
+        return _begins(program, name)
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = node.name in (name, "Solution") and (node.name == name or isinstance(node, ast.ClassDef))
+        elif isinstance(node, ast.alias):
+            found = (node.asname or node.name) == name
+        else:
+            found = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
+            waiting += ast.iter_child_nodes(node)
+        if found:
+            return True
+    return False
+
+
+def _acts(program: str) -> bool:
+    """Return whether a text is Python that does more than to give a value, as a sample of an output does."""
+    tree = _read(textwrap.dedent(program))
     return tree is not None and any(
-        isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in (name, "Solution")
-        for node in tree.body
+        not isinstance(statement, ast.Expr) or any(isinstance(node, ast.Call) for node in ast.walk(statement))
+        for statement in tree.body
     )
+
+
+def _state(block: Block) -> State:
+    """Return whether a block was cut within a string that stands in triple quotation marks."""
+    if block.label and not _PYTHON.fullmatch(block.label):
+        return "whole"
+    try:
+        ast.parse(_LONG_NUMBER.sub("0", block.text))
+    except SyntaxError as error:
+        return "cut" if "triple-quoted" in error.msg else "broken"
+    except (ValueError, RecursionError, MemoryError):
+        return "broken"
+    return "whole"
+
+
+def _read(program: str) -> ast.Module | None:
+    """Return a syntax tree that shows the names of a program, but not its numbers."""
+    return parsed(_LONG_NUMBER.sub("0", program))
 
 
 def parsed(program: str) -> ast.Module | None:

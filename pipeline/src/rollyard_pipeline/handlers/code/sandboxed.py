@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 60
 MAX_ITEMS = 200_000
+MAX_TRACE = 2000
 ONLY_AST = 0x400  # The value of ast.PyCF_ONLY_AST.
 
 
@@ -118,23 +119,69 @@ def compiled(program: Any, name: str) -> Any:
     return compile(program, name, "exec", dont_inherit=True)
 
 
+def run(source: str, name: str, names: dict[str, Any], out: int) -> None:
+    """Run the policy's program. If it raises an exception, end the process, and write the traceback."""
+    try:
+        exec(compiled(source, name), names)
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            os.dup2(out, 2)
+        raise
+    except BaseException as error:
+        os.dup2(out, 2)
+        sys.__excepthook__(type(error), error, its_own(error))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def its_own(error: BaseException) -> Any:
+    """Return the part of an exception's traceback that is not this module's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == run.__code__.co_filename:
+        trace = trace.tb_next
+    return trace
+
+
 def call(request: dict[str, Any], out: int) -> None:
-    """Call the policy's function with each list of arguments, and write a line for each result."""
+    """Call the policy's function with each list of arguments, and write a line for each result.
+
+    A call that is a text is an expression, for which the program and the setup code have made objects.
+    """
     names: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
-    exec(compiled(request["source"], "solution.py"), names)
-    function = names.get(request["entry_point"])
+    run(request["source"], "solution.py", names, out)
+    name = request["entry_point"]
+    function = names.get(name)
     if function is None:
-        function = getattr(names["Solution"](), request["entry_point"])
-    for arguments, keywords in request["calls"]:
+        function = getattr(names["Solution"](), name)
+    if request["setup"]:
+        names[name] = names["candidate"] = function
+        run(request["setup"], "setup.py", names, out)
+    shown = False
+    for each in request["calls"]:
         try:
-            given = decode(arguments)
-            result = {"v": encode(function(*given, **decode(keywords)))}
+            if isinstance(each, str):
+                value = eval(compile(each, "test.py", "eval", dont_inherit=True), names)
+            else:
+                value = function(*decode(each[0]), **decode(each[1]))
+            result = {"v": encode(value)}
         except Exception as error:
             kinds = [
                 kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, 0) is kind
             ]
             result = {"e": kinds[0]}
+            if not shown:
+                shown, result["trace"] = True, formatted(error)
         write(out, text(result).encode() + b"\n")
+
+
+def formatted(error: BaseException) -> str:
+    """Return the end of an exception's traceback."""
+    try:
+        import traceback
+
+        return "".join(traceback.format_exception(type(error), error, its_own(error)))[-MAX_TRACE:]
+    except Exception:
+        return ""
 
 
 def write(descriptor: int, data: bytes) -> None:
@@ -267,7 +314,12 @@ class InstalledPackages:
 def main(what: str, request: dict[str, Any]) -> None:
     """Do what the argument says with the request, and write the answer."""
     memory = int(request["memory"])
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    # What is only reserved, or belongs to a library's file, costs nothing. The sandbox may have a lower limit.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    if hasattr(sys, "set_int_max_str_digits"):  # Python 3.11, and some versions of those before.
+        sys.set_int_max_str_digits(0)
     sys.meta_path.append(InstalledPackages())
     for name in ("exit", "quit"):  # They come with `site`, too.
         setattr(builtins, name, sys.exit)
@@ -287,9 +339,7 @@ def main(what: str, request: dict[str, Any]) -> None:
         os.lseek(given, 0, os.SEEK_SET)
         os.dup2(given, 0)
         os.dup2(out, 1)
-        source = compiled(request["source"], "solution.py")
-        names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
-        exec(source, names)
+        run(request["source"], "solution.py", {"__name__": "__main__", "__builtins__": builtins}, out)
         return
     if what == "call":
         call(request, out)

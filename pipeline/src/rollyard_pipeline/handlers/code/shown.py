@@ -17,6 +17,8 @@ _ITEMS: Final = 8
 """The most items of a list that are shown, and the most calls of a test."""
 _TEST: Final = 1000
 """The most characters of a test."""
+_END: Final = 800
+"""The most characters of the end of an output."""
 _BRACKETS: Final[Mapping[str, str]] = {"l": "[]", "t": "()", "s": "{}", "z": "{}", "y": "<>"}
 
 
@@ -67,6 +69,13 @@ def calls(results: Sequence[Mapping[str, Any]]) -> str:
 def test(program: str) -> str:
     """Return the start of a test."""
     return short(program.strip(), _TEST)
+
+
+def end(output: str) -> str:
+    """Return the last lines of what a program printed, from its traceback on if that is short."""
+    lines = output[-_END:].strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    return "\n".join(lines[starts[-1] :] if starts else lines)
 
 
 def _pair(item: Any, depth: int) -> str:

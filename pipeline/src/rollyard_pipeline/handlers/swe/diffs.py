@@ -10,10 +10,12 @@ from typing import Final
 from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.handlers.base import StageContext
+from rollyard_pipeline.handlers.blocks import fenced_blocks
 
 _GIT: Final = ("git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
 _SECONDS: Final = 120.0
-_FENCED: Final = re.compile(r"^```[ \t]*+(?:diff|patch)?[ \t]*+\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_LABELS: Final = frozenset({"diff", "patch"})
+_DIFF: Final = re.compile(r"^(?:diff --git |--- .++\n\+\+\+ )", re.MULTILINE)
 
 
 async def applies(
@@ -62,10 +64,18 @@ async def apply_answer(
 
 
 def patch_of(answer: str) -> str:
-    """Return the last fenced block of an answer, else all of it. It ends with a newline."""
-    blocks = _FENCED.findall(answer)
-    patch = str(blocks[-1]) if blocks else answer
-    return patch if patch.endswith("\n") or not patch else f"{patch}\n"
+    """Return the diff in an answer, which ends with a newline.
+
+    It is the last fenced block that is labelled as a diff, else the last that looks like one, else the last
+    one of all, else the whole answer.
+    """
+    blocks = fenced_blocks(answer)
+    labelled = [block for block in blocks if block.label in _LABELS]
+    alike = [block for block in blocks if _DIFF.search(block.text)]
+    for candidates in (labelled, alike, blocks):
+        if candidates:
+            return candidates[-1].text
+    return answer if answer.endswith("\n") or not answer else f"{answer}\n"
 
 
 async def _git(

@@ -30,7 +30,7 @@ def test_fenced_blocks_of_blanks() -> None:
         assert program_of(fence).text
     some = BLANKS[: MAX_ANSWER // 4]
     assert patch_of(f"```diff{some}\na\n```") == "a\n"
-    assert program_of(f"{some}```{some}py{some}\na()\n```").text == "a()\n"
+    assert program_of(f"{some}```{some}py\na()\n{some}```").text == "a()\n"
 
 
 def test_a_diff_of_quotes() -> None:

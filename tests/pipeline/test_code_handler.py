@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from collections.abc import AsyncIterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +53,13 @@ async def scored(sandbox: tuple[ExecClient, str], answer: str, task: Task | dict
 
 
 async def evaluated(
-    sandbox: tuple[ExecClient, str], answer: str, task: Task | dict[str, Any]
+    sandbox: tuple[ExecClient, str], answer: str, task: Task | dict[str, Any], **env: str
 ) -> tuple[Evaluation, str]:
     """Return the evaluation of an answer, and what people are shown of it."""
     if isinstance(task, dict):
         task = Task.model_validate({"id": "a", "prompt": "?", "tests": task})
     client, workdir = sandbox
-    context = StageContext(task, SPEC, "r", 0, 60.0, client, workdir, carry={ANSWER: answer})
+    context = StageContext(task, SPEC, "r", 0, 60.0, client, workdir, env=env, carry={ANSWER: answer})
     handler = MixedHandler()
     try:
         return await evaluate(handler, context, 90.0), context.shown
@@ -106,12 +108,40 @@ ADD = "print(sum(map(int, input().split())))"
         ("import sys\nprint('x' * (6 << 20))", 0), (f"import sys; print('e', file=sys.stderr)\n{ADD}", 1),
         ("import os; os._exit(0)", 0), ("\ud800", 0), ("\0", 0),
         (f"def f(x: int): pass\nassert f.__annotations__['x'] is int\n{ADD}", 1),
+        (f"N = {'9' * 5000}\n{ADD}", 1), (f"str(3 ** 10000)\n{ADD}", 1),
+        (f"{ADD}\nimport sys; sys.exit(1)", 0),
     ],
 )  # fmt: skip
 async def test_standard_input_and_output(
     sandbox: tuple[ExecClient, str], program: str, reward: float
 ) -> None:
     assert (await scored(sandbox, program, {**STDIN, "time_limit_seconds": 3})).reward == reward
+
+
+async def test_integers_of_any_length(sandbox: tuple[ExecClient, str]) -> None:
+    largest = hex(3**10000)
+    tests = {"cases": [{"input": str(Decimal(3**10000)), "output": str(Decimal(3**10000 + 1))}]}
+    assert (await scored(sandbox, "print(int(input()) + 1)", tests)).reward == 1.0
+    assert (await scored(sandbox, "print(int(input()))", {**tests, "compare": "numeric"})).reward == 0.0
+    case = {"input": str(Decimal(3**10000)), "output": f"[{Decimal(3**10000 + 1)}]"}
+    program = {"program": f"assert f({largest}) == [{Decimal(3**10000 + 1)}]"}
+    for each in (case, program):
+        asserted = {"entry_point": "f", "cases": [each], "compare": "numeric"}
+        assert (await scored(sandbox, "def f(n): return [n + 1]", asserted)).reward == 1.0
+        assert (await scored(sandbox, "def f(n): return [n]", asserted)).reward == 0.0
+
+
+async def test_numpy_fits_into_a_small_memory_limit_on_any_machine(sandbox: tuple[ExecClient, str]) -> None:
+    """OpenBLAS would take some 40 MiB for each core of the machine."""
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    program = "import numpy\nprint(open('/proc/self/status').read().split('Threads:')[1].split()[0])"
+    tests = {"cases": [{"input": "", "output": "1"}], "memory_limit": "256Mi"}
+    evaluation, shown = await evaluated(sandbox, program, tests, PATH=path)
+    assert evaluation.reward == 1.0, shown
+    reserving = "import mmap, sys\nmmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE, mmap.PROT_READ)\nprint(1)"
+    assert (await scored(sandbox, reserving, tests)).reward == 1.0
+    for taking in ("x = bytearray(1 << 28)", "import mmap\nmmap.mmap(-1, 1 << 28, mmap.MAP_PRIVATE)"):
+        assert (await scored(sandbox, f"{taking}\nprint(1)", tests)).reward == 0.0
 
 
 async def test_partial_credit(sandbox: tuple[ExecClient, str]) -> None:
@@ -135,7 +165,8 @@ async def test_partial_credit(sandbox: tuple[ExecClient, str]) -> None:
     [
         ("def add(a, b): return [a[0] + b, a[1]]", 1), ("def add(a, b): return (a[0] + b, a[1])", 1),
         ("class Solution:\n    def add(self, a, b): return [a[0] + b, a[1]]", 1),
-        ("def add(a, b): return [a[0] + b + 1e-9, a[1]]", 1), ("def add(a, b): return [3.1, 2]", 0),
+        ("def add(a, b): return [a[0] + b + 1e-9, a[1]]", 1),
+        ("add = lambda a, b: [a[0] + b, a[1]]", 1), ("def add(a, b): return [3.1, 2]", 0),
         ("def other(a, b): return [3, 2]", 0), ("def add(a, b): raise SystemExit", 0),
         ("def add(a, b): return float('nan')", 0), ("add = 3", 0), ("def add(a, b): return add", 0),
         ("class E(list):\n    def __eq__(s, o): return True\ndef add(a, b): return E([0, 0])", 0),
@@ -319,7 +350,16 @@ async def test_a_python_of_another_version_compiles_by_itself(
         ("print('a')", {"cases": [{"input": "", "output": "a\nb"}]},
          "Test 1 of 1 failed: line 2 of the output is (none)\nexpected: 'b'"),
         ("1 / 0", {"cases": [{"input": "", "output": "a"}]},
-         "failed: the program ended with exit status 1: it did not run to its end"),
+         "failed: the program ended with exit status 1: it did not run to its end\n"
+         'Traceback (most recent call last):\n  File "solution.py", line 1, in <module>\nZeroDivisionError: division by zero'),
+        ("print('said')\nno Python", {"cases": [{"input": "", "output": "a"}]},
+         "SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit('no luck')", {"cases": [{"input": "7", "output": "a"}]},
+         "it did not run to its end\ninput: '7'\nno luck"),
+        ("```python\nprint(1)\n```\n```text\n1\n```", {"cases": [{"input": "", "output": "a"}]},
+         "Program: block 1 of 2 (python, lines 1-3).\n0 of 1 tests passed."),
+        ("print(1)", {"cases": [{"input": "", "output": "1"}]},
+         "Program: the whole answer, which has no fenced block.\n1 of 1 tests passed."),
         ("print('a' * (6 << 20))", {"cases": [{"input": "", "output": "a"}]}, "it printed too much"),
         ("while True: pass", {"cases": [{"input": "7", "output": "a"}], "time_limit_seconds": 1},
          "the program did not end in time\ninput: '7'"),
@@ -333,6 +373,13 @@ async def test_a_python_of_another_version_compiles_by_itself(
         ("def f(x): return {}[x]", {"entry_point": "f", "cases": [
             {"program": "for i in range(9): assert f(i)"}]},
          "for i in range(9): assert f(i)\ncall 1 raised KeyError\ncall 2 raised KeyError"),
+        ("def g(x): return {}[x]\ndef f(x): return g(x)", {"entry_point": "f", "cases": [
+            {"program": "assert f(5) == 1"}]},
+         'assert f(5) == 1\ncall 1 raised KeyError\nTraceback (most recent call last):\n'
+         '  File "solution.py", line 2, in f\n  File "solution.py", line 1, in g\nKeyError: 5'),
+        ("def f(x): raise E\nclass E(Exception):\n    def __str__(self): 1 / 0",
+         {"entry_point": "f", "cases": [{"input": "1", "output": "2"}]},
+         "call 1 raised Exception\nexpected: 2\ninput: '1'\nTraceback"),
         ("def f(x): return 1", {"entry_point": "f", "cases": [
             {"program": "assert f(1) == 1"}, {"program": "raise ValueError"}]},
          "Test 2 of 2 failed: raise ValueError\nthe test raised ValueError"),
@@ -410,6 +457,39 @@ async def test_mbpp(sandbox: tuple[ExecClient, str]) -> None:
     assert (await scored(sandbox, "def share(a, b): return {2}", task)).reward == 0.0
     with pytest.raises(TaskListError, match="line 1: test_list: calls no function of 'code'"):
         parse_lines([json.dumps({**MBPP, "test_list": ["assert 1"]})], TaskSource(url="x", format="mbpp"))
+
+
+NODE = "class Node:\n    def __init__(self, v): self.v, self.next = v, None"
+LENGTH = "def length(n): return 0 if n is None else 1 + length(n.next)"
+MADE = "root = Node(1)\nroot.next = Node(2)"
+
+
+@pytest.mark.parametrize(
+    ("code", "setup", "wrong"),
+    [
+        # The class is the solution's, or that of the setup code.
+        (f"{NODE}\n{LENGTH}", MADE, f"{NODE}\ndef length(n): return 1"),
+        (LENGTH, f"{NODE}\n{MADE}", "def length(n): return n.v"),
+        (LENGTH.replace("n)", "n: 'Node')"), f"{NODE}\n{MADE}", "def length(n: Node): return 1"),
+    ],
+)
+async def test_mbpp_with_objects(sandbox: tuple[ExecClient, str], code: str, setup: str, wrong: str) -> None:
+    tests = ["assert (length(root)) == 2", "assert length(root.next) == 1", "assert length(None) == len([])"]
+    row = {**MBPP, "code": code, "test_list": tests, "test_setup_code": setup}
+    (task,) = parse_lines([json.dumps(row)], TaskSource(url="x", format="mbpp"))
+    assert MADE in str(task.prompt)
+    assert (await scored(sandbox, solution(task), task)).reward == 1.0
+    assert (await scored(sandbox, wrong, task)).reward == 0.0
+
+
+async def test_results_of_apps_may_stand_in_lists(sandbox: tuple[ExecClient, str]) -> None:
+    truth = {"fn_name": "even", "inputs": [[2], [3]], "outputs": [[True], [False]]}
+    row = {**VERL, "reward_model": {"ground_truth": json.dumps(truth)}}
+    (task,) = parse_lines([json.dumps(row)], TaskSource(url="x", format="verl"))
+    for right in ("def even(n): return n % 2 == 0", "def even(n): return [n % 2 == 0]"):
+        assert (await scored(sandbox, right, task)).reward == 1.0
+    for wrong in ("def even(n): return True", "def even(n): return [[n % 2 == 0]]", "def even(n): return []"):
+        assert (await scored(sandbox, wrong, task)).reward == 0.0
 
 
 async def test_rows_of_several_kinds_in_one_job(sandbox: tuple[ExecClient, str]) -> None:

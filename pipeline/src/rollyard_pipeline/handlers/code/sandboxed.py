@@ -129,7 +129,8 @@ def run(source: str, name: str, names: dict[str, Any], out: int) -> None:
         raise
     except BaseException as error:
         os.dup2(out, 2)
-        sys.__excepthook__(type(error), error, its_own(error))
+        error.__traceback__ = its_own(error)
+        sys.__excepthook__(type(error), error, error.__traceback__)
         sys.stderr.flush()
         os._exit(1)
 
@@ -314,7 +315,7 @@ class InstalledPackages:
 def main(what: str, request: dict[str, Any]) -> None:
     """Do what the argument says with the request, and write the answer."""
     memory = int(request["memory"])
-    # What is only reserved, or belongs to a library's file, costs nothing. The sandbox may have a lower limit.
+    # What is only reserved, or is a library's file, costs nothing. The sandbox may have a lower limit.
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))

@@ -10,11 +10,12 @@ from typing import Final
 from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.handlers.base import StageContext
-from rollyard_pipeline.handlers.blocks import fenced_blocks
+from rollyard_pipeline.handlers.blocks import Block, State, fenced_blocks
 
 _GIT: Final = ("git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
 _SECONDS: Final = 120.0
 _LABELS: Final = frozenset({"diff", "patch"})
+_HUNK: Final = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
 _DIFF: Final = re.compile(r"^(?:diff --git |--- .++\n\+\+\+ )", re.MULTILINE)
 
 
@@ -69,13 +70,31 @@ def patch_of(answer: str) -> str:
     It is the last fenced block that is labelled as a diff, else the last that looks like one, else the last
     one of all, else the whole answer.
     """
-    blocks = fenced_blocks(answer)
+    blocks = fenced_blocks(answer, _state)
     labelled = [block for block in blocks if block.label in _LABELS]
     alike = [block for block in blocks if _DIFF.search(block.text)]
     for candidates in (labelled, alike, blocks):
         if candidates:
             return candidates[-1].text
     return answer if answer.endswith("\n") or not answer else f"{answer}\n"
+
+
+def _state(block: Block) -> State:
+    """Return whether a block was cut before its last hunk has all of its lines, as at a fence in Markdown."""
+    if block.label and block.label not in _LABELS:
+        return "whole"
+    old = new = 0
+    for line in block.text.removesuffix("\n").split("\n"):
+        if old <= 0 and new <= 0:
+            hunk = _HUNK.match(line)
+            if hunk is not None:
+                old, new = (int(count or 1) for count in hunk.groups())
+        elif line.startswith((" ", "-", "+", "\\")) or not line:
+            old -= line[:1] in " -"
+            new -= line[:1] in " +"
+        else:
+            return "broken"
+    return "cut" if old > 0 or new > 0 else "whole"
 
 
 async def _git(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 from rollyard_crds import Task, TaskListError, parse_lines
+from rollyard_crds.fields.signals import task_warnings
 from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.reading.task_list import parse_specs
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.task_formats.parquet_rows import json_lines
 
 PATCH = "diff --git a/a/b.py b/a/b.py\n--- a/a/b.py\n+++ b/a/b.py\n@@ -1 +1 @@\n-x\n+y\n"
 TESTS = PATCH.replace("a/b.py", "tests/test_b.py") + PATCH.replace("a/b.py", "tests/data.json")
@@ -126,6 +132,124 @@ def test_rows_of_rebench() -> None:
     assert (tests.log_parser, tests.verdict) == ("go", "log")
 
 
+V1 = ("/testbed", "docker://swerebench/sweb.eval.x86_64.acme_1776_tool-7:latest")
+V2 = ("/tool", "docker://swe/v2:1")
+GO = REBENCH_2["install_config"]
+EDITIONS: list[tuple[dict[str, Any], tuple[str, str]]] = [
+    (REBENCH, V1),
+    (REBENCH_2, V2),
+    # What a row has to say of its image does not make it one of the second version.
+    ({**REBENCH, "image_name": None}, V1),
+    ({**REBENCH, "image_name": "", "docker_image": None, "image": ""}, V1),
+    ({**REBENCH, "image_name": "acme/own:1"}, ("/testbed", "docker://acme/own:1")),
+    ({**REBENCH, "docker_image": "acme/first:1", "image_name": "x"}, ("/testbed", "docker://acme/first:1")),
+    ({**REBENCH, "language": "python", "interface": None, "image_name": float("nan")}, V1),
+    # Columns of different types are united as texts.
+    ({**REBENCH, "install_config": json.dumps(REBENCH["install_config"])}, V1),
+    ({**REBENCH_2, "install_config": json.dumps(GO)}, V2),
+    ({**REBENCH_2, "install_config": {**GO, "test_cmd": json.dumps(GO["test_cmd"])}}, V2),
+    ({**REBENCH, "install_config": {"test_cmd": "[ -f x ] && pytest"}}, V1),
+    (
+        {
+            **REBENCH,
+            "install_config": {"test_cmd": "pytest", "log_parser": None, "docker_specs": {"go": None}},
+        },
+        V1,
+    ),
+]
+"""Rows of SWE-rebench, with the folder and the image that they are about."""
+
+
+@pytest.mark.parametrize(("row", "expected"), EDITIONS)
+def test_the_two_versions_of_rebench_are_told_apart_by_their_commands(
+    row: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    task, tests = swe_of(row)
+    assert (tests.repository.path, task.sandbox.image) == expected
+    assert ("conda activate testbed" in tests.script) is (expected[0] == "/testbed")
+
+
+KINDS = {
+    "version_5": VERSION_5,
+    "classic": CLASSIC,
+    "gym": {name: CLASSIC[name] for name in CLASSIC if "environment" not in name},
+    "rebench": REBENCH,
+    "rebench_2": REBENCH_2,
+    "smith": SMITH,
+    "r2e": R2E,
+}
+NULLS: dict[str, Any] = {
+    "null": None,
+    "nan": float("nan"),
+    "nulls": {"a": None, "b": {"c": None}},
+    "text": "",
+    "json": "null",
+    "list": [],
+}
+
+
+@pytest.mark.parametrize("null", NULLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_of_several_data_sets_has_the_columns_of_all(kind: str, null: str) -> None:
+    columns = {name for row in KINDS.values() for name in row} | {"repository", "docker_image", "eval_type"}
+    united = {**dict.fromkeys(columns, NULLS[null]), **KINDS[kind]}
+    assert mapped(united, specs=SPECS) == mapped(KINDS[kind], specs=SPECS)
+
+
+def test_a_parquet_file_of_several_data_sets(tmp_path: Path) -> None:
+    """Arrow gives every row the columns of all, and every object the fields of all."""
+    kinds = [REBENCH, SMITH, R2E, VERSION_5]
+    rows = [
+        {name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()}
+        for row in kinds
+    ]
+    table = arrow.concat_tables([arrow.Table.from_pylist([row]) for row in rows], promote_options="default")
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with (tmp_path / "rows.parquet").open("rb") as file:
+        read = [json.loads(line) for line in json_lines(file)]
+    assert all("image_name" in row for row in read)
+    assert [mapped(row) for row in read] == [mapped(row) for row in kinds]
+
+
+UNREPORTED = [
+    "[100%]", "[ 50%]", "[", "[1]", "50%]", "...", "", " ", "PASSED", "FAILED:", "====", "----",
+    "=== 3 passed in 0.1s ===", "==== test session starts ====", "_____",
+]  # fmt: skip
+"""Names that logs have been read into, and that no test runner reports."""
+REPORTED = [
+    "t.py::a[100%]", "t.py::a[1]", "a ... b", "passed", "1", "[a]", "100%", "==", "- adds", "test_a (m.C)",
+    "FAILED a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREPORTED)
+def test_a_name_that_no_runner_reports_is_left_out(name: str) -> None:
+    wanted = {"FAIL_TO_PASS": ["t.py::a", name], "PASS_TO_PASS": json.dumps([name])}
+    task, tests = swe_of({**REBENCH, **wanted})
+    assert (tests.fail_to_pass, tests.pass_to_pass) == (["t.py::a"], [])
+    assert task.metadata["dropped_tests"] == [name, name]
+    (warned,) = task_warnings([task])
+    assert warned.endswith(
+        f"which were left out: 1. The first is 'Acme_5f__5f_tool-7', with {name!r}, {name!r}"
+    )
+    lost = {**REBENCH, "FAIL_TO_PASS": [name], "PASS_TO_PASS": ["t.py::b"]}
+    problem = f"line 1: FAIL_TO_PASS: has no name that a test runner reports (got {name!r})"
+    with pytest.raises(TaskListError, match=re.escape(problem)):
+        mapped(lost)
+    _, listed = swe_of({**R2E, "expected_output_json": {"C.x": "PASSED", name: "PASSED"}})
+    assert listed.expected == {"C.x": "PASSED"}
+    with pytest.raises(TaskListError, match="line 1: expected_output_json: has no name that a test runner"):
+        mapped({**R2E, "expected_output_json": {name: "PASSED"}})
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_name_that_a_runner_may_report_is_kept(name: str) -> None:
+    task, tests = swe_of({**REBENCH, "FAIL_TO_PASS": [name]})
+    assert tests.fail_to_pass == [name]
+    assert "dropped_tests" not in task.metadata
+    assert task_warnings([task]) == []
+
+
 def test_rows_of_smith_plant_their_patch() -> None:
     task, tests = swe_of(SMITH)
     assert tests.repository.patch == PATCH
@@ -167,8 +291,11 @@ NONE = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": []}
         ({**VERSION_5, "log_parser": "parse_log_other"}, "log_parser: no such log parser; known are: cargo,"),
         ({**VERSION_5, "eval_type": "x"}, "eval_type: must be pass_and_fail or fail_only"),
         ({**VERSION_5, "FAIL_TO_PASS": ["a", 1]}, r"FAIL_TO_PASS\[1\]: must be a text"),
+        ({**VERSION_5, "PASS_TO_PASS": [None]}, r"PASS_TO_PASS\[0\]: must be a text"),
+        ({**REBENCH_2, "image_name": None}, "image_name: is missing"),
+        ({**REBENCH, "install_config": {"a": None}}, "eval_script: is missing: rows from before"),
         ({**VERSION_5, "FAIL_TO_PASS": "a b"}, "FAIL_TO_PASS: is a text that is no JSON"),
-        ({**VERSION_5, "problem_statement": ""}, "problem_statement: must not be empty"),
+        ({**VERSION_5, "problem_statement": ""}, "problem_statement: is missing"),
         ({**REBENCH, "install_config": {"test_cmd": []}}, "install_config.test_cmd: must not be empty"),
         (
             {**REBENCH, "repository": {"path": "r", "archive": "", "source": "x"}},

@@ -284,7 +284,7 @@ def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport
         return CheckReport(problems=tuple(f"{where}: {problem}" for problem in played.problems))
     mapped = shown_tasks(tasks) if source.format not in (None, DEFAULT) else ()
     valid = f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)"
-    warnings = tuple(f"warning: {line}" for line in signals.warnings_of(job.spec))
+    warnings = tuple(f"warning: {line}" for line in signals.warnings_of(job.spec, tasks))
     return CheckReport(good=(valid, *warnings, *mapped, *played.good))
 
 
@@ -337,7 +337,8 @@ def check_file(
         if played.problems:
             return played
         mapped = shown_tasks(tasks) if task_format not in (None, DEFAULT) else ()
-        return CheckReport(good=(f"{len(tasks)} tasks are valid", *mapped, *played.good))
+        warnings = tuple(f"warning: {line}" for line in signals.task_warnings(tasks))
+        return CheckReport(good=(f"{len(tasks)} tasks are valid", *warnings, *mapped, *played.good))
     try:
         manifests = read_manifests(path)
     except InvalidInput as error:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.fields.dynamic_sampling import MIN_STD, REWARD
 from rollyard_crds.fields.reward import HANDLER, OVERLONG, RESERVED, RewardSpec
+from rollyard_crds.fields.swe_tests import DROPPED_TESTS
 from rollyard_crds.trajectory import MAX_REWARD
 
 if TYPE_CHECKING:
     from rollyard_crds.rolloutjob import RolloutJobSpec
+    from rollyard_crds.task import Task
 
 TEST_TIMEOUT_COMPONENT: Final = "test_timeout"
 """The component that Eval itself adds to every handler's where tests ran out of time."""
@@ -23,6 +25,7 @@ Bounds = tuple[float, float]
 """The smallest and the largest value."""
 _SHARE: Final[Bounds] = (0.0, 1.0)
 _ANY: Final[Bounds] = (-MAX_REWARD, MAX_REWARD)
+_NAMED: Final = 10  # The most names that a warning shows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +100,42 @@ def problems(spec: RolloutJobSpec, groups: int | None) -> list[str]:
     return found
 
 
-def warnings_of(spec: RolloutJobSpec) -> list[str]:
-    """Return what in a spec is allowed but hardly meant; each line begins with the name of a field."""
+def warnings_of(spec: RolloutJobSpec, tasks: Sequence[Task] = ()) -> list[str]:
+    """Return what in a spec is allowed but hardly meant; each line begins with the name of a field.
+
+    Args:
+        spec: The spec of the job.
+        tasks: The tasks of its file, where that has been read. Tasks in the spec itself are looked at anyway.
+    """
     found = []
     if spec.samples_per_task > 1 and not spec.sampling.temperature and spec.agent.type != "oracle":
         found.append(
             f"spec.sampling.temperature: at 0 the {spec.samples_per_task} samples of a task are alike, "
             "unless tools or servers answer differently; a group of equal rewards teaches nothing"
         )
-    printed = sum(task.swe is not None and task.swe.verdict == "log" for task in spec.tasks.inline or ())
+    field = "spec.tasks.url" if spec.tasks.inline is None else "spec.tasks.inline"
+    return found + [f"{field}: {warning}" for warning in task_warnings(spec.tasks.inline or tasks)]
+
+
+def task_warnings(tasks: Sequence[Task]) -> list[str]:
+    """Return what in a list of tasks is allowed but hardly meant."""
+    found = []
+    printed = sum(task.swe is not None and task.swe.verdict == "log" for task in tasks)
     if printed:
         found.append(
-            f"spec.tasks.inline: tasks whose swe.verdict is 'log': {printed}. It believes what tests print, "
-            "and the policy's code can print the same"
+            f"tasks whose swe.verdict is 'log': {printed}. It believes what tests print, and the policy's "
+            "code can print the same"
+        )
+    dropped = [
+        (task.id, names)
+        for task in tasks
+        if task.swe is not None and isinstance(names := task.metadata.get(DROPPED_TESTS), list)
+    ]
+    if dropped:
+        first, names = dropped[0]
+        found.append(
+            f"tasks whose row names tests that no test runner reports, which were left out: {len(dropped)}. "
+            f"The first is {first!r}, with {', '.join(map(ascii, names[:_NAMED]))}"
         )
     return found
 

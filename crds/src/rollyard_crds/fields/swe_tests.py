@@ -19,7 +19,8 @@ LogParser = Literal[
 ]  # fmt: skip
 PYTEST_PARSERS: Final = frozenset({"pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn", "r2e"})
 """The parsers of pytest's output. They differ in how they name tests."""
-
+DROPPED_TESTS: Final = "dropped_tests"
+"""The key in a task's metadata for the names of its row that no test runner reports, which are left out."""
 
 _SETS_OPTIONS: Final = re.compile(r"\bPYTEST_ADDOPTS=")
 _SETS_PATH: Final = re.compile(r"\bPYTHONPATH=(.*)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final
@@ -33,14 +34,17 @@ class RowRefused(CrdsError, ValueError):
 class Row:
     """One row of a data set.
 
+    A column that is null is absent, because a table that unites data sets has all their columns in every
+    row. NaN, which pandas writes where a text is missing, and an object of nothing but nulls are null.
+
     Args:
-        values: The columns by name.
+        values: The columns by name. The attribute `values` has those that are not null.
         number: The number of the row; the first is 1.
         field: The path of this object within the row, for messages. It is empty for the row itself.
     """
 
     def __init__(self, values: Mapping[str, Any], number: int, field: str = "") -> None:
-        self.values = values
+        self.values = {key: value for key, value in values.items() if not _is_null(value)}
         self.number = number
         self._field = field
 
@@ -54,7 +58,7 @@ class Row:
         Raises:
             RowRefused: The field is absent and has no default, is empty, or is no text.
         """
-        found = self._of(key, str, default)
+        found = self._of(key, str, default, self.values.get(key))
         if found == "" and default is None:
             raise RowRefused(self.name(key), "must not be empty")
         return str(found)
@@ -65,10 +69,7 @@ class Row:
         Raises:
             RowRefused: The field is absent, or is no list.
         """
-        value = self.values.get(key)
-        if isinstance(value, str):
-            value = self._json(key, value)
-        return list(self._of(key, list, None, value))
+        return list(self._of(key, list, None, self._json(key)))
 
     def row(self, key: str, *, optional: bool = False) -> Row:
         """Return an object as a row of its own, which may be written as a JSON text.
@@ -76,23 +77,22 @@ class Row:
         Raises:
             RowRefused: The field is no object, or is absent and not optional.
         """
-        value = self.values.get(key)
-        if isinstance(value, str):
-            value = self._json(key, value)
-        if value is None and optional:
-            value = {}
-        return Row(self._of(key, dict, None, value), self.number, self.name(key))
+        found = self._of(key, dict, {} if optional else None, self._json(key))
+        return Row(found, self.number, self.name(key))
 
-    def _json(self, key: str, text: str) -> Any:
-        if len(text) > MAX_NESTED_BYTES:
+    def _json(self, key: str) -> Any:
+        """Return the value of a field, which may be written as a JSON text."""
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            return value
+        if len(value) > MAX_NESTED_BYTES:
             raise RowRefused(self.name(key), f"is longer than {MAX_NESTED_BYTES} bytes")
         try:
-            return json.loads(text)
+            return json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RowRefused(self.name(key), "is a text that is no JSON") from error
 
-    def _of(self, key: str, kind: type, default: Any, value: Any = None) -> Any:
-        value = self.values.get(key) if value is None else value
+    def _of(self, key: str, kind: type, default: Any, value: Any) -> Any:
         if value is None:
             if default is None:
                 raise RowRefused(self.name(key), "is missing")
@@ -100,6 +100,17 @@ class Row:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise RowRefused(self.name(key), f"must be {_KINDS[kind]}")
         return value
+
+
+def _is_null(value: Any) -> bool:
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict) and one:
+            left += one.values()
+        elif one is not None and not (isinstance(one, float) and math.isnan(one)):
+            return False
+    return True
 
 
 class TaskFormat(ABC):

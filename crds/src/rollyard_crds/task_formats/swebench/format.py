@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from rollyard_crds.fields.swe_tests import DROPPED_TESTS
 from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
 from rollyard_crds.task_formats.swebench import scripts
@@ -25,13 +27,27 @@ bash run_tests.sh
 """
 
 
+_NOTHING: Final[Sequence[Any]] = ("", "null", [])
+"""What a column may hold in place of null, where a table of several data sets was written as texts."""
+_NAMED: Final = 10  # The most names that a message shows.
+_EXPECTED: Final = "expected_output_json"
+_UNREPORTED: Final = re.compile(
+    r"(?:\[(?:\d+%?\])?|\d+%\]|(?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS):?|\.{3,}|[_-]{3,}|={3,}.*)?"
+)
+"""Names that no test runner reports, without white space. They come from logs in which another word stood in
+the place of a name: `PASSED [100%]` and `PASSED [ 50%]` after a test that prints, `SKIPPED [1]`, headings."""
+
+
 class SweBenchFormat(TaskFormat):
     """Reads rows of SWE-bench 5 and its like; the handler is `swe`.
 
-    The columns decide: `eval_script` is SWE-bench 5; `install_config` is SWE-rebench, whose second version
-    names an image; `expected_output_json` is R2E; `image_name` without `test_patch` is SWE-smith, whose patch
-    is the bug; `test_patch` alone is SWE-bench before version 5, or SWE-Gym. The last two do not say how
-    their tests are run. `tasks.specs` does.
+    The columns that a row fills decide: `eval_script` is SWE-bench 5; `install_config` is SWE-rebench, whose
+    second version has a list of test commands; `expected_output_json` is R2E; `image_name` without
+    `test_patch` is SWE-smith, whose patch is the bug; `test_patch` alone is SWE-bench before version 5, or
+    SWE-Gym. The last two do not say how their tests are run. `tasks.specs` does.
+
+    Names that no test runner reports, such as `[100%]`, are left out of the tests, and are in the metadata
+    as `dropped_tests`.
     """
 
     def __init__(self) -> None:
@@ -54,16 +70,17 @@ class SweBenchFormat(TaskFormat):
 
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row."""
-        columns = {name for name, value in row.values.items() if value is not None}
-        if "expected_output_json" in columns:
+        filled = {name: value for name, value in row.values.items() if value not in _NOTHING}
+        row = Row(filled, row.number)
+        if _EXPECTED in filled:
             found = _r2e(row)
-        elif "eval_script" in columns:
+        elif "eval_script" in filled:
             found = _version_5(row)
-        elif "install_config" in columns:
+        elif "install_config" in filled:
             found = _rebench(row)
-        elif "test_patch" in columns:
+        elif "test_patch" in filled:
             found = self._classic(row)
-        elif "image_name" in columns:
+        elif "image_name" in filled:
             found = _smith(row)
         else:
             raise RowRefused(
@@ -71,12 +88,15 @@ class SweBenchFormat(TaskFormat):
                 "is missing, and no other column tells the data set: install_config (SWE-rebench), "
                 "expected_output_json (R2E), test_patch (SWE-bench, SWE-Gym), image_name (SWE-smith)",
             )
+        dropped = found.pop(DROPPED_TESTS)
         folder = found["swe"]["repository"]["path"]
         shown = folder if folder.startswith("/") else f"the folder {folder}"
         found["prompt"] = _REQUEST.format(folder=shown) + row.text("problem_statement")
-        if row.values.get("instance_id") is not None:
+        if "instance_id" in filled:
             found["id"] = task_id(row.text("instance_id"))
-        found["metadata"] = {name: row.values[name] for name in _KEPT if row.values.get(name) is not None}
+        found["metadata"] = {name: filled[name] for name in _KEPT if name in filled}
+        if dropped:
+            found["metadata"][DROPPED_TESTS] = dropped
         return found
 
     def _classic(self, row: Row) -> dict[str, Any]:
@@ -122,22 +142,22 @@ def _version_5(row: Row) -> dict[str, Any]:
 
 def _rebench(row: Row) -> dict[str, Any]:
     config = row.row("install_config")
-    commands = config.values.get("test_cmd")
-    listed = isinstance(commands, list)
+    listed = _is_list(config, "test_cmd")
     commands = _texts(config, "test_cmd") if listed else [config.text("test_cmd")]
     if not commands:
         raise RowRefused(config.name("test_cmd"), "must not be empty")
     log_parser = parser(config, config.text("log_parser", "pytest"), "log_parser")
     patch = row.text("test_patch")
     folder, name = _TESTBED, row.text("instance_id")
-    if listed or "image_name" in row.values:
+    if listed:
         # The second version has images of its own, in which the folder has the repository's name.
         folder, before, files = f"/{row.text('repo').split('/')[-1]}", [], []
-        image = row.text("image_name", "")
+        image = row.text("image_name", "" if "repository" in row.values else None)
     else:
         before, files = [scripts.ACTIVATE], files_to_test(patch)
         image = f"swerebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
-        image = row.text("docker_image", row.text("image", image))
+        for column in ("image", "image_name", "docker_image"):
+            image = row.text(column, "" if "repository" in row.values else image)
     if "repository" in row.values:
         before, folder = [], "."
     script = scripts.script_of(folder, before, commands, files)
@@ -149,7 +169,7 @@ def _rebench(row: Row) -> dict[str, Any]:
 
 def _smith(row: Row) -> dict[str, Any]:
     bug = row.text("patch")
-    wanted = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
+    wanted = _names(row, "FAIL_TO_PASS")[0] + _names(row, "PASS_TO_PASS")[0]
     command = "python -m pytest -rA --color=no --tb=short -p no:cacheprovider"
     script = scripts.script_of(_TESTBED, [scripts.ACTIVATE], [command], scripts.files_of(wanted))
     found = _task(row, row.text("image_name"), _TESTBED, script, "pytest", "", bug=bug)
@@ -160,11 +180,12 @@ def _smith(row: Row) -> dict[str, Any]:
 def _r2e(row: Row) -> dict[str, Any]:
     if row.values.get("repo_name") == "tornado":
         raise RowRefused("repo_name", "has test output that no parser here reads")
-    expected = row.row("expected_output_json").values
-    if not expected:
-        raise RowRefused("expected_output_json", "must not be empty")
-    if not all(isinstance(status, str) for status in expected.values()):
-        raise RowRefused("expected_output_json", "must be an object of texts")
+    given = row.row(_EXPECTED).values
+    if not all(isinstance(status, str) for status in given.values()):
+        raise RowRefused(_EXPECTED, "must be an object of texts")
+    tests, dropped = _reported(row, _EXPECTED, list(given))
+    if not tests:
+        raise RowRefused(_EXPECTED, "must not be empty")
     repository = {"path": _TESTBED, "hidden": list(_R2E_HIDDEN)}
     return {
         "sandbox": {"image": _image(row.text("docker_image"))},
@@ -172,17 +193,19 @@ def _r2e(row: Row) -> dict[str, Any]:
             "repository": repository,
             "script": _R2E_SCRIPT,
             "log_parser": "r2e",
-            "expected": dict(expected),
+            "expected": {test: given[test] for test in tests},
             "protected": list(_R2E_HIDDEN[1:]),
         },
+        DROPPED_TESTS: dropped,
     }
 
 
 def _task(
     row: Row, image: str, folder: str, script: str, log_parser: str, patch: str, *, bug: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a task that all data sets but R2E share."""
-    fails, passes = _names(row, "FAIL_TO_PASS"), _names(row, "PASS_TO_PASS")
+    """Return the fields of a task that all data sets but R2E share, and the names that are left out."""
+    fails, dropped = _names(row, "FAIL_TO_PASS")
+    passes, others = _names(row, "PASS_TO_PASS")
     if not fails and not passes:
         raise RowRefused("FAIL_TO_PASS", "must not be empty if PASS_TO_PASS is empty: no test would decide")
     repository: dict[str, Any] = {"path": _folder(row, folder)}
@@ -199,7 +222,7 @@ def _task(
     }
     if patch:
         swe["patch"] = patch
-    found: dict[str, Any] = {"swe": swe}
+    found: dict[str, Any] = {"swe": swe, DROPPED_TESTS: dropped + others}
     if image:
         found["sandbox"] = {"image": _image(image)}
     gold = bug or row.text("patch", "")
@@ -230,17 +253,43 @@ def _image(name: str) -> str:
     return name if "://" in name or name.startswith("/") else f"docker://{name}"
 
 
-def _names(row: Row, field: str) -> list[str]:
-    """Return a list of test names, which may be a JSON text. A missing one is empty."""
-    if row.values.get(field) in (None, "", []):
-        return []
-    return _texts(row, field)
+def _names(row: Row, field: str) -> tuple[list[str], list[str]]:
+    """Return a list of test names, which may be a JSON text, and the names that are left out of it.
+
+    A missing list is empty.
+    """
+    return _reported(row, field, row.items(field) if field in row.values else [])
+
+
+def _reported(row: Row, field: str, given: list[Any]) -> tuple[list[str], list[str]]:
+    """Return the names of tests that a test runner can report, and the others.
+
+    Raises:
+        RowRefused: A name is no text, or none is left of those that have to pass.
+    """
+    for place, name in enumerate(given):
+        if not isinstance(name, str):
+            raise RowRefused(f"{row.name(field)}[{place}]", "must be a text")
+    dropped = [name for name in given if _UNREPORTED.fullmatch("".join(name.split()))]
+    left_out = set(dropped)
+    names = [name for name in given if name not in left_out]
+    if dropped and not names and field != "PASS_TO_PASS":
+        problem, shown = "has no name that a test runner reports", ", ".join(map(ascii, dropped[:_NAMED]))
+        raise RowRefused(field, problem, quoting=f"{field}: {problem} (got {shown})")
+    return names, dropped
+
+
+def _is_list(row: Row, field: str) -> bool:
+    """Return whether a field is a list, or the JSON text of one. `[ -f x ] && pytest` is a command."""
+    try:
+        row.items(field)
+    except RowRefused:
+        return False
+    return True
 
 
 def _texts(row: Row, field: str) -> list[str]:
-    if row.values.get(field) is None:
-        return []
-    found = row.items(field)
+    found = row.items(field) if field in row.values else []
     for place, each in enumerate(found):
         if not isinstance(each, str) or not each:
             raise RowRefused(f"{row.name(field)}[{place}]", "must be a text that is not empty")

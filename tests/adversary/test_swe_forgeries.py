@@ -19,7 +19,58 @@ from rollyard_testing.pipeline.swelab import (
     swe_task,
 )
 
+OUTSIDE: dict[str, Any] = {
+    "files": {
+        "tests/test_interval.py": HIDDEN
+        + """\
+import pytest
+@pytest.mark.parametrize("number", [3, 4], ids=["the end", "the beyond"])
+def test_outside(number):
+    assert number not in Interval(1, 3)
+"""
+    },
+    "fail_to_pass": ["tests/test_interval.py::test_outside[the"],
+    "pass_to_pass": PASSES,
+}
+"""A test of two cases, whose names the data set has cut at a space."""
 FORGERIES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "one_of_the_cases_of_a_cut_name": (
+        [appending("Interval.__contains__ = lambda s, n: s.low <= n != s.high")],
+        OUTSIDE,
+    ),
+    "another_test_that_begins_as_a_cut_name": (
+        [
+            appending("""\
+import _pytest.runner as r
+from _pytest.nodeid import coerce_node_id
+old = r.runtestprotocol
+def protocol(item, **kwds):
+    if item.name.startswith("test_outside"): return []
+    if item.name == "test_length":
+        item._id = coerce_node_id(item.nodeid.replace("test_length", "test_outside[the x]"))
+    return old(item, **kwds)
+r.runtestprotocol = protocol
+""")
+        ],
+        {**OUTSIDE, "pass_to_pass": []},
+    ),
+    "a_test_of_its_own_that_begins_as_a_cut_name": (
+        [
+            appending("""\
+import _pytest.runner as r
+from _pytest.nodeid import coerce_node_id
+old = r.runtestprotocol
+def protocol(item, **kwds):
+    if item.name.startswith("test_outside"): return []
+    if item.name == "test_own":
+        item._id = coerce_node_id("tests/test_interval.py::test_outside[the x]")
+    return old(item, **kwds)
+r.runtestprotocol = protocol
+"""),
+            appending("def test_own(): pass", "tests/test_own.py"),
+        ],
+        {**OUTSIDE, "pass_to_pass": []},
+    ),
     "runs_no_test_and_calls_the_mark": (
         [
             appending("""\

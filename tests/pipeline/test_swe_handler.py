@@ -70,6 +70,35 @@ async def test_solved_and_not_solved(lab: SweLab) -> None:
     assert untouched.reward_components == {"fail_to_pass": 0.0, "pass_to_pass": 1.0}
 
 
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("number", [3, 4], ids=["the end", "the - beyond"])
+def test_outside(number):
+    assert number not in Interval(1, 3)
+"""
+
+
+@pytest.mark.parametrize("verdict", ["report", "log"])
+async def test_names_with_spaces_match_in_full_and_cut(lab: SweLab, verdict: str) -> None:
+    name = "tests/test_interval.py::test_outside"
+    fields: dict[str, Any] = {
+        "files": {"tests/test_interval.py": HIDDEN + CASES},
+        "fail_to_pass": [f"{name}[the end]", f"{name}[the"],
+        "pass_to_pass": [f"{name}[the - beyond]"],
+        "verdict": verdict,
+    }
+    assert outcome(await lab.rollout(swe_task([FIXING], **fields))) == (1.0, "")
+    missing = {**fields, "pass_to_pass": [f"{name}[the other]"]}
+    result = await lab.rollout(swe_task(["true"], **missing))
+    assert outcome(result) == (0.0, "")
+    assert result.reward_components == {"fail_to_pass": 0.0, "pass_to_pass": 0.0}
+    assert result.reward_output.endswith(
+        f"\nfail_to_pass: 2 of 2 did not pass: failed: {name}[the end], {name}[the end]\n"
+        f"pass_to_pass: 1 of 1 did not pass: missing: {name}[the other]"
+    )
+
+
 async def test_hidden_tests_come_as_a_diff_or_in_the_script(lab: SweLab) -> None:
     fields: dict[str, Any] = {"files": {}, "patch": TESTS_PATCH}
     assert outcome(await lab.rollout(swe_task([FIXING], **fields))) == (1.0, "")
@@ -193,6 +222,138 @@ def test_what_counts_as_solved() -> None:
     assert not score(wanted(expected={"a": "SKIPPED"}), {"a": "SKIPPED"}).solved, "no test has decided"
 
 
+P, F, S, E = "PASSED", "FAILED", "SKIPPED", "ERROR"
+NAMES: list[tuple[str, str, dict[str, str], bool]] = [
+    # Names with spaces stand for themselves.
+    ("pytest", "t.py::a[b c]", {"t.py::a[b c]": P}, True),
+    ("pytest", "t.py::a[b c]", {"t.py::a[b c]": F}, False),
+    ("pytest", " t.py::a[b c] ", {"t.py::a[b c]": P}, True),
+    ("pytest", "t.py::a[b - c]", {"t.py::a[b - c]": P, "t.py::a[b - d]": F}, True),
+    ("pytest", "t.py::a[b::c d]", {"t.py::a[b::c d]": P}, True),
+    ("pytest", "t.py::a[\u2713 x]", {"t.py::a[\u2713 x]": P}, True),
+    ("pytest", "t.py::a[b\\n c]", {"t.py::a[b\\n c]": P}, True),
+    ("pytest", "my tests/t.py::a", {"my tests/t.py::a": P}, True),
+    # A name that was cut at a space stands for all tests with it.
+    ("pytest", "t.py::a[b", {"t.py::a[b c]": P, "t.py::a[b d]": P, "t.py::a[x y]": F}, True),
+    ("pytest", "t.py::a[b", {"t.py::a[b c]": P, "t.py::a[b d]": F}, False),
+    ("pytest", "t.py::a[b", {"t.py::a[b c]": P, "t.py::a[b d]": S}, False),
+    ("pytest", "t.py::a[b", {"t.py::a[b c]": P, "t.py::a[b d]": "XFAIL"}, True),
+    ("pytest", "t.py::a[b", {"t.py::a[bc d]": P, "t.py::a[b]": P, "t.py::a[b-c]": P}, False),
+    ("pytest", "t.py::a[b", {}, False),
+    ("pytest", "t.py::a[[x]", {"t.py::a[[x] y]": P, "t.py::a[[x] z]": F}, False),
+    ("pytest_options", "t.py::a[/x/y", {"t.py::a[/x/y z]": P}, True),
+    ("matplotlib", "t.py::a[1", {"t.py::a[1 x]": P}, True),
+    ("pytest", "my", {"my tests/t.py::a": P, "my tests/t.py::b": F}, False),
+    # The exact name has priority.
+    ("pytest", "t.py::a[b]", {"t.py::a[b]": P, "t.py::a[b] c]": F}, True),
+    ("pytest", "t.py::a[b]", {"t.py::a[b]": F, "t.py::a[b] c]": P}, False),
+    # Names of other frameworks are sentences, of which one may begin as another one does.
+    ("jest", "adds", {"adds two numbers": P}, False),
+    ("jest", "adds two numbers", {"adds two numbers": P}, True),
+    ("jest", "adds (3 ms)", {"adds": P}, True),
+    ("jest", "waits 5 s", {"waits": P}, True),
+    ("jest", "adds [1.34 ms]", {"adds": P}, True),
+    ("jest", "adds in 3.4 sec", {"adds": P}, True),
+    ("tap", "adds # time=0.4ms", {"adds": P}, True),
+    ("django", "test_a (m.C)", {"test_a (m.C)": P}, True),
+    ("django", "test_a", {"test_a (m.C)": P}, False),
+    ("django", "What it does.", {"What it does.": P}, True),
+    ("go", "TestA/x_y", {"TestA/x_y": P}, True),
+    ("cargo", "src/lib.rs - f (line 3)", {"src/lib.rs - f (line 3)": P}, True),
+]
+"""A parser, the name in a data set, the results, and whether the test has passed."""
+
+
+@pytest.mark.parametrize(("parser", "test", "results", "passed"), NAMES)
+def test_what_a_name_stands_for(parser: str, test: str, results: dict[str, str], passed: bool) -> None:
+    tests = wanted(log_parser=parser, fail_to_pass=[test], pass_to_pass=[test])
+    assert score(tests, results).solved is passed
+    listed = wanted(log_parser=parser, expected={test: P})
+    assert score(listed, results).solved is (passed and set(results.values()) == {P})
+
+
+EXPECTED: list[tuple[dict[str, str], dict[str, str], bool]] = [
+    ({"C.a[b c]": P, "C.a[b - c]": F}, {"C.a[b c]": P, "C.a[b - c]": F}, True),
+    # R2E cuts a failed test at its message, wherever ` - ` stands first, and an error not at all.
+    ({"C.a[b c]": P, "C.a[b": F}, {"C.a[b c]": P, "C.a[b - c]": F}, True),
+    ({"C.a[b c]": P, "C.a[b": F}, {"C.a[b c]": P, "C.a[b - c]": P}, False),
+    ({"C.a[b": F}, {"C.a[b - c]": F}, True),
+    ({"C.a - no": E, "C.b[c - d] - no": E}, {"C.a": E, "C.b[c - d]": E}, True),
+    # A cut name stands for all tests with it, of which none is left over.
+    ({"C.a[b": P}, {"C.a[b c]": P, "C.a[b d]": P}, True),
+    ({"C.a[b": P}, {"C.a[b c]": P, "C.a[b d]": F}, False),
+    ({"C.a[b": P}, {"C.a[b c]": P, "C.a[b d]": S}, False),
+    ({"C.a[b": P}, {"C.a[b c]": P, "C.a[e f]": P}, False),
+    ({"C.a[b": P}, {"C.a[b c]": P, "C.a[e f]": S}, True),
+    ({"C.a[b": P}, {}, False),
+]
+"""Expected results, those that were found, and whether they are the same."""
+
+
+@pytest.mark.parametrize(("expected", "results", "same"), EXPECTED)
+def test_expected_results_with_spaces(expected: dict[str, str], results: dict[str, str], same: bool) -> None:
+    assert score(wanted(log_parser="r2e", expected=expected), results).solved is same
+
+
+MESSAGES: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    (
+        {"fail_to_pass": ["a", "b", "c", "d"]}, {"a": F, "b": P, "c": F},
+        "fail_to_pass: 3 of 4 did not pass: failed: a, c; missing: d",
+    ),
+    (
+        {"pass_to_pass": ["a", "b", "c"]}, {"a": E, "b": S, "c": "XPASS"},
+        "pass_to_pass: 2 of 3 did not pass: error: a; xpass: c",
+    ),
+    (
+        {"fail_to_pass": ["a"], "pass_to_pass": ["b"]}, {"a": S, "b": F},
+        "fail_to_pass: 1 of 1 did not pass: skipped: a\npass_to_pass: 1 of 1 did not pass: failed: b",
+    ),
+    (
+        {"fail_to_pass": ["a[b"]}, {"a[b c]": P, "a[b d]": F, "a[b e]": E},
+        "fail_to_pass: 1 of 1 did not pass: failed: a[b d]; error: a[b e]",
+    ),
+    ({"fail_to_pass": ["a\x1b[1m\nb"]}, {}, "fail_to_pass: 1 of 1 did not pass: missing: a\\x1b[1m\\nb"),
+    ({"fail_to_pass": ["a" * 999]}, {}, f"fail_to_pass: 1 of 1 did not pass: missing: {'a' * 160}…"),
+    (
+        {"fail_to_pass": [f"t{number}" for number in range(12)]}, {},
+        "fail_to_pass: 12 of 12 did not pass: missing: t0, t1, t2, t3, t4, t5, t6, t7, t8, t9 and 2 more",
+    ),
+    (
+        {"fail_to_pass": ["a", "b"], "absent_passes": True, "verdict": "log"}, {"a": F},
+        "fail_to_pass: 1 of 2 did not pass: failed: a",
+    ),
+    (
+        {"expected": {"a": P, "b": F, "c": P}}, {"a": F, "b": F, "d": P},
+        "expected: 2 of 3 differ: FAILED in place of PASSED: a; missing in place of PASSED: c; "
+        "not expected: d",
+    ),
+    ({"expected": {"a": P}}, {"a": P, "d": P}, "expected: 0 of 1 differ: not expected: d"),
+    ({"expected": {"a": S}}, {"a": S}, "expected: no test decides"),
+    ({"fail_to_pass": ["a"]}, {"a": P}, ""), ({"expected": {"a": F}}, {"a": F}, ""),
+]  # fmt: skip
+"""The fields of a task, the results, and what people are shown about them."""
+
+
+@pytest.mark.parametrize(("fields", "results", "message"), MESSAGES)
+def test_which_tests_did_not_pass_is_shown(
+    fields: dict[str, Any], results: dict[str, str], message: str
+) -> None:
+    found = score(wanted(**fields), results)
+    assert found.message == message
+    assert found.solved is (message == "")
+
+
+def test_what_is_shown_of_many_tests_is_bounded() -> None:
+    names = [f"{'x' * 300}{n}" for n in range(60_000)]
+    results = {name: (F, E, S, P)[place % 4] for place, name in enumerate(names)}
+    found = score(wanted(fail_to_pass=names, pass_to_pass=names), results)
+    assert found.fail_to_pass == 0.25
+    assert [line[:40] for line in found.message.split("\n")] == [
+        "fail_to_pass: 45000 of 60000 did not pas", "pass_to_pass: 30000 of 60000 did not pas",
+    ]  # fmt: skip
+    assert len(found.message) < 4_096
+
+
 def test_each_list_has_its_own_share() -> None:
     tests = wanted(fail_to_pass=["a", "b"], pass_to_pass=["c", "d", "e", "f"], absent_passes=False)
     results = {"a": "PASSED", "b": "FAILED", "c": "XFAIL", "d": "SKIPPED", "e": "XPASS"}
@@ -223,7 +384,7 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
     (
         "pytest",
         "PASSED t.py::a\nFAILED t.py::b - assert 0\nERROR t.py::c\nXFAIL t.py::d\nSKIPPED [1] t.py:3: x",
-        {"t.py::a": "PASSED", "t.py::b": "FAILED", "t.py::c": "ERROR", "t.py::d": "XFAIL", "[1]": "SKIPPED"},
+        {"t.py::a": "PASSED", "t.py::b": "FAILED", "t.py::c": "ERROR", "t.py::d": "XFAIL"},
     ),
     (
         "pytest_v2",
@@ -234,13 +395,36 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
     (
         "seaborn",
         "XPASS t.py::a\nall PASSED\nt.py::b ERROR\nt.py::c reached PASSED\nFAILED t.py::d[a - b] - no",
-        {"t.py::a": "XPASS", "t.py::b": "ERROR", "t.py::d[a": "FAILED"},
+        {"t.py::a": "XPASS", "t.py::b": "ERROR", "t.py::d[a - b]": "FAILED"},
+    ),
+    (
+        "pytest",
+        "PASSED t.py::a[b c  d]\nPASSED t.py::a[b - c]\nPASSED t.py::a[x - y - z] \n"
+        "PASSED t.py::a[\u2713 \\n]\n"
+        "FAILED t.py::b[c - d] - assert 'x - y' == [1]\nFAILED t.py::b[[ - x] - no [1]\n"
+        "ERROR t.py::b[c[0] - d]\n"
+        "XFAIL t.py::c[d e] - not yet\nSKIPPED t.py::c[e - f] - why\nPASSED [100%]\nPASSED [ 50%]\n"
+        "ERROR t.py - x[0]",
+        {
+            "t.py::a[b c  d]": "PASSED", "t.py::a[b - c]": "PASSED", "t.py::a[x - y - z]": "PASSED",
+            "t.py::a[\u2713 \\n]": "PASSED", "t.py::b[c - d]": "FAILED", "t.py::b[[ - x]": "FAILED",
+            "t.py::b[c[0] - d]": "ERROR", "t.py::c[d e]": "XFAIL", "t.py::c[e - f]": "SKIPPED",
+            "t.py": "ERROR",
+        },
+    ),
+    (
+        "pytest",
+        "t.py::a[b c] PASSED [ 50%]\n[gw0] [ 50%] PASSED t.py::b[c d] \n[gw12] FAILED t.py::b[e f]\n"
+        "t.py::d[e - f] XFAIL (not yet)   [100%]\nt.py::e[f PASSED",
+        {"t.py::a[b c]": "PASSED", "t.py::b[c d]": "PASSED", "t.py::b[e f]": "FAILED",
+         "t.py::d[e - f]": "XFAIL"},
     ),
     (
         "pytest_options",
         "PASSED t.py::a[/x/y/z]\nPASSED t.py::b[//x]\nPASSED t.py::c[/x/*/y]\nPASSED t.py::d[x/y]\n"
-        "FAILED /t/e",
+        "FAILED /t/e\nPASSED t.py::f[/x/y z]",
         {
+            "t.py::f[/x/y z]": "PASSED",
             "t.py::a[/z]": "PASSED", "t.py::b[//x]": "PASSED", "t.py::c[/x/*/y]": "PASSED",
             "t.py::d[x/y]": "PASSED", "/t/e": "FAILED",
         },
@@ -250,7 +434,11 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
         "PASSED t.py::a[MouseButton.LEFT]\nFAILED t.py::a[MouseButton.RIGHT]",
         {"t.py::a[1]": "PASSED", "t.py::a[3]": "FAILED"},
     ),
-    ("r2e", "PASSED r/t.py::C::a", {"C.a": "PASSED"}),
+    (
+        "r2e",
+        "PASSED r/t.py::C::a[b c]\nFAILED r/t.py::a[b::c - d] - no",
+        {"C.a[b c]": "PASSED", "a[b.c - d]": "FAILED"},
+    ),
     (
         "django",
         "test_a (m.C) ... ok\ntest_b (m.C)\nWhat it does. ... FAIL\ntest_c (m.C) ... skipped 'no'\n"
@@ -307,8 +495,12 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
     ),
     (
         "tap",
-        "ok 1 - a\nnot ok 2 - b\nok 3 - c # SKIP no\n  ok 4 - d # todo\nnot ok 5 - e # TODO later\nok 6",
-        {"a": "PASSED", "b": "FAILED", "c": "SKIPPED", "d": "SKIPPED", "e": "FAILED"},
+        "ok 1 - a\nnot ok 2 - b\nok 3 - c # SKIP no\n  ok 4 - d # todo\nnot ok 5 - e # TODO later\nok 6\n"
+        "ok 7 - takes a while # time=12.5ms",
+        {
+            "a": "PASSED", "b": "FAILED", "c": "SKIPPED", "d": "SKIPPED", "e": "FAILED",
+            "takes a while": "PASSED",
+        },
     ),
 ]  # fmt: skip
 
@@ -392,8 +584,8 @@ def test_a_report_is_believed_up_to_the_first_line_that_is_not_genuine() -> None
     lines = signed("secret", *tests, controls[0], END)
     whole = read_report(b"".join(lines), "secret", "pytest")
     assert (whole.complete, whole.tampered, whole.controlled) == (True, set(), {"t.py::a"})
-    assert whole.results == {"t.py::a": "PASSED", "t.py::b": "FAILED"}
-    assert read_report(b"".join(lines), "secret", "r2e").results == {"a": "PASSED", "b": "FAILED"}
+    assert whole.results == {"t.py::a": "PASSED", "t.py::b x": "FAILED"}
+    assert read_report(b"".join(lines), "secret", "r2e").results == {"a": "PASSED", "b x": "FAILED"}
     tampered = read_report(b"".join(signed("secret", *controls, END)), "secret", "pytest")
     assert (tampered.complete, tampered.tampered) == (True, {"t.py::b"})
     for broken in (
@@ -407,10 +599,11 @@ def test_a_report_is_believed_up_to_the_first_line_that_is_not_genuine() -> None
 def test_a_name_is_never_read_as_another_line() -> None:
     name = "t.py::x\nPASSED t.py::a"
     lines = signed("secret", ("test", name, "PASSED"), ("test", "PASSED t.py::b", "FAILED"), END)
-    assert read_report(b"".join(lines), "secret", "pytest").results == {
-        "t.py::x": "PASSED",
-        "PASSED": "FAILED",
-    }
+    results = read_report(b"".join(lines), "secret", "pytest").results
+    assert results == {name: "PASSED", "PASSED t.py::b": "FAILED"}
+    for test in ("t.py::x", "t.py::a", "t.py::b"):
+        found = score(wanted(fail_to_pass=[test]), results)
+        assert found.message == f"fail_to_pass: 1 of 1 did not pass: missing: {test}"
 
 
 def test_pytest_loads_the_reports_plugin_beside_what_the_task_sets() -> None:

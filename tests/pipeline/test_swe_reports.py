@@ -185,7 +185,7 @@ PASSING = (
     "TestOwnMethods::test_own", "Counting::test_count_1", "Counting::test_count_2",
     "test_that_leaves_functions", "test_that_patches", "TestClass::TestInner::test_deep", "Case::test_case",
     "Case::test_parts", "Case::test_case_mocked", "Inheriting::test_case", "test_made_1",
-    "Case::test_added", "test_of_texts[a", "test_of_texts[c[d]]", "test_of_texts[e::f]",
+    "Case::test_added", "test_of_texts[a b]", "test_of_texts[c[d]]", "test_of_texts[e::f]",
     "test_of_texts[x\\ny]",
 )  # fmt: skip
 OTHERS = {"test_skipped": "SKIPPED", "test_expected_to_fail": "XFAIL", "test_failing": "FAILED"}

@@ -8,6 +8,7 @@ from typing import Final
 
 from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.fields.swe_tests import SweTests
+from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Task
 from rollyard_sandbox.client import ExecResult
 
@@ -16,8 +17,8 @@ from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, 
 from rollyard_pipeline.handlers.swe import diffs, placement
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
-from rollyard_pipeline.handlers.swe.report import ReportFiles
-from rollyard_pipeline.handlers.swe.results import PASSED, Results, deciding, in_a_function, score
+from rollyard_pipeline.handlers.swe.report import ReportFiles, SignedReport
+from rollyard_pipeline.handlers.swe.results import PASSED, Reported, Results, deciding, in_a_function, score
 from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ LOG_TOO_LONG: Final = "TestLogTooLong"
 _LOG_WARNING: Final = (
     "These results are what the tests printed (verdict: log). The policy's code can print the same."
 )
+_NO_FAILURE: Final = "The test command failed, and none of the results is a failure, so that none counts."
 _NO_REPORT: Final = (
     "There is no report of the tests (verdict: report), or it has no end. The script must start pytest as "
     "`pytest`, `python -m pytest` or `coverage run -m pytest`, and pytest must come to its end."
@@ -125,8 +127,10 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
         results = parse(tests.log_parser, printed, tests.script)
         ctx.show(_LOG_WARNING)
         if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
-            return Evaluation(0.0, {}, NO_RESULTS)  # The tests did not end, whatever was printed before.
-        return _scored(tests, results)
+            # The tests did not end, whatever was printed before.
+            ctx.show(_NO_FAILURE)
+            return Evaluation(0.0, {}, NO_RESULTS)
+        return _scored(ctx, tests, results)
     report_files = ReportFiles(ctx.sandbox, f"{ctx.place.folder}/report")
     await report_files.write(tests, folder)
     result = await _run(ctx, tests.script, folder, report_files.environment(env))
@@ -136,13 +140,22 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
     if not report.complete:
         ctx.show(_NO_REPORT)
         return Evaluation(0.0, {}, NO_RESULTS)
-    passed = {name for name in deciding(tests) if in_a_function(name) and report.results.get(name) == PASSED}
-    wanted = {*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())}
-    tampered = sorted(report.tampered & wanted | passed - report.controlled)
-    if tampered:
-        ctx.show(f"These tests cannot be believed: {', '.join(tampered[:_SHOWN])}")
+    doubtful = sorted(_doubtful(tests, report))
+    if doubtful:
+        ctx.show(f"These tests cannot be believed: {', '.join(map(one_line, doubtful[:_SHOWN]))}")
         return Evaluation(0.0, {}, TAMPERED)
-    return _scored(tests, report.results)
+    return _scored(ctx, tests, report.results)
+
+
+def _doubtful(tests: SweTests, report: SignedReport) -> set[str]:
+    """Return the tests that have passed in a way that is not believed."""
+    reported = Reported(tests, report.results.keys() | report.tampered)
+    wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+    found = {name for test in wanted for name in reported.of(test) if name in report.tampered}
+    for test in filter(in_a_function, deciding(tests)):
+        passed = (name for name in reported.of(test) if report.results.get(name) == PASSED)
+        found.update(name for name in passed if name not in report.controlled)
+    return found
 
 
 async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str]) -> ExecResult:
@@ -157,8 +170,10 @@ async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str])
     return result
 
 
-def _scored(tests: SweTests, results: Results) -> Evaluation:
+def _scored(ctx: StageContext, tests: SweTests, results: Results) -> Evaluation:
+    """Return the evaluation of the results. People are shown which tests did not pass."""
     found = score(tests, results)
+    ctx.show(found.message)
     components = {"fail_to_pass": found.fail_to_pass, "pass_to_pass": found.pass_to_pass}
     return Evaluation(float(found.solved), components, "" if results else NO_RESULTS)
 

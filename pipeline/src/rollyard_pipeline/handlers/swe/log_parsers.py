@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
-from rollyard_pipeline.handlers.swe.results import ERROR, FAILED, PASSED, SKIPPED, STATUSES, Results
+from rollyard_pipeline.handlers.swe.results import (
+    ERROR,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    STATUSES,
+    Results,
+    without_message,
+    without_seconds,
+)
 
 START: Final = ">>>>> Start Test Output"
 _CODE: Final = ">>>>> Test Exit Code:"
@@ -41,23 +50,34 @@ def exit_code(log: str, script: str, ended: int | None) -> int | None:
     return max(map(int, _EXIT.findall(log)), default=None)
 
 
+_WORKER: Final = re.compile(r"\s*+\[gw\d++\]\s++(?:\[\s*+\d++%\]\s++)?")
+"""What pytest-xdist prints before a result: `[gw0] [ 50%] `."""
+_RESULT: Final = re.compile(rf"\s({'|'.join(STATUSES)})(?=\s|$)")
+
+
 def _pytest(lines: Iterable[str], results: Results, name: Callable[[str], str]) -> None:
-    """Read lines such as `PASSED tests/test_x.py::test_y` and `tests/test_x.py::test_y PASSED [ 50%]`."""
+    """Read lines such as `PASSED tests/test_x.py::test_y[a b]` and `tests/test_x.py::test_y PASSED [ 5%]`."""
     for line in lines:
-        words = line.replace(" - ", " ").split() if line.startswith((FAILED, ERROR)) else line.split()
-        if len(words) < 2:
+        worker = _WORKER.match(line)
+        line = line[worker.end() :] if worker is not None else line
+        first, rest = (*line.split(None, 1), "", "")[:2]
+        if first in STATUSES and rest and not rest.startswith("["):
+            # A message follows the other results. In brackets there is a count or the progress, and no name.
+            results.add(name(rest.strip() if first == PASSED else without_message(rest)), first)
             continue
-        if words[0] in STATUSES:
-            results.add(name(words[1]), words[0])
-        elif words[1] in STATUSES and "::" in words[0]:
-            results.add(name(words[0]), words[1])
+        found = _RESULT.search(line)
+        test = line[: found.start()].strip() if found is not None else ""
+        head, bracket, _ = test.partition("[")
+        whole = "::" in head and len(head.split()) == 1 and (not bracket or test.endswith("]"))
+        if found is not None and whole:
+            results.add(name(test), found[1])
 
 
 def _without_paths(test: str) -> str:
     """Return a name in which an absolute path as a parameter is reduced to its last part."""
-    match = re.fullmatch(r"(.*?)\[(.*)\]", test)
+    match = re.fullmatch(r"(.*?)\[(\S*)\]", test)
     if match is None:
-        return test
+        return test  # Data sets have a parameter with spaces as it is, or cut at the first one.
     value = match[2]
     if value.startswith("/") and not value.startswith("//") and "*" not in value:
         value = "/" + value.rsplit("/", 1)[-1]
@@ -84,8 +104,8 @@ _NAMES: Final[Mapping[str, Callable[[str], str]]] = {
 
 
 def logged_name(parser: str, test: str) -> str:
-    """Return the name that a test has in a log of pytest, in which it ends at the first space."""
-    return _NAMES[parser]((test.split() or [""])[0])
+    """Return the name that a data set gives to a test of pytest."""
+    return _NAMES[parser](test)
 
 
 _DJANGO_ENDS: Final = (
@@ -137,10 +157,6 @@ def _sympy(lines: Iterable[str], results: Results) -> None:
             results.add(failure[1], FAILED)
 
 
-_SECONDS: Final = re.compile(r"(?<!\s)\s++\(?\d++(?:\.\d++)?\s?m?s\)?$")
-"""The time that a test took, after its name. No pattern here looks at a part of a line many times."""
-
-
 def _patterns(table: Mapping[str, str], pattern: str) -> Callable[..., None]:
     """Return a parser for lines with groups `test` and `status`, whose words the table explains."""
     compiled = re.compile(pattern)
@@ -149,7 +165,7 @@ def _patterns(table: Mapping[str, str], pattern: str) -> Callable[..., None]:
         for line in lines:
             match = compiled.match(line)
             if match is not None:
-                results.add(_SECONDS.sub("", match["test"]).strip(), table[match["status"]])
+                results.add(without_seconds(match["test"]), table[match["status"]])
 
     return read
 
@@ -163,7 +179,7 @@ def _tap(lines: Iterable[str], results: Results) -> None:
         name, *rest = remark.split(match[2], 1) if match is not None else ("",)
         if match is not None and name:
             passed = SKIPPED if rest else PASSED
-            results.add(name.rstrip(), passed if match[1].lower() == "ok" else FAILED)
+            results.add(without_seconds(name), passed if match[1].lower() == "ok" else FAILED)
 
 
 _PARSERS: Final[Mapping[str, Callable[[Iterable[str], Results], None]]] = {

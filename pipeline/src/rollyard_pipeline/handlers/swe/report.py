@@ -15,7 +15,7 @@ from rollyard_sandbox.errors import FileError
 
 from rollyard_pipeline.handlers.swe.log_parsers import logged_name
 from rollyard_pipeline.handlers.swe.protected import test_folders, test_paths
-from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, TAMPERED, sign
+from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, TAMPERED, plain, sign
 from rollyard_pipeline.handlers.swe.results import Results, deciding, in_a_function
 
 _MAX_BYTES: Final = 32 << 20
@@ -68,7 +68,7 @@ class ReportFiles:
         Raises:
             rollyard_sandbox.errors.SandboxError: The sandbox failed.
         """
-        names = sorted({name.split("[")[0] for name in deciding(tests) if in_a_function(name)})
+        names = sorted({plain(name) for name in deciding(tests) if in_a_function(name)})
         paths = test_paths(tests)
         task = {
             "secret": self._secret, "folder": repository, "names": names, "files": paths,
@@ -125,7 +125,7 @@ def read_report(data: bytes, secret: str, parser: str) -> SignedReport:
         if kind == "end":
             report.complete = True
             continue
-        # Tests are named as they are in a log. No text of a test is read as a line of one.
+        # Tests are named as data sets name them. No text of a test is read as a line of a log.
         test = logged_name(parser, bytes.fromhex(digits.strip("-")).decode(errors="surrogateescape"))
         if status == TAMPERED:
             report.tampered.add(test)

@@ -408,6 +408,12 @@ def naming(root: str, begun_in: str) -> Any:
     return name_of
 
 
+def plain(name: str) -> str:
+    """Return the name of a test without its parameters, and without what follows the name of its function."""
+    path, colons, rest = name.split("[")[0].partition("::")
+    return path + colons + (rest.split() or [""])[0]
+
+
 def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
     """Return the hooks of one run of pytest.
 
@@ -424,9 +430,6 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
     current = [None]  # type: Any
     mark, restore = marker(current)
     comparing = _comparing()
-
-    def plain(name: str) -> str:
-        return (name.split() or [""])[0].split("[")[0]
 
     def decides(name: str) -> bool:
         return plain(name) in names or ".".join(plain(name).split("::")[1:]) in names

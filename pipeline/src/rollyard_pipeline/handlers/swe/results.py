@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_crds.fields.swe_tests import SweTests
+from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, SweTests
+from rollyard_crds.security.log_text import one_line
+
+from rollyard_pipeline.handlers.swe.report_plugin import plain
 
 PASSED: Final = "PASSED"
 FAILED: Final = "FAILED"
@@ -17,6 +22,15 @@ XPASS: Final = "XPASS"
 STATUSES: Final = (PASSED, XFAIL, XPASS, SKIPPED, FAILED, ERROR)
 """All results, the worst last."""
 _WEIGHT: Final = {status: place for place, status in enumerate(STATUSES)}
+_MISSING: Final = "missing"
+_SHOWN: Final = 10  # The most tests that a message names for each result.
+_SHOWN_NAME: Final = 160  # The most characters of a name in a message.
+_SHOWN_LIST: Final = 1_900  # The most characters about a list of tests. All that is shown has 4,096.
+_TIME: Final = r"\d++(?:\.\d++)?\s?m?s"
+_SECONDS: Final = re.compile(rf"(?<!\s)\s++(?:\({_TIME}\)|\[{_TIME}\]|{_TIME}|in {_TIME}ec|# time={_TIME})$")
+"""The time that a test took, after its name. No pattern here looks at a part of a line many times."""
+_MOST_DASHES: Final = 20
+_MOST_NAME: Final = 8_192  # The most characters in which a name is looked for. A task's have at most half.
 
 
 class Results(dict[str, str]):
@@ -41,10 +55,9 @@ def deciding(tests: SweTests) -> list[str]:
 
 def in_a_function(test: str) -> bool:
     """Return whether the name is that of a function or a method, and not, for example, of a doctest."""
-    first = test.split("[")[0].split(" ")[0]
-    path, separator, rest = first.partition("::")
+    path, separator, rest = plain(test).partition("::")
     if not separator:
-        return all(part.isidentifier() for part in first.split("."))
+        return all(part.isidentifier() for part in path.split("."))
     return path.endswith(".py") and all(part.isidentifier() for part in rest.split("::"))
 
 
@@ -56,43 +69,129 @@ class Score:
         solved: Whether all have.
         fail_to_pass: The share of those that failed before, or of all if the expected results are listed.
         pass_to_pass: The share of those that passed before.
+        message: Which tests do not have it, for people; empty if all have.
     """
 
     solved: bool
     fail_to_pass: float
     pass_to_pass: float
+    message: str
+
+
+class Reported:
+    """The names under which tests were reported, to find those that a name of a data set stands for.
+
+    A name stands for the test of exactly this name. If there is none, and results are those of pytest, it may
+    have been cut at a space, as SWE-bench's parsers do: it stands for all tests whose names begin with it and
+    continue with a space.
+
+    Args:
+        tests: The tests of the task.
+        names: The names of the tests that were reported.
+    """
+
+    def __init__(self, tests: SweTests, names: Iterable[str]) -> None:
+        self._timed = tests.log_parser not in PYTEST_PARSERS
+        self._names = set(names)
+        # The names of other frameworks are sentences, of which one may begin as another one does.
+        self._spaced = [] if self._timed else sorted(name for name in self._names if " " in name)
+
+    def of(self, test: str) -> list[str]:
+        """Return the names of the tests that this name of a data set stands for."""
+        wanted = without_seconds(test.strip()) if self._timed else test.strip()
+        if wanted in self._names:
+            return [wanted]
+        first, last = (bisect_left(self._spaced, wanted + after) for after in (" ", "!"))
+        return self._spaced[first:last]
+
+
+def without_seconds(test: str) -> str:
+    """Return a name without the time that a test took, such as `adds (3 ms)` or `adds # time=0.4ms`."""
+    return _SECONDS.sub("", test).strip()
+
+
+def without_message(text: str) -> str:
+    """Return the name of a test from `NAME - MESSAGE`. A name may have ` - ` within its brackets."""
+    parts = text[:_MOST_NAME].split(" - ", _MOST_DASHES)
+    if "[" not in parts[0]:
+        return parts[0].strip()
+    heads = [" - ".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    closed = [head for head in heads if head.endswith("]")]
+    balanced = [head for head in closed if head.count("[") == head.count("]")]
+    return next(iter(balanced or closed or heads)).strip()
 
 
 def score(tests: SweTests, results: Mapping[str, str]) -> Score:
     """Return the score of the results."""
     if tests.expected is not None:
-        return _equal(tests.expected, results)
+        return _equal(tests, tests.expected, results)
+    reported = Reported(tests, results)
+    fails, failed = _met(tests, tests.fail_to_pass, results, reported, (PASSED, XFAIL))
+    passes, broken = _met(tests, tests.pass_to_pass, results, reported, (PASSED, XFAIL, SKIPPED))
+    messages = [
+        _shown(f"{field}: {met.count(False)} of {len(met)} did not pass", unmet)
+        for field, met, unmet in (("fail_to_pass", fails, failed), ("pass_to_pass", passes, broken))
+        if unmet
+    ]
+    return Score(not messages and bool(fails or passes), _share(fails), _share(passes), "\n".join(messages))
+
+
+def _met(
+    tests: SweTests,
+    wanted: Sequence[str],
+    results: Mapping[str, str],
+    reported: Reported,
+    good: Sequence[str],
+) -> tuple[list[bool], dict[str, list[str]]]:
+    """Return whether each test has a good result, and those that do not by their result."""
     # A report names every test, and a log may leave out those that passed.
     absent_passes = tests.absent_passes and tests.verdict == "log"
-    fails = [
-        results[test] in (PASSED, XFAIL) if test in results else absent_passes for test in tests.fail_to_pass
-    ]
-    passes = [
-        _passed(results, test, absent_passes) or results.get(test) == SKIPPED for test in tests.pass_to_pass
-    ]
-    return Score(all(fails) and all(passes) and bool(fails or passes), _share(fails), _share(passes))
+    met: list[bool] = []
+    unmet: dict[str, list[str]] = {}
+    for test in wanted:
+        names = reported.of(test)
+        bad = [name for name in names if results[name] not in good]
+        for name in bad:
+            unmet.setdefault(results[name].lower(), []).append(name)
+        if not names and not absent_passes:
+            unmet.setdefault(_MISSING, []).append(test)
+        met.append(not bad and (bool(names) or absent_passes))
+    return met, unmet
 
 
-def _passed(results: Mapping[str, str], test: str, absent_passes: bool) -> bool:
-    found = results.get(test)
-    return absent_passes if found is None else found in (PASSED, XFAIL)
-
-
-def _equal(expected: Mapping[str, str], results: Mapping[str, str]) -> Score:
+def _equal(tests: SweTests, expected: Mapping[str, str], results: Mapping[str, str]) -> Score:
     """Return the score where every result must be the expected one, and no other test may have run."""
-    wanted = {_plain(test): status for test, status in expected.items() if status != SKIPPED and _plain(test)}
-    found = {_plain(test): status for test, status in results.items() if status != SKIPPED and _plain(test)}
-    same = [found.get(test) == status for test, status in wanted.items()]
-    return Score(bool(wanted) and all(same) and len(found) == len(wanted), _share(same), 1.0)
+    reported = Reported(tests, results)
+    same: list[bool] = []
+    others = {name: None for name, status in results.items() if status != SKIPPED and without_message(name)}
+    unmet: dict[str, list[str]] = {}
+    for test, status in expected.items():
+        if status == SKIPPED or not without_message(test):
+            continue
+        names = reported.of(test) or reported.of(without_message(test))
+        worst = max((results[name] for name in names), key=STATUSES.index, default=_MISSING)
+        same.append(worst == status)
+        if worst != status:
+            unmet.setdefault(f"{worst} in place of {status}", []).append(test)
+        for name in names:
+            others.pop(name, None)
+    if others:
+        unmet["not expected"] = list(others)
+    if not same:
+        return Score(False, 0.0, 1.0, "expected: no test decides")
+    message = _shown(f"expected: {same.count(False)} of {len(same)} differ", unmet) if unmet else ""
+    return Score(not unmet, _share(same), 1.0, message)
 
 
-def _plain(test: str) -> str:
-    return test.split(" - ")[0].strip()
+def _shown(headline: str, unmet: Mapping[str, Sequence[str]]) -> str:
+    """Return a line that names the first tests of each result."""
+    parts = []
+    for result, names in unmet.items():
+        first = [name if len(name) <= _SHOWN_NAME else f"{name[:_SHOWN_NAME]}…" for name in names[:_SHOWN]]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        parts.append(f"{result}: {', '.join(map(one_line, first))}{more}")
+    line = f"{headline}: {'; '.join(parts)}"
+    return line if len(line) <= _SHOWN_LIST else f"{line[:_SHOWN_LIST]}…"
 
 
 def _share(values: Sequence[bool]) -> float:

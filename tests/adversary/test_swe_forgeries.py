@@ -38,6 +38,26 @@ FORGERIES: dict[str, tuple[list[str], dict[str, Any]]] = {
         [appending("Interval.__contains__ = lambda s, n: s.low <= n != s.high")],
         OUTSIDE,
     ),
+    "a_case_of_a_cut_name_is_hidden": (
+        [
+            appending("""\
+import _pytest.runner as r
+old = r.runtestprotocol
+r.runtestprotocol = lambda item, **kwds: [] if "[the end]" in item.name else old(item, **kwds)
+""")
+        ],
+        OUTSIDE,
+    ),
+    "a_case_of_a_cut_name_is_not_run": (
+        [
+            appending("""\
+import _pytest.python as p
+old = p.Function.runtest
+p.Function.runtest = lambda self: None if "[the end]" in self.name else old(self)
+""")
+        ],
+        OUTSIDE,
+    ),
     "another_test_that_begins_as_a_cut_name": (
         [
             appending("""\

@@ -324,7 +324,7 @@ MESSAGES: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ),
     (
         {"expected": {"a": P, "b": F, "c": P}}, {"a": F, "b": F, "d": P},
-        "expected: 2 of 3 differ: FAILED in place of PASSED: a; missing in place of PASSED: c; "
+        "expected: 2 of 3 differ: FAILED in place of PASSED: a; MISSING in place of PASSED: c; "
         "not expected: d",
     ),
     ({"expected": {"a": P}}, {"a": P, "d": P}, "expected: 0 of 1 differ: not expected: d"),
@@ -638,7 +638,7 @@ async def test_a_report_is_read_to_its_end() -> None:
     folder: Any = Folder()
     files = ReportFiles(folder, "/p")
     tests = wanted(
-        fail_to_pass=["t.py::b[1]", "t.py::a", "t.py::b[2]", "src/m.py::m.doc"], pass_to_pass=["u.py::C::x"],
+        fail_to_pass=["t.py::b[1]", "t.py::a", "t.py::b[2", "src/m.py::m.doc"], pass_to_pass=["u.py::C::x[y"],
         files={"./h.py": ""}, patch=TESTS_PATCH,
     )  # fmt: skip
     await files.write(tests, "/work/repo")
@@ -646,6 +646,7 @@ async def test_a_report_is_read_to_its_end() -> None:
     task = json.loads(data)
     assert (mode, task["names"], task["folder"]) == (0o600, ["t.py::a", "t.py::b"], "/work/repo")
     assert task["files"] == ["h.py", "t.py", "tests/test_interval.py", "u.py"]
+    assert task["cut"] == ["t.py::b", "u.py::C::x"]
     assert {"/p/rollyard_report.py", "/p/sitecustomize.py", "/p/encodings/__init__.py"} < folder.files.keys()
     missing = await files.read("pytest")
     assert (missing.complete, missing.results) == (False, {})

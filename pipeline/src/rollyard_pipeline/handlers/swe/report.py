@@ -16,7 +16,7 @@ from rollyard_sandbox.errors import FileError
 from rollyard_pipeline.handlers.swe.log_parsers import logged_name
 from rollyard_pipeline.handlers.swe.protected import test_folders, test_paths
 from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, TAMPERED, plain, sign
-from rollyard_pipeline.handlers.swe.results import Results, deciding, in_a_function
+from rollyard_pipeline.handlers.swe.results import MISSING, Results, deciding, in_a_function
 
 _MAX_BYTES: Final = 32 << 20
 _SOURCES: Final = {
@@ -32,7 +32,7 @@ class SignedReport:
     """What a report says.
 
     Attributes:
-        results: The result of each test.
+        results: The result of each test. It is MISSING for a case of a cut name that was found and not run.
         complete: Whether the report is genuine and has its last line.
         tampered: The tests that passed without running their own code to its end, and those in whose place
             a function that fails did not count as failed.
@@ -69,9 +69,11 @@ class ReportFiles:
             rollyard_sandbox.errors.SandboxError: The sandbox failed.
         """
         names = sorted({plain(name) for name in deciding(tests) if in_a_function(name)})
+        listed = (*tests.fail_to_pass, *tests.pass_to_pass)
+        cut = sorted({plain(name) for name in listed if "[" in name and not name.endswith("]")})
         paths = test_paths(tests)
         task = {
-            "secret": self._secret, "folder": repository, "names": names, "files": paths,
+            "secret": self._secret, "folder": repository, "names": names, "cut": cut, "files": paths,
             "folders": test_folders(paths),
         }  # fmt: skip
         for path, module in _SOURCES.items():
@@ -114,6 +116,7 @@ class ReportFiles:
 def read_report(data: bytes, secret: str, parser: str) -> SignedReport:
     """Return what a report says, up to the first line that is not genuine."""
     report, last = SignedReport(), b""
+    collected = set()
     for line in data.split(b"\n")[:-1]:
         signature, _, text = line.partition(b" ")
         expected = sign(secret.encode(), last, text)
@@ -124,11 +127,15 @@ def read_report(data: bytes, secret: str, parser: str) -> SignedReport:
         kind, digits, status = text.decode().split(" ")
         if kind == "end":
             report.complete = True
+            for test in collected - report.results.keys() - report.tampered:
+                report.results.add(test, MISSING)
             continue
         # Tests are named as data sets name them. No text of a test is read as a line of a log.
         test = logged_name(parser, bytes.fromhex(digits.strip("-")).decode(errors="surrogateescape"))
         if status == TAMPERED:
             report.tampered.add(test)
+        elif kind == "collected":
+            collected.add(test)
         elif kind == "control":
             report.controlled.add(test)
         else:

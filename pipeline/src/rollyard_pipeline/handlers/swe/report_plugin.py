@@ -414,12 +414,13 @@ def plain(name: str) -> str:
     return path + colons + (rest.split() or [""])[0]
 
 
-def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
+def reporter(line: Any, names: Any, cut: Any, files: Any, forget: Any) -> Any:
     """Return the hooks of one run of pytest.
 
     Args:
         line: Writes a line of the report.
         names: The tests that decide, without their parameters, as pytest names them or with dots.
+        cut: The tests of whose cases a data set has cut names. Each of these cases has to be reported.
         files: The code of their files.
         forget: Is called when pytest has read the environment.
     """
@@ -469,6 +470,12 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
             if hasattr(config.option, option):
                 setattr(config.option, option, value)
         yield
+
+    def pytest_collection_finish(session: Any) -> None:
+        for item in session.items:
+            name = name_of[0](item.nodeid)
+            if plain(name) in cut:
+                line("collected", name, "-")
 
     def pytest_runtest_call(item: Any) -> Any:
         name = name_of[0](item.nodeid)
@@ -526,8 +533,8 @@ def reporter(line: Any, names: Any, files: Any, forget: Any) -> Any:
         line("end", "", "-")
 
     return (
-        pytest_configure, pytest_cmdline_main, pytest_runtest_call, pytest_runtest_logreport,
-        pytest_collectreport, pytest_sessionfinish,
+        pytest_configure, pytest_cmdline_main, pytest_collection_finish, pytest_runtest_call,
+        pytest_runtest_logreport, pytest_collectreport, pytest_sessionfinish,
     )  # fmt: skip
 
 
@@ -653,7 +660,8 @@ def begin(folder: str, others: Any) -> None:
     try:
         _import_pytest()
         forget = functools.partial(_forget, folder)
-        hooks = reporter(line, frozenset(given["names"]), DecidingFiles(given), forget)
+        names, cut = frozenset(given["names"]), frozenset(given["cut"])
+        hooks = reporter(line, names, cut, DecidingFiles(given), forget)
     finally:
         sys.path[:] = searched
     import pytest

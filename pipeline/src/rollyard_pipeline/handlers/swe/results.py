@@ -21,8 +21,9 @@ XFAIL: Final = "XFAIL"
 XPASS: Final = "XPASS"
 STATUSES: Final = (PASSED, XFAIL, XPASS, SKIPPED, FAILED, ERROR)
 """All results, the worst last."""
-_WEIGHT: Final = {status: place for place, status in enumerate(STATUSES)}
-_MISSING: Final = "missing"
+MISSING: Final = "MISSING"
+"""What stands in the place of a result where a test has none."""
+_WEIGHT: Final = {status: place for place, status in enumerate((*STATUSES, MISSING))}
 _SHOWN: Final = 10  # The most tests that a message names for each result.
 _SHOWN_NAME: Final = 160  # The most characters of a name in a message.
 _SHOWN_LIST: Final = 1_900  # The most characters about a list of tests. All that is shown has 4,096.
@@ -154,7 +155,7 @@ def _met(
         for name in bad:
             unmet.setdefault(results[name].lower(), []).append(name)
         if not names and not absent_passes:
-            unmet.setdefault(_MISSING, []).append(test)
+            unmet.setdefault(MISSING.lower(), []).append(test)
         met.append(not bad and (bool(names) or absent_passes))
     return met, unmet
 
@@ -169,7 +170,7 @@ def _equal(tests: SweTests, expected: Mapping[str, str], results: Mapping[str, s
         if status == SKIPPED or not without_message(test):
             continue
         names = reported.of(test) or reported.of(without_message(test))
-        worst = max((results[name] for name in names), key=STATUSES.index, default=_MISSING)
+        worst = max((results[name] for name in names), key=_WEIGHT.__getitem__, default=MISSING)
         same.append(worst == status)
         if worst != status:
             unmet.setdefault(f"{worst} in place of {status}", []).append(test)

@@ -108,6 +108,10 @@ async def test_the_places_hold_for_texts_that_cannot_be_stored() -> None:
     longest = 1 << 20  # The content of a message is cut after so many characters.
     cut = judged(kept(await played(chat, f"<think>{' assistant' * (longest // 10)}</think>7")))
     assert (len(cut.thought), cut.final_text) == (longest - len("<think> "), "")
+    assert cut.trajectory is not None
+    thought = cut.trajectory.turns[-1].thought
+    assert thought is not None
+    assert thought.end == thought.answer == longest
 
 
 @pytest.mark.parametrize("texts", ["<think>", "</think>", "<think> </think>", "</think> <think>"])

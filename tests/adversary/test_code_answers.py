@@ -39,6 +39,11 @@ CALLED: dict[str, Any] = {
     "entry_point": "f",
     "cases": [{"input": str(i), "output": str(i * i + 17)} for i in (3, 4)],
 }
+MADE: dict[str, Any] = {
+    "entry_point": "f",
+    "setup": "given = [int('3'), int('4')]",
+    "cases": [{"program": "assert f(given[0]) == 26\nassert f(given[1]) == 33"}],
+}
 CHECKED = {
     **PRINTED,
     "compare": "checker",
@@ -167,7 +172,7 @@ async def reward(
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_no_program_decides_its_own_score(sandbox: tuple[ExecClient, str], name: str) -> None:
     limit = 0.5 if name == "hangs" else 2.0  # It takes the whole limit of each test.
-    for tests in (ASSERTED, PLAIN, PRINTED, CALLED, CHECKED):
+    for tests in (ASSERTED, PLAIN, PRINTED, CALLED, CHECKED, MADE):
         deserves_nothing(await reward(sandbox, ANSWERS[name], tests, limit))
 
 
@@ -241,6 +246,30 @@ def f(i):
     tests = {"entry_point": "f", "cases": [{"program": wrote}, {"program": wrote}]}
     deserves_nothing(await reward(sandbox, searches, tests))
     assert await reward(sandbox, RIGHT, tests) == 1.0
+
+
+async def test_calls_with_objects_show_no_result(sandbox: tuple[ExecClient, str]) -> None:
+    """The policy's process gets the expressions of the calls, and nothing else of the test."""
+    searches = """
+import gc, re, sys
+def f(i):
+    texts, frame = [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple))], sys._getframe()
+    while frame:
+        texts += [repr(frame.f_globals), repr(frame.f_locals)]
+        frame = frame.f_back
+    found = re.findall("4159[0-9]{6}", " ".join(texts))
+    return int(found[0]) if found else 0
+"""
+    tests = {
+        "entry_point": "f",
+        "setup": "made = [3]",
+        "cases": [{"program": "assert f(made) == 4159265358"}],
+    }
+    deserves_nothing(await reward(sandbox, searches, tests))
+    assert await reward(sandbox, "def f(i): return 4159265358", tests) == 1.0
+    # The search would have found it, had it been there.
+    leaks = {**tests, "setup": "made = [3, 4159265358]"}
+    assert await reward(sandbox, searches, leaks) == 1.0
 
 
 async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClient, str]) -> None:

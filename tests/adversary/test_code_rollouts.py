@@ -15,6 +15,8 @@ PROGRAMS = {
     "fork-bomb-of-sessions": BOMB.replace("os.fork()", "os.fork() or os.setsid()"),
     "fills-the-disk": "for n in range(10**6): open(f'/work/{n}', 'w').write('x' * 10**6)",
     "fills-the-memory": "held = []\nwhile True: held.append(bytearray(1 << 20))",
+    "fills-shared-memory": "import mmap\nheld = []\nfor n in range(64):\n"
+    "    held.append(mmap.mmap(-1, 1 << 24))\n    held[-1].write(b'x' * (1 << 24))\nprint(int(input()) + 1)",
     "prints-100-mb": "print('x' * 10**8)",
     "kills-its-parent": "import os\nos.kill(os.getppid(), 9)",
     "kills-everything": "import os\nos.kill(-1, 9)",

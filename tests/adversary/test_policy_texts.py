@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from rollyard_crds.task_formats.swebench.diffs import changed_files
 from rollyard_pipeline.handlers.answers import final_answer
@@ -10,6 +12,7 @@ from rollyard_pipeline.handlers.code.programs import program_of
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, parse_head
+from rollyard_testing.pace import patience
 
 MANY = 200_000
 """Characters. A pattern whose time grows with the square would need an hour."""
@@ -31,6 +34,28 @@ def test_fenced_blocks_of_blanks() -> None:
     some = BLANKS[: MAX_ANSWER // 4]
     assert patch_of(f"```diff{some}\na\n```") == "a\n"
     assert program_of(f"{some}```{some}py\na()\n{some}```").text == "a()\n"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "```\n", "```py\nf()\n```\n", "- ", "> ", "-\n", "````md\n```md\n```\n````\n", "`\n",
+        '```py\ns="""\n```\n', "```py\ns = [\n", f"```py\n{'(' * 190}\n```\n", f"```py\n{'9' * 5000}\n```\n",
+    ],
+)  # fmt: skip
+def test_blocks_without_end(lines: str) -> None:
+    """Only the end of an answer is read, and each part of it a few times at most."""
+    answer = f"```\n{lines * (4 * MAX_ANSWER // len(lines))}\n```\n"
+    started = time.process_time()
+    assert program_of(answer, "f").text
+    assert time.process_time() - started < patience(6.0)
+
+
+def test_hunks_without_end() -> None:
+    answer = "```diff\n@@ -1,9 +1,9 @@\n ```\n" * (MAX_ANSWER // 5)
+    started = time.process_time()
+    assert patch_of(answer)
+    assert time.process_time() - started < patience(6.0)
 
 
 def test_a_diff_of_quotes() -> None:

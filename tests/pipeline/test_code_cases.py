@@ -121,6 +121,8 @@ FENCED = "--- a/x.md\n+++ b/x.md\n@@ -1,3 +1,4 @@\n ```\n-a\n+b\n ```\n+c\n"
         (f"- Do\n  ```diff\n{DIFF.replace('---', '  ---').replace(chr(10), chr(10) + '  ')}\n  ```", DIFF),
         (f"```diff\n{DIFF}", DIFF), ("", ""),
         (f"```diff\n{FENCED}```\n```\n1 passed\n```", FENCED),
+        (FENCED, FENCED), (f"diff --git a/x.md b/x.md\n{FENCED}", f"diff --git a/x.md b/x.md\n{FENCED}"),
+        (f"```diff\n{DIFF}```\n```\n", DIFF),
         ("```\nno diff\n```", "no diff\n"),
     ],
 )  # fmt: skip

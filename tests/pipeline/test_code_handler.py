@@ -351,7 +351,8 @@ async def test_a_python_of_another_version_compiles_by_itself(
          "Test 1 of 1 failed: line 2 of the output is (none)\nexpected: 'b'"),
         ("1 / 0", {"cases": [{"input": "", "output": "a"}]},
          "failed: the program ended with exit status 1: it did not run to its end\n"
-         'Traceback (most recent call last):\n  File "solution.py", line 1, in <module>\nZeroDivisionError: division by zero'),
+         'Traceback (most recent call last):\n  File "solution.py", line 1, in <module>\n'
+         "ZeroDivisionError: division by zero"),
         ("print('said')\nno Python", {"cases": [{"input": "", "output": "a"}]},
          "SyntaxError: invalid syntax"),
         ("import sys\nsys.exit('no luck')", {"cases": [{"input": "7", "output": "a"}]},

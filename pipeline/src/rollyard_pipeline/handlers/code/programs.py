@@ -20,7 +20,7 @@ _LABEL_SHOWN: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class AnswerProgram:
     """The policy's program.
 
     Attributes:
@@ -32,7 +32,7 @@ class Program:
     place: str
 
 
-def program_of(answer: str, entry_point: str | None = None) -> Program:
+def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
     """Return the program in an answer.
 
     Where a function is wanted, it is the last block that defines it. Else it is the last block that is
@@ -59,16 +59,16 @@ def program_of(answer: str, entry_point: str | None = None) -> Program:
             block = candidates[-1]
             label = block.label[:_LABEL_SHOWN] or "no label"
             place = f"block {blocks.index(block) + 1} of {len(blocks)}"
-            return Program(block.text, f"{place} ({label}, lines {block.first}-{block.last})")
+            return AnswerProgram(block.text, f"{place} ({label}, lines {block.first}-{block.last})")
     if not blocks:
-        return Program(answer, "the whole answer, which has no fenced block")
+        return AnswerProgram(answer, "the whole answer, which has no fenced block")
     begun = "".join(answer.splitlines(keepends=True)[: blocks[0].first - 1])
     if _acts(begun):  # The opening fence stood in the prompt.
-        return Program(begun, "what stands before the first fence")
-    return Program(answer, f"the whole answer: none of its fenced blocks ({len(blocks)}) is a program")
+        return AnswerProgram(begun, "what stands before the first fence")
+    return AnswerProgram(answer, f"the whole answer: none of its fenced blocks ({len(blocks)}) is a program")
 
 
-def whole_program(prefix: str, text: str, entry_point: str | None) -> Program:
+def whole_program(prefix: str, text: str, entry_point: str | None) -> AnswerProgram:
     """Return the program to run.
 
     Where the prefix begins the function that the policy has to complete, its answer may be the whole function

@@ -67,10 +67,11 @@ async def apply_answer(
 def patch_of(answer: str) -> str:
     """Return the diff in an answer, which ends with a newline.
 
-    It is the last fenced block that is labelled as a diff, else the last that looks like one, else the last
-    one of all, else the whole answer.
+    It is the whole answer if that begins as a diff does, else the last fenced block that is labelled as a
+    diff, else the last that looks like one, else the last one of all, else the whole answer.
     """
-    blocks = fenced_blocks(answer, _state)
+    begins = _DIFF.match(answer.lstrip("\n")) is not None
+    blocks = [] if begins else [block for block in fenced_blocks(answer, _state) if block.text.strip()]
     labelled = [block for block in blocks if block.label in _LABELS]
     alike = [block for block in blocks if _DIFF.search(block.text)]
     for candidates in (labelled, alike, blocks):

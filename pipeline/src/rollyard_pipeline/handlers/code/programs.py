@@ -62,7 +62,7 @@ def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
             return AnswerProgram(block.text, f"{place} ({label}, lines {block.first}-{block.last})")
     if not blocks:
         return AnswerProgram(answer, "the whole answer, which has no fenced block")
-    begun = "".join(answer.splitlines(keepends=True)[: blocks[0].first - 1])
+    begun = "\n".join(answer.split("\n")[: blocks[0].first - 1])
     if _acts(begun):  # The opening fence stood in the prompt.
         return AnswerProgram(begun, "what stands before the first fence")
     return AnswerProgram(answer, f"the whole answer: none of its fenced blocks ({len(blocks)}) is a program")

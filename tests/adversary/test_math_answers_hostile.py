@@ -1,4 +1,4 @@
-"""What a policy that does not know the answer says to be scored by `math` nevertheless, or to break its scoring."""
+"""What a policy says to be scored by `math` without the right answer, or to break its scoring."""
 
 from __future__ import annotations
 
@@ -41,16 +41,19 @@ def context(gold: str, said: str, seconds: float = 60.0) -> StageContext:
         ("2", r"\boxed{2} \boxed{3}"), ("2", r"\boxed{2} or \boxed{3}"), ("2", r"\boxed{\boxed{2} 3}"),
         ("2", "".join(rf"\boxed{{{number}}}" for number in range(100))),
         # Several numbers are a list.
-        ("5", "3 or 5"), ("5", "5 or 3"), ("5", "It is 3 or 5."), ("5", "The answer is 3, 4 or 5."),
+        ("5", "3 or 5"), ("5", "5 or 3"), ("5", "It is 3 or 5."), ("3", "It is 3 or 5."),
+        ("5", "The answer is 3, 4 or 5."),
         ("5", r"\boxed{5 \text{ or } 6}"), ("5", "4 5 6"), ("5", r"\boxed{4 5}"), ("5", "between 4 and 5"),
-        ("5", r"$4$ or $5$"), ("5", r"$4$, $5$"), ("5", r"\{4, 5\}"), ("5", "4; 5"), ("5", "5/6"), ("5", "5|6"),
+        ("5", r"$4$ or $5$"), ("5", r"$4$, $5$"), ("5", r"\{4, 5\}"),
+        ("5", "4; 5"), ("5", "5/6"), ("5", "5|6"),
         ("5", "The answer is 5. The answer is 6."), ("5", "We add 5 to 6"), ("5", r"\boxed{5 \quad 6}"),
         ("5", r"\boxed{5 \\ 6}"), ("5", r"\boxed{5 ~ 6}"), ("5", r"\begin{pmatrix}5\\6\end{pmatrix}"),
         # An answer that holds the key, or could be anything.
         ("5", "[4, 6]"), ("5", "4 < x < 6"), ("5", r"x \ge 5"), ("5", "x"), ("5", r"\mathbb{R}"),
         ("5", r"x \in \mathbb{R}"), ("5", "f(x)"), ("5", "5x"), ("5", "5^x"), ("5", r"5 + \epsilon"),
         ("5", r"\pm 5"), ("5", r"\mp 5"), ("5", r"|5|, -5"), ("[0, 1]", r"\mathbb{R}"), ("[0, 1]", "[0, 2]"),
-        ("5", "x = x"), ("5", "5 = 5x"), ("5", "2x = 5"), ("5", "x^2 = 5"), ("5", r"x \ne 5"), ("x = 5", "x = x"),
+        ("5", "x = x"), ("5", "5 = 5x"), ("5", "2x = 5"),
+        ("5", "x^2 = 5"), ("5", r"x \ne 5"), ("x = 5", "x = x"),
         ("x = 5", "0 = 0"), ("x = 5", r"x \ge 5"), ("5", r"6 \approx 5"), ("5", r"x \approx 6"),
         # No numbers at all.
         ("0", "nan"), ("0", r"\frac{0}{0}"), ("0", r"\text{NaN}"), ("5", "inf"), (r"\infty", r"-\infty"),
@@ -62,7 +65,8 @@ def context(gold: str, said: str, seconds: float = 60.0) -> StageContext:
         ("0.0000001", "0"), ("0", "0.0000001"), ("10^{-9}", "10^{-10}"), ("10^{20}", "10^{20} + 1"),
         ("100!", "100! + 1"), (r"6.63 \times 10^{-34}", r"1.00 \times 10^{-34}"), ("16386.16", "16386.17"),
         # Units and letters that math-verify leaves out.
-        ("3t", "3"), ("3", "3t"), ("3", "3h"), ("5m", "5"), ("5", "5m"), ("2c", "2"), ("7s", "7"), ("4d", "4"),
+        ("3t", "3"), ("3", "3t"), ("3", "3h"), ("5m", "5"),
+        ("5", "5m"), ("2c", "2"), ("7s", "7"), ("4d", "4"),
         ("x", "X"), ("2V", "2v"), ("x + X", "2x"), ("5 cm", "5 km"), ("ABC", "CBA"), ("C", "A, B, C"),
         ("C", "A or C"), ("C", "(A) (B) (C)"), ("Yes", "Yes and No"), ("Yes", "No. Yes"),
         # Equations that no library solves.
@@ -78,7 +82,13 @@ async def test_answers_that_score_nothing(handler: MathHandler, gold: str, said:
     assert (await handler.eval(context(gold, gold))).reward == 1.0
 
 
-ENDLESS = ("9^{9^{9^{9}}}", r"\frac{1}{9^{9^{9}}!}", "(((9!)!)!)!", r"\binom{10^9}{10^8}", r"\prod_{k=1}^{10^9} k")
+ENDLESS = (
+    "9^{9^{9^{9}}}",
+    r"\frac{1}{9^{9^{9}}!}",
+    "(((9!)!)!)!",
+    r"\binom{10^9}{10^8}",
+    r"\prod_{k=1}^{10^9} k",
+)
 MORE_ENDLESS = (
     r"\sum_{k=1}^{10^{12}} \frac{1}{k}", "9**9**9**9", r"\int_0^1 \sin(\cos(\tan(x^x))) dx", "9e999999999",
     r"\sqrt[9^9]{9^{9^9}}", "x" * 4000, r"\lim_{x \to 0} \frac{\sin(x^{9^9})}{x}", r"(x+1)^{10^6}",
@@ -116,8 +126,10 @@ async def test_an_answer_that_breaks_its_comparison_scores_0(handler: MathHandle
 @pytest.mark.parametrize(
     "part",
     [
-        "answer is ", "answer ", "\\boxed{", " ", "\n", "9", "#### ", "####9", "\\(", "$", "$1$ and ", "1, ", "a 1 ",
-        "is 1 or ", ". ", "I hope it is correct", "<|", "-$", "答案", "\\[", "\\frac", "final answer is ", "*",
+        "answer is ", "answer ", "\\boxed{", " ", "\n", "9", "#### ", "####9", "\\(", "$", "$1$ and ",
+        "1, ", "a 1 ",
+        "is 1 or ", ". ", "I hope it is correct", "<|", "-$", "答案",
+        "\\[", "\\frac", "final answer is ", "*",
     ],
 )  # fmt: skip
 def test_where_an_answer_stands_is_found_in_little_time(part: str) -> None:

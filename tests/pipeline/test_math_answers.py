@@ -18,7 +18,13 @@ from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler
-from rollyard_pipeline.handlers.verifier import VerifierFailed, Verifiers, VerifierTimeout
+from rollyard_pipeline.handlers.statements import statements
+from rollyard_pipeline.handlers.verifier import (
+    Verdict,
+    VerifierFailed,
+    Verifiers,
+    VerifierTimeout,
+)
 from rollyard_testing.pace import patience
 
 # There is one event loop, so that tests share a handler: its children are slow to start (sympy).
@@ -104,40 +110,48 @@ async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("text", "found"),
     [
         ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         ("\\boxed{unbalanced and \\boxed{3}", "3"),
-        ("#### 1,234,567", "1234567"),
-        ("first line\nThe answer is 12.", "12"),
-        ("<think>the answer is 9</think>It is\n7", "7"),
-        ("$1{,}000$", "1000"),
-        ("(1,234)", "(1234)"),
-        ("(1, 234)", "(1, 234)"),
-        ("", ""),
-        ("   \n ", ""),
+        ("\\boxed{1} \\fbox{2}", "2"),
+        ("\\boxed{\\boxed{5}}", "{5}"),
         ("#### 3\n\\boxed{1}", "1"),
+        ("\\boxed{200}, and more. The final answer is $10,455$. I hope it is correct.", "10,455"),
+        ("\\boxed{5}. The answer is less than 7", "5"),
+        ("#### 1,234,567", "1,234,567"),
         ("the answer is 2\n#### 3", "3"),
-        ("#### 3\n#### 4\nthe answer is 5", "4"),
+        ("#### 3\n#### 4\nthe answer is 5", "5"),
+        ("#### 2. Conclusion\nThe answer is 7.", "7"),
+        ("#### Step 2\nThe answer is 7.", "7"),
+        ("first line\nThe answer is 12.", "12"),
         ("The answer is 2. No, the answer: 3", "3"),
         ("The answer is 2\nThe answer is 4\nbye", "4"),
         ("ANSWER = 6", "6"),
-        ("\\boxed{1} \\fbox{2}", "2"),
-        ("\\boxed{8}<think>\\boxed{9}</think>\\boxed{7}</think>so\n5", "5"),
+        ("**Final Answer**:\n\n$7$", "7"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
         ("The final answer is \\(12\\). I hope it is correct.", "12"),
+        ("The answer is $1$ and $2$", "1 , 2"),
+        ("答案：42。", "42"),
+        ("She makes $18 every day.", "$18"),
+        ("She makes 9 * 2 = 18 dollars. Well done!", "18"),
+        ("It is 3 or 5.", "3 or 5"),
+        ("We add 5 to 6", "We add 5 to 6"),
+        ("so it is $x = 7$ again", "x = 7"),
         ("\\[ x + 1 \\]", "x + 1"),
         ("`7`", "7"),
-        ("\\$5.", "5"),
-        ("$", ""),
-        ("12$", "12"),
-        ("12,34", "12,34"),
-        ("0.1,234", "0.1,234"),
-        ("\\boxed{" + "1" * 4095 + "}", "1" * 4095),
-        ("x" * 5000, "x" * 4096),
+        ("The day is Monday.", "The day is Monday"),
     ],
 )
-def test_where_the_answer_is(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
+def test_where_the_answer_stands(text: str, found: str) -> None:
+    assert statements(text)[0].text == found
+
+
+def test_boxes_that_stand_together_are_also_a_list() -> None:
+    assert [each.text for each in statements("\\boxed{2} and \\boxed{3}")] == ["3", "2, 3"]
+    apart = "\\boxed{2} was the first try: it is no solution at all \\boxed{3}"
+    assert [each.text for each in statements(apart)] == ["3"]
+    assert statements("") == statements("   \n ") == []
 
 
 @pytest.mark.parametrize(
@@ -168,8 +182,17 @@ async def test_people_are_shown_what_was_compared(handler: MathHandler) -> None:
     compared, silent = context("a #### 12", "so \\boxed{13}"), context("12", "")
     for each in (compared, silent):
         assert (await handler.eval(each)).reward == 0.0
-    assert compared.shown == "compared answer: 13\nexpected: 12"
+    assert compared.shown == "compared answer: 13 (in the last box)\nexpected: 12\ndifferent"
     assert silent.shown == "There is no answer.\nexpected: 12"
+    joined = context("10500", "It is 10 500")
+    assert (await handler.eval(joined)).reward == 1.0
+    assert joined.shown == "compared answer: 10 500 (at the end of the text)\nexpected: 10500\nequal"
+    apart = context("153,370", "153, 370")
+    assert (await handler.eval(apart)).reward == 1.0
+    assert (apart.shown or "").endswith("\nequal: read by taking numbers between commas apart")
+    unread = context("5", "\\boxed{\\frac{}")
+    assert (await handler.eval(unread)).reward == 0.0
+    assert (unread.shown or "").endswith("\ndifferent: the answer cannot be read as a formula")
 
 
 class Breaking:
@@ -179,11 +202,11 @@ class Breaking:
         self.ends = list(ends)
         self.asked: list[tuple[str, str, float]] = []
 
-    async def equal(self, gold: str, answer: str, seconds: float) -> bool:
+    async def compare(self, gold: str, answer: str, seconds: float) -> Verdict:
         self.asked.append((gold, answer, seconds))
         if self.ends:
             raise self.ends.pop(0)("it ended")
-        return True
+        return Verdict(True)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +235,7 @@ async def test_an_answer_that_ends_its_comparison_scores_0(
     handler._verifiers = breaking  # type: ignore[assignment]
     found = await handler.eval(context("12", "\\boxed{13}"))
     assert (found.reward, found.components, found.reason) == (reward, components, reason)
-    texts = {"a": ("12", "13", 10.0), "g": ("12", "12", 10.0)}
+    texts = {"a": ("12", "\\boxed{13}", 10.0), "g": ("12", "12", 10.0)}
     assert breaking.asked == [texts[each] for each in asked]
 
 
@@ -227,7 +250,7 @@ async def test_a_verifier_that_compares_nothing_is_not_the_policys_failing() -> 
     hurried = context("12", "\\boxed{13}")
     hurried.timeout = 4.0
     assert (await handler.eval(hurried)).reward == 1.0
-    assert quick.asked == [("12", "13", 4.0)]
+    assert quick.asked == [("12", "\\boxed{13}", 4.0)]
     assert (await handler.eval(context("12", ""))).components == {"answered": 0.0}
 
 
@@ -242,12 +265,12 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the answer's doing only where the expected one can still be compared with itself."""
     deadly = {"13"}
 
-    async def equal(self: Verifiers, gold: str, answer: str, seconds: float) -> bool:
-        if answer in deadly:
+    async def compare(self: Verifiers, gold: str, answer: str, seconds: float) -> Verdict:
+        if any(word in answer for word in deadly):
             raise VerifierFailed("the process died")
-        return gold == answer
+        return Verdict(gold == answer)
 
-    monkeypatch.setattr(Verifiers, "equal", equal)
+    monkeypatch.setattr(Verifiers, "compare", compare)
     handler = MathHandler()
     found = await handler.eval(context("12", "\\boxed{13}"))
     assert (found.reward, found.reason) == (0.0, "AnswerUnusable")
@@ -259,7 +282,7 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> None:
     verifiers = Verifiers(count=1)
     try:
-        assert await verifiers.equal("4", "2+2", 60.0)
+        assert (await verifiers.compare("4", "2+2", 60.0)).equal
         beats = 0
 
         async def beat() -> None:
@@ -271,11 +294,11 @@ async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> Non
         heart = asyncio.create_task(beat())
         started = time.monotonic()
         with pytest.raises(VerifierTimeout):
-            await verifiers.equal("1", "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
+            await verifiers.compare("1", "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
         heart.cancel()
         # The event loop continued in the meantime.
         assert beats > 5
         assert time.monotonic() - started < patience(30)
-        assert await verifiers.equal("4", "\\sqrt{16}", 60.0)
+        assert (await verifiers.compare("4", "\\sqrt{16}", 60.0)).equal
     finally:
         await verifiers.close()

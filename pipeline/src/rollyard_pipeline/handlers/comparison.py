@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+import sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify.parser import parse_latex_cached
@@ -37,6 +38,14 @@ _MOST_PARTS: Final = 64
 _LETTER: Final = re.compile(r"\\(?:begin|end|mathbb|text)\s*\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
 _NAMES: Final = "wqrskvujlgt"
 """Letters that stand for upper case ones."""
+
+
+_NUMBER: Final = re.compile(
+    r"(?P<sign>[-+]?)\s*(?:(?P<infinity>\\infty)|(?P<decimal>\d*\.\d+)|(?P<top>\d+)(?:\s*/\s*(?P<bottom>\d+))?"
+    r"|\\frac\s*\{(?P<above>\d+)\}\s*\{(?P<below>\d+)\})"
+)
+_LONGEST_NUMBER: Final = 4000  # Digits. Python converts no longer ones.
+_LIST: Final = re.compile(r"(?P<left>\\\{|[(\[]?)(?P<parts>[^()\[\]]*?)(?P<right>\\\}|[)\]]?)")
 
 
 class Unreadable(Exception):
@@ -104,8 +113,10 @@ def _equal_how(key: str, answer: str) -> str | None:
 
 
 def _values_with_case(gold: _Read, answer: _Read) -> tuple[Any, Any]:
-    """Return both values. Where x and X are two variables, X gets a name of its own: latex2sympy lowers it."""
-    letters = {match[1] for read in (gold, answer) for match in _LETTER.finditer(read.spelling.latex) if match[1]}
+    """Return both values. Where both x and X are variables, X gets another name."""
+    letters = {
+        match[1] for read in (gold, answer) for match in _LETTER.finditer(read.spelling.latex) if match[1]
+    }
     free = iter(letter for letter in _NAMES if not {letter, letter.upper()} & letters)
     names = {
         letter: name
@@ -181,7 +192,10 @@ def _reads(text: str, letter_unit: str = "") -> list[_Read]:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(latex: str) -> Any:
-    """Return what latex2sympy reads, or None."""
+    """Return what latex2sympy reads, or None. Numbers and lists of them are read here, as it is slow."""
+    quick = _number(latex) if "," not in latex else _numbers(latex)
+    if quick is not None:
+        return quick
     whole = _parsed_part(latex)
     parts = _SEPARATOR.split(latex)
     if whole is not None or not 1 < len(parts) <= _MOST_PARTS:
@@ -191,6 +205,37 @@ def _parsed(latex: str) -> Any:
     if any(value is None for value in values):
         return None
     return FiniteSet(*(e for v in values for e in (v.args if isinstance(v, FiniteSet) else (v,))))
+
+
+def _number(latex: str) -> Any:
+    match = _NUMBER.fullmatch(latex.strip())
+    if match is None or len(latex) > _LONGEST_NUMBER:
+        return None
+    sign = -1 if match["sign"] == "-" else 1
+    if match["infinity"]:
+        return sign * sympy.oo
+    if match["decimal"]:
+        return sign * sympy.Float(match["decimal"])
+    bottom = int(match["bottom"] or match["below"] or 1)
+    return sign * sympy.Rational(int(match["top"] or match["above"]), bottom) if bottom else None
+
+
+def _numbers(latex: str) -> Any:
+    """Return the tuple, interval or set of a list in which everything is a number."""
+    match = _LIST.fullmatch(latex.strip())
+    if match is None:
+        return None
+    parts = [_number(part) for part in match["parts"].split(",")]
+    if None in parts or not 1 < len(parts) <= _MOST_PARTS:
+        return None
+    left, right = match["left"], match["right"]
+    if left in ("", "\\{") and right in ("", "\\}") and bool(left) == bool(right):
+        return FiniteSet(*parts)
+    if left not in ("(", "[") or right not in (")", "]"):
+        return None
+    if len(parts) == 2 and (left == "[" or right == "]" or parts[0] < parts[1]):
+        return sympy.Interval(*parts, left == "(", right == ")")
+    return sympy.Tuple(*parts)
 
 
 def _parsed_part(latex: str) -> Any:

@@ -21,7 +21,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFunction
 
 DECIMAL_TOLERANCE: Final = 1e-6
-"""The relative difference of a decimal approximation. Also the absolute one of two decimals, as in math-verify."""
+"""The relative difference of a decimal approximation, and also the absolute one of two decimals."""
 _EXACT_TOLERANCE: Final = 1e-30
 _ROUNDING: Final = 1 + 1e-9  # 0.333333 differs from 1/3 by exactly the tolerance.
 _DIGITS: Final = 45
@@ -161,12 +161,20 @@ def _ray(relation: Any) -> sympy.Set | None:
     variable, bound, above = relation.lhs, relation.rhs, isinstance(relation, (sympy.Ge, sympy.Gt))
     if not isinstance(variable, (sympy.Symbol, AppliedUndef)):
         variable, bound, above = bound, variable, not above
-    if not isinstance(variable, (sympy.Symbol, AppliedUndef)) or not bound.is_extended_real or bound.free_symbols:
+    if (
+        not isinstance(variable, (sympy.Symbol, AppliedUndef))
+        or not bound.is_extended_real
+        or bound.free_symbols
+    ):
         return None
     if isinstance(relation, sympy.Ne):
         return sympy.Complement(sympy.S.Reals, sympy.FiniteSet(bound))
     strict = isinstance(relation, (sympy.Lt, sympy.Gt))
-    return sympy.Interval(bound, sympy.oo, strict, True) if above else sympy.Interval(-sympy.oo, bound, True, strict)
+    return (
+        sympy.Interval(bound, sympy.oo, strict, True)
+        if above
+        else sympy.Interval(-sympy.oo, bound, True, strict)
+    )
 
 
 def _is_collection(thing: Any) -> bool:
@@ -249,7 +257,8 @@ def expressions_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     percents = [_percent(each) for each in (gold, answer)]
     if any(percent is not None for percent in percents):
         bare = [e if p is None else p for e, p in zip((gold, answer), percents, strict=True)]
-        if not _symbols(bare[0]) | _symbols(bare[1]) and _numbers_equal(*map(_evaluable, bare), approximate):
+        numbers = not any(map(_symbols, bare))
+        if numbers and _numbers_equal(_evaluable(bare[0]), _evaluable(bare[1]), approximate):
             return True
     gold, answer = _evaluable(gold), _evaluable(answer)
     names = sorted(_symbols(gold) | _symbols(answer))
@@ -284,9 +293,9 @@ def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool:
     exact = [_rational(each) for each in (gold, answer)]
     if None not in exact and (exact[0] == exact[1] or not any(approximate)):
         return bool(exact[0] == exact[1])
-    values = [_value(each, {}) for each in (gold, answer)]
+    values = _value(gold, {}), _value(answer, {})
     if any(value in (sympy.oo, -sympy.oo) for value in values):
-        return values[0] == values[1]
+        return bool(values[0] == values[1])
     if not all(value.is_number and value.is_finite for value in values):
         return False
     if not any(approximate):
@@ -321,7 +330,7 @@ def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: flo
         point = {name: sympy.Rational(seeded.randrange(-4000, 4000), 1009) for name in names}
         if compared >= 2:
             point = {name: abs(value) for name, value in point.items()}
-        values = [_value(each, point) for each in (gold, answer)]
+        values = _value(gold, point), _value(answer, point)
         known = [bool(value.is_number and value.is_finite) for value in values]
         if known[0] != known[1]:
             return False

@@ -12,12 +12,14 @@ from typing import Final
 
 _SIGNS: Final = str.maketrans(
     {
-        "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/",
+        "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/",
+        "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
         "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
         "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "±": r"\pm ", "≈": r"\approx ", "∶": ":", "⁄": "/",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
-        "（": "(", "）": ")", "，": ",", "、": ",", "；": ";", "：": ":", "％": "%", "＝": "=", "“": "", "”": "",
+        "（": "(", "）": ")", "，": ",", "、": ",", "；": ";", "：": ":", "％": "%", "＝": "=",
+        "“": "", "”": "",
         "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "\u2008": " ", "\u200a": " ",
         "\u200b": "", "\ufeff": "", "²": "^{2}", "³": "^{3}", "¹": "^{1}",
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
@@ -36,15 +38,19 @@ _SPACES: Final = re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad|enspace|thinspace|hspac
 _FRACTION: Final = re.compile(r"\\[dtc]?frac" + _NO_COMMAND)
 _SHORT_FRACTION: Final = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
 _DOUBLED: Final = re.compile(r"\\\\(?=[A-Za-z{}$()\[\]])")
-_REPEATING: Final = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{(\d+)\}|\\dot\s*(\d))")
+_REPEATING: Final = re.compile(
+    r"(?<!\d)(\d{0,40})\.(\d{0,40})(?:\\(?:overline|bar|dot)\s*\{(\d{1,40})\}|\\dot\s*(\d))"
+)
 _SCIENTIFIC: Final = re.compile(r"(?<![\w\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w)")
 _POWER: Final = re.compile(r"\^\s*(-?\d{2,}|-\d)")
+_FUNCTIONS: Final = "pi|sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan"
 _WORD_SIGNS: Final = (
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\{"), r"\\sqrt{"),
     (re.compile(r"(?<![A-Za-z\\])(?:sqrt|Sqrt)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<![A-Za-z\\])(pi|sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(rf"(?<![A-Za-z\\])({_FUNCTIONS})(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<![A-Za-z\\])(?:infinity|infty|inf|oo)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"\\sqrt\s*(\d+)"), r"\\sqrt{\1}"),
     (re.compile(r"<=|=<|\\leqslant" + _NO_COMMAND), r"\\le "),
     (re.compile(r">=|\\geqslant" + _NO_COMMAND), r"\\ge "),
     (re.compile(r"!=|\\neq" + _NO_COMMAND), r"\\ne "),
@@ -60,31 +66,42 @@ _DEGREES_OF: Final = re.compile(
 )
 _DEGREES: Final = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree" + _NO_COMMAND)
 _BUILDER: Final = re.compile(r"^\\\{\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\||\\mid|:)\s*(.*?)\\\}$")
-_TEXT: Final = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt|up)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|bf|rm)\s*\{([^{}]*)\}")
+_TEXT: Final = re.compile(
+    r"\\(?:text(?:rm|bf|it|normal|sf|tt|up)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|bf|rm)\s*\{([^{}]*)\}"
+)
 _LABEL: Final = re.compile(r"^\s*\\text\{[^{}]*\}\s*(?:=|:|\\approx)\s*")
 _ALTERNATIVES: Final = re.compile(
     r"\s*,?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
     r"|(?<=[\d)\]}])\s*(?:and|or)\s*(?=[A-Z\d(\\-]))\s*"
 )
-_PERCENT: Final = re.compile(r"\s*\\?%|\s*(?:\\text\{\s*)?\b(?:percent(?:age)?|pct)\b(?:\s*\})?|\s*per cent\b")
+_PERCENT: Final = re.compile(
+    r"\s*\\?%|\s*(?:\\text\{\s*)?\b(?:percent(?:age)?|pct)\b(?:\s*\})?|\s*per cent\b"
+)
 
 _GROUPED: Final = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
 _MARKED: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:\s*(?:\{\s*,\s*\}|,\\!|\\,)\s*\d{3})+)(?![\d,])")
 _SPACED: Final = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+)(?![\d,])")
 _DECIMAL_COMMA: Final = re.compile(r"^([^\d,]*\d+),(\d{2,}|\d+(?=\s*\\?%))([^\d,]*)$")
-_MIXED: Final = re.compile(r"(?<![\w.^_{}/)])(\d+)(?:\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}|\s+(\d+)\s*/\s*(\d+)(?![\d.]))")
+_MIXED: Final = re.compile(
+    r"(?<![\w.^_{}/)])(\d{1,40})"
+    r"(?:\s*\\frac\s*\{(\d{1,40})\}\s*\{(\d{1,40})\}|\s+(\d{1,40})\s*/\s*(\d{1,40})(?![\d.]))"
+)
 _SIDE_BY_SIDE: Final = re.compile(r"\d\s+\.?\d")
 _BRACKET: Final = re.compile(r"\\\{|\\\}|[()\[\]]")
 
 _UNIT_TEXT: Final = re.compile(r"\s*\\text\{([^{}]*)\}(?:\s*\^\s*(?:\d|\{-?\d\}))?\s*$")
-_UNIT_WORDS: Final = re.compile(r"(?<=[\d}%)])\s+((?:[A-Za-z]{3,}\.?[ -]?)+(?:\^\s*\{?\d\}?)?)(?:per\s+\w+)?\s*$")
+_UNIT_WORDS: Final = re.compile(
+    r"(?<=[\d}%)])\s+((?:[A-Za-z]{3,}\.?[ -]?)+(?:\^\s*\{?\d\}?)?)(?:per\s+\w+)?\s*$"
+)
 _ABBREVIATIONS: Final = (
     "mm|cm|dm|km|nm|mg|kg|ml|mL|dl|cl|ms|hr|hrs|min|mins|sec|secs|ft|yd|mi|lb|lbs|oz|mph|kph|km/h|m/s|kmh|cc|"
     "cents?|deg|units?|sq|MB|GB|KB|Hz|kHz|MHz|kW|kJ|eV|Pa|kPa|am|pm|in"
 )
-_UNIT_SHORT: Final = re.compile(rf"(?<=[\d}}%)])\s*(?:sq\.?\s+|cu\.?\s+)?({_ABBREVIATIONS})\.?(?:\s*\^\s*\{{?\d\}}?)?\s*$")
+_UNIT_SHORT: Final = re.compile(
+    rf"(?<=[\d}}%)])\s*(?:sq\.?\s+|cu\.?\s+)?({_ABBREVIATIONS})\.?(?:\s*\^\s*\{{?\d\}}?)?\s*$"
+)
 _NO_UNITS: Final = frozenset({"and", "or", "sin", "cos", "tan", "log", "mod", "infinity", "percent", "sqrt"})
-_LOWEST: Final = re.compile(r"^(?:[Aa](?:bout|pproximately)|[Rr]oughly|[Ee]xactly|\\approx|≈|\\sim)\s*")
+_ROUGHLY: Final = re.compile(r"^(?:[Aa](?:bout|pproximately)|[Rr]oughly|[Ee]xactly|\\approx|≈|\\sim)\s*")
 
 
 @dataclass(frozen=True)
@@ -142,7 +159,7 @@ def _signs(text: str) -> str:
     text = _PERCENT.sub(r"\\%", text)
     text = _DEGREES.sub("", _DEGREES_OF.sub(r"\1(\\frac{\2 \\pi}{180})", text))
     text = _BUILDER.sub(r"\2", text.strip())
-    text = _LABEL.sub("", _LOWEST.sub("", text))
+    text = _LABEL.sub("", _ROUGHLY.sub("", text))
     return _ALTERNATIVES.sub(" , ", text).rstrip(" .,;:").lstrip(" ,;:")
 
 
@@ -173,7 +190,7 @@ def _fraction_of_repeating(match: re.Match[str]) -> str:
 
 
 def _numbers(text: str, *, fused: bool = True) -> str:
-    """Return the answer with its thousands joined and its mixed numbers as sums.
+    """Return the answer with its thousands joined and its mixed numbers as fractions.
 
     Args:
         text: The answer.
@@ -183,7 +200,7 @@ def _numbers(text: str, *, fused: bool = True) -> str:
         text = "".join(_GROUPED.sub(_joined, part) if outside else part for part, outside in _levels(text))
     text = re.sub(r"(?<=\d),(?=[\d.-])", ", ", text)  # latex2sympy joins what is left.
     text = _SPACED.sub(_joined, text)
-    text = _MIXED.sub(_sum_of_mixed, text)
+    text = _MIXED.sub(_fraction_of_mixed, text)
     return re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text).strip()
 
 
@@ -201,8 +218,8 @@ def _levels(text: str) -> list[tuple[str, bool]]:
     return parts
 
 
-def _sum_of_mixed(match: re.Match[str]) -> str:
+def _fraction_of_mixed(match: re.Match[str]) -> str:
     whole, top, bottom = match[1], match[2] or match[4], match[3] or match[5]
     if int(top) >= int(bottom):
         return rf"{whole} \cdot \frac{{{top}}}{{{bottom}}}" if match[2] else match[0]
-    return rf"({whole}+\frac{{{top}}}{{{bottom}}})"
+    return rf"\frac{{{int(whole) * int(bottom) + int(top)}}}{{{bottom}}}"

@@ -40,16 +40,23 @@ _MATH: Final = re.compile(
 )
 _JOINT: Final = re.compile(r"[\s\"']*(?:,?\s*(?:and|or)|[,;])[\s\"']*")
 _AFTER_MATH: Final = re.compile(r"\s*(?:\\?%|percent\b|percentage\b|pct\b)", re.IGNORECASE)
-_SENTENCE_END: Final = re.compile(r"(?<=[^A-Z\s])[.。!！?？](?=\s|$|\*)|[。！]")
-_COMMAND: Final = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\b(?:sqrt|sin|cos|tan|log|ln|pi|inf|infinity|and|or|percent|pct)\b")
-_PROSE: Final = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[a-z]+\s+)*[$€£]?[A-Za-z]{2,}|[A-Za-z]{2,}\s?[,;:]?\s+[$€£]?\d|[\u4e00-\u9fff]|[A-Za-z]'s\b")
-_NUMBER: Final = (
-    r"(?<![\w.])[-+−]?[$€£]?\d[\d,  ]*(?:[.,]\d+)*(?:\s*/\s*\d+)?(?:\s*\\?%|\s*(?:percent|pct)\b)?"
+_SENTENCE_END: Final = re.compile(r"(?<=[^A-Z\s])[.。!！?？](?=\s|$|\*)|[。！\n]")
+_COMMAND: Final = re.compile(
+    r"\\text\{[^{}]*\}|\\[A-Za-z]+"
+    r"|\b(?:sqrt|sin|cos|tan|log|ln|pi|inf|infinity|and|or|percent|pct)\b"
 )
-_NUMBERS: Final = re.compile(rf"{_NUMBER}(?:(?:\s*,\s*(?:and\s+|or\s+)?|\s+(?:and|or)\s+){_NUMBER})*")
+_PROSE: Final = re.compile(
+    r"[A-Za-z]{2,}[,;:]?\s+(?:[a-z]+\s+)*[$€£]?[A-Za-z]{2,}|[A-Za-z]{2,}\s?[,;:]?\s+[$€£]?\d"
+    r"|[\u4e00-\u9fff]|[A-Za-z]'s\b"
+)
+_NUMBER: Final = (
+    r"(?<![\w.])[-+−]?[$€£]?\d(?:[\d,\u2009\u202f ]*\d)?(?:[.,]\d+)*(?:\s*/\s*\d+)?"
+    r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
+)
+_NUMBERS: Final = re.compile(rf"{_NUMBER}(?:(?:\s*,\s*(?:and\s+|or\s+)?|\s*\b(?:and|or)\s+){_NUMBER})*")
 _STATED: Final = re.compile(
-    r"(?:=|:|'s|\b(?:is|are|equals?|equal to|be|was|were|gives?|gets?|got|makes?|yields?|has|have|by|only|exactly|"
-    r"approximately|about|total of|pays?|costs?|needs?|earns?)\b)\s*(?:\w+\s+)?$",
+    r"(?:=|:|'s|\b(?:is|are|equals?|equal to|be|was|were|gives?|gets?|got|makes?|yields?|has|have|by|only"
+    r"|exactly|approximately|about|total of|pays?|costs?|needs?|earns?)\b)\s*(?:\w+\s+)?$",
     re.IGNORECASE,
 )
 
@@ -178,11 +185,10 @@ def _of_sentences(text: str) -> str:
 
 def _sentences_backwards(text: str) -> Iterator[str]:
     """Yield the sentences of the last paragraph, the last one first. Formulas are not split."""
-    ends = [match.end() for match in _SENTENCE_END.finditer(text)] + [
-        match.end() for match in re.finditer(r"\n", text)
-    ]
     inside = [match.span() for match in _MATH.finditer(text)]
-    ends = sorted({end for end in ends if not any(start < end < stop for start, stop in inside)} | {len(text)})
+    found = {match.end() for match in _SENTENCE_END.finditer(text)}
+    found = {end for end in found if not any(start < end < stop for start, stop in inside)}
+    ends = sorted({*found, len(text)})
     starts = [0, *ends[:-1]]
     for start, end in list(zip(starts, ends, strict=True))[-8:][::-1]:
         if text[start:end].strip():

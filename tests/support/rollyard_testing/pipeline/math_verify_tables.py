@@ -100,7 +100,8 @@ def _importable(folder: Path) -> Iterator[None]:
 def _rows(path: Path) -> list[Row]:
     name = f"{_PACKAGE}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

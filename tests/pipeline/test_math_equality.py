@@ -1,0 +1,133 @@
+"""What is equal for the handler `math` and what is not: one row for each, which anybody can add to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task
+from rollyard_pipeline.errors import VerifierFailed
+from rollyard_pipeline.handlers import StageContext
+from rollyard_pipeline.handlers.base import ANSWER
+from rollyard_pipeline.handlers.math import MathHandler
+from rollyard_testing.pipeline.math_pairs import pairs
+
+shared = pytest.mark.asyncio(loop_scope="module")
+SPEC = RolloutJobSpec.model_validate(
+    {"tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"}}
+)
+
+ROWS: list[tuple[str, str, int]] = [
+    # The expected answer, what was said, the reward.
+    ("3t", "3", 0), ("3t", "3h", 0), ("5m", "5", 0), (r"6.63\times 10^{-34}", r"1.00\times 10^{-34}", 0),
+    ("510", "10 500", 0), (r"\frac34", "2 1/4", 0), ("(8,120)", "(8, 120)", 1), ("(8, 120)", "(8,120)", 1),
+    ("153,370,371,407", "153, 370, 371, 407", 1), ("153, 370, 371, 407", "153,370,371,407", 1),
+    ("10500", "10 500", 1), ("10500", r"10\,500", 1), ("10500", "10{,}500", 1),
+    ("10500", r"\boxed{10,\!500}", 1), (r"\frac94", "2 1/4", 1), (r"\frac94", r"2\frac{1}{4}", 1),
+    (r"\frac94", r"\boxed{2\frac14}", 1), (r"-\frac94", r"-2\frac{1}{4}", 1),
+    ("2, 3", r"\boxed{2} and \boxed{3}", 1), ("2, 3", r"So $x = \boxed{2}$ or $x = \boxed{3}$.", 1),
+    ("7", "#### Conclusion\nThe answer is 7.", 1), ("7", "#### Step 2\nThe answer is 7.", 1),
+    ("3", "3 bolts", 1), ("3", "The answer is 3 bolts.", 1), ("18", "18 dollars", 1),
+    ("18", "she makes $18 every day", 1), ("18", "She makes $18 every day.", 1),
+    ("18", r"\boxed{18\text{ dollars}}", 1), ("18", r"\boxed{\$18}", 1), ("[0,1)", r"0 \le x < 1", 1),
+    (r"0 \le x < 1", "[0,1)", 1), ("[0,1)", r"x \in [0,1)", 1), ("42", "答案：42。", 1),
+    ("42", "答案是42。", 1),
+    ("9", "so we have $9$.", 1), ("1", "we get 5 and so 7", 0), (r"50\%", "50", 1), (r"50\%", "0.5", 1),
+    (r"50\%", r"\frac12", 1), ("50", r"50\%", 1), ("50", "0.5", 0), ("0.5", r"50\%", 1), ("0.5", "50", 0),
+    (r"12.5\%", "12.5", 1), (r"\frac13", "0.333", 0), (r"\frac13", "0.333333", 1),
+    (r"\frac13", "0.3333333333", 1), (r"\frac13", "0.33334", 0), (r"\pi", "3.14", 0),
+    (r"\pi", "3.14159265", 1), (r"\pi", r"\frac{22}{7}", 0), (r"\sqrt2", "1.414", 0),
+    (r"\sqrt2", "1.41421356", 1), ("5", r"5 \text{ cm}", 1), (r"5\text{ cm}", "5", 1),
+    (r"5\text{ cm}", "5 cm", 1), (r"5\text{ m}", "5 m", 1), (r"5\text{ m}", "5m", 1), ("5 cm", "5 km", 0),
+    ("5", "5 m", 0), (r"\pm 2", "2", 0), (r"\pm 2", "2, -2", 1), (r"\pm 2", r"x = \pm 2", 1),
+    ("2", r"\pm 2", 0), ("x=5", "5", 1), ("5", "x=5", 1), ("x=5", "y=5", 0), ("5", "2x=5", 0),
+    ("5", "x + y = 5", 1), ("5", "2 + 3 = 5", 1), ("5", "2 + 2 = 5", 1), (r"\{1,2,3\}", "3, 2, 1", 1),
+    ("1,2,3", r"\{3,1,2\}", 1), ("(1,2,3)", "(1,3,2)", 0), ("(1,2)", "1, 2", 1), ("(2,1)", "1, 2", 0),
+    ("(1,2)", "[1,2]", 0), ("[1,2]", "(1,2)", 0), (r"\text{Yes}", "yes", 1),
+    (r"\text{Yes}", "The answer is Yes.", 1), ("Yes", r"\boxed{\text{Yes}}", 1), ("Yes", "No", 0),
+    ("Monday", r"\boxed{Monday}", 1), ("Monday", r"\boxed{Tuesday}", 0), ("C", "(C)", 1),
+    ("C", r"\boxed{\text{(C)}}", 1), ("C", r"\boxed{C}", 1), ("C", r"\boxed{B}", 0), ("C", "c", 0),
+    ("(C)", "C", 1), (r"\text{(C)}", "C", 1), ("C", "The answer is (C) 42.", 1), (r"90^\circ", "90", 1),
+    ("90", r"90^{\circ}", 1), ("90", "90°", 1), (r"90^\circ", "90 degrees", 1),
+    (r"\frac{\pi}{2}", r"90^\circ", 0), ("+5", "5", 1), ("5", "+5", 1), ("x^2", "X^2", 0),
+    ("x+X", "2x", 0), ("3+4i", "4i+3", 1), ("i^2", "-1", 1), ("3+4i", "3-4i", 0), ("1101_2", "1101_2", 1),
+    ("1101_2", "1101_{2}", 1), ("1101_2", "1101", 1), ("1101_2", "1101_3", 0), ("1101_2", "13", 0),
+    ("4500", r"4.5 \times 10^3", 1), ("4500", "4.5e3", 1), ("4500", "4.5·10³", 1), ("4500", "4.5×10^3", 1),
+    (r"4.5\times10^{-5}", "0.000045", 1), (r"4.5\times10^{-5}", "4.5e-5", 1),
+    (r"\frac13", r"0.\overline{3}", 1), (r"0.\overline{142857}", r"\frac17", 1),
+    (r"\infty", r"+\infty", 1), (r"\infty", r"-\infty", 0), (r"\infty", "infinity", 1),
+    (r"\emptyset", r"\varnothing", 1), (r"\emptyset", r"\{\}", 1), (r"\emptyset", "0", 0),
+    (r"\frac{1}{0}", r"\frac{2}{0}", 0), (r"\text{undefined}", "undefined", 1),
+    ("1000000007", "1000000008", 0), ("1000000007", "1000000008.0", 0), ("16386.16", "16386.17", 0),
+    ("100000000000000000001", "100000000000000000000", 0), ("2", r"\boxed{1}\boxed{2}\boxed{3}", 0),
+    ("2", "1, 2, 3", 0), ("5", "It is 3 or 5.", 0), ("5", "3 or 5", 0), ("5", "between 3 and 5", 0),
+    ("5", "5 or 6", 0), ("0.5", "[0,1]", 0), ("5", "x", 0), ("5", r"\infty", 0),
+    (r"\frac12", r"\text{NaN}", 0), (r"x=2 \text{ or } x=3", "2, 3", 1), ("(x+1)^2", "x^2+2x+1", 1),
+    ("x^2+2x+1", "x^2+2x+1.001", 0), (r"\sin^2 x + \cos^2 x", "1", 1), (r"\sqrt{x^2}", "|x|", 1),
+    ("|x|", "x", 0), ("x<1", "-x>-1", 1), ("x^2+1=0", "x^2+2=0", 0), ("y=2x+1", "2x - y + 1 = 0", 1),
+    ("y=2x+1", "y = 2x+2", 0), (r"(-\infty,3)\cup(3,\infty)", r"x \ne 3", 1),
+    (r"x<-1 \text{ or } x>1", r"(-\infty,-1)\cup(1,\infty)", 1),
+    (r"(-\infty,-1)\cup(1,\infty)", "x<-1 or x>1", 1), (r"(1,\infty)", "x>1", 1),
+    (r"(1,\infty)", r"x\ge1", 0), (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1,2)", 1),
+    (r"\frac{\sqrt3}{2}", "sqrt(3)/2", 1), (r"\frac{\pi}{2}", "pi/2", 1), ("2^{10}", "2^10", 1),
+    ("1024", "2^10", 1), ("x^{12}", "x^12", 1), ("x^{12}", "x**12", 1), ("1,234", "1234", 1),
+    ("1234", "1,234", 1), ("1234", "1, 234", 0), ("1.5", "1,50", 1), ("32349", "32, 349", 0),
+    ("ABC", "ACB", 0), (r"\cos 30^\circ", r"\frac{\sqrt{3}}{2}", 1), ("7", "The value is **7**.", 1),
+    ("7", "**Answer:** 7", 1), ("7", "**Answer**: $7$", 1), ("7", "Final Answer:\n\n7", 1),
+    ("7", "### Final Answer\n7", 1), ("7", "The answer is: 7\n\nLet me know if you need more help!", 1),
+    ("7", r"\[ x = 7 \]", 1), ("7", r"So, \[ x = 7. \]", 1),
+    ("7", "therefore $x = 7$. Hope this helps!", 1), ("12", "3 + 9 = 12", 1),
+    ("72", "Natalia sold 48/2 = 24 clips in May. Natalia sold 48+24 = 72 clips altogether.\n#### 72", 1),
+    ("That is 48+24 = <<48+24=72>>72 clips.\n#### 72", "She sold 48+24 = 72 clips altogether in May.", 1),
+    ("2/3", r"\frac{2}{3}", 1), (r"-\frac{2}{3}", r"\frac{-2}{3}", 1), ("3:4", r"\frac34", 1),
+    ("3:4", "3:4", 1), ("12:30", "12:30", 1), ("12:30", "12:31", 0), (r"\$18", "18", 1),
+    ("18", "18.00", 1), ("18", r"\$18.00", 1), (r"10\sqrt{3}", "10√3", 1),
+    ("5", r"\boxed{5}. That is 6 less than 11.", 1), ("5", r"\boxed{5", 1), (r"k \ge 2", r"k \geq 2", 1),
+    (r"k \ge 2", r"[2, \infty)", 1),
+
+]  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def handler() -> AsyncIterator[MathHandler]:
+    handler = MathHandler()
+    yield handler
+    await handler.close()
+
+
+def context(key: str, said: str) -> StageContext:
+    task = Task(id="t", prompt="?", answer=key)
+    return StageContext(task, SPEC, "r", 0, 60.0, carry={ANSWER: said})
+
+
+@pytest.mark.parametrize(("key", "said", "reward"), ROWS)
+@shared
+async def test_what_is_equal(handler: MathHandler, key: str, said: str, reward: int) -> None:
+    assert (await handler.eval(context(key, said))).reward == float(reward)
+
+
+@pytest.mark.parametrize(
+    "key", [r"\frac{", r"\begin{cases} x", "5 7", r"1 + \left(", "???", "$", r"\boxed{\frac{1}{}}"]
+)
+@shared
+async def test_a_key_that_cannot_be_read_is_the_authors_failing(handler: MathHandler, key: str) -> None:
+    with pytest.raises(VerifierFailed, match="task 't': answer: the expected answer cannot be read"):
+        await handler.eval(context(key, "5"))
+
+
+@pytest.mark.parametrize(
+    "seeds", [250, pytest.param(5_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])]
+)
+@shared
+async def test_seeded_pairs(handler: MathHandler, seeds: int) -> None:
+    """Each seed is an equal pair and a different one: no different one is rewarded, 0.5% of the equal not."""
+    rewarded, refused = [], []
+    for seed in range(seeds):
+        for pair in pairs(seed):
+            equal = (await handler.eval(context(pair.key, pair.said))).reward == 1.0
+            if equal != pair.equal:
+                (rewarded if equal else refused).append((seed, pair))
+    assert rewarded == []
+    assert len(refused) <= 0.005 * seeds, refused

@@ -9,6 +9,9 @@ from rollyard_crds.task_formats.swebench.diffs import changed_files
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
 from rollyard_pipeline.handlers.code.programs import program_of
+from rollyard_pipeline.handlers.markup import folded
+from rollyard_pipeline.handlers.quantities import quantities
+from rollyard_pipeline.handlers.stem import letter
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, parse_head
@@ -25,6 +28,14 @@ def test_answers_of_blanks() -> None:
     assert final_answer(f"the answer is:{LINES}") == "the answer is:"
     assert final_answer("the answer is " * (MANY // 14) + "7") == "7"
     assert final_answer(f"answer{BLANKS}" * 3) == "answer"
+
+
+def test_numbers_and_letters_of_blanks() -> None:
+    for filler in (BLANKS, LINES, "(" * MANY, "=5" * MANY, "1 " * MANY, "{" * MANY, "\\frac" * MANY):
+        assert [one.value for one in quantities(f"{filler}=\n5 m")] == [5.0]
+        assert letter(f"{filler}\nAnswer: B", ["iron", "gold"]) == "B"
+        assert folded(filler + "gold").endswith("gold")
+    assert letter("Answer:" + BLANKS, ["iron", "gold"]) is None
 
 
 def test_fenced_blocks_of_blanks() -> None:

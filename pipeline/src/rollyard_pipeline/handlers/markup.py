@@ -54,6 +54,7 @@ _WITH_GROUPS: Final = {
     "sqrt": _SQRT,
 }  # fmt: skip
 _COMMAND: Final = re.compile(r"\\(?:(mu)(?![A-Za-z])\s*+|([A-Za-z]++)|(.))", re.DOTALL)
+_ALIGNED: Final = re.compile(r"\\(?:begin|end)\s*+\{[A-Za-z]++\*?\}|&(?=\s*+[=≈])")
 _ADJACENT: Final = re.compile(r"\0\s*+\{([^{}]*+)\}(?=\0)")
 _WRAPPED: Final = re.compile(r"\0\s*+\{([^{}]*+)\}")
 _FRACTION: Final = re.compile("\1" + r"\s*+(?:\{([^{}]*+)\}|(\d))\s*+(?:\{([^{}]*+)\}|(\d))")
@@ -71,11 +72,12 @@ def unmarked(text: str) -> str:
     `\frac{3}{4}` becomes `(3)/(4)`, `10⁻⁵` and `10^{-5}` become `10^(-5)`, `\sqrt2` becomes `√(2)`, `\,` a
     space, and `×` and `\cdot` become `*`. Other characters have their compatible form (NFKC).
     """
-    text = text[-MAX_ANSWER:]
+    text = text.strip()[-MAX_ANSWER:]
     text = _SUPERSCRIPTS.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found[0]) + "}", text)
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
     text = _emphasis_removed(text.replace("`", "").replace("{,}", ","))
     text = unicodedata.normalize("NFKC", text.translate(_SAME)).translate(_SAME)[:MAX_ANSWER]
+    text = _ALIGNED.sub("", text)
     text = _grouped(_COMMAND.sub(_command, text))
     text = _DEGREE.sub("°", re.sub("[{}$\0\1\2]", "", text))
     return re.sub(r"[^\S\n]++", " ", text).strip()

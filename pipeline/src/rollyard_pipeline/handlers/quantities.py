@@ -47,18 +47,35 @@ _BOUNDS: Final = re.compile(
     r"|or (?:more|less))\b|n't\b",
     re.IGNORECASE,
 )
-_DIGIT: Final = re.compile(r"[0-9]")
+_DIGIT: Final = re.compile(r"[0-9π]")
 _SEVERAL: Final = re.compile(r"[,;|]\s|\b(?:or|and|to)\b", re.IGNORECASE)
 _NO_INCHES: Final = re.compile(r"\s*+in (?:total|all|the|this|each|our|magnitude)\b", re.IGNORECASE)
 _IN: Final = re.compile(r"\s*+in (?=\S)")
 _NO_UNIT: Final = re.compile(
-    r"\s*+(?:$|[^\w\s°%‰/*(^√\\])|\s++(?:(?:as|at)\s++[A-Za-z]|(?:when|which|for|because|since|if|after|before|on"
-    r"|of|with|so|from|the|by|and|or|is|are|was|to|that|under)\b)"
+    r"\s*+(?:$|[.,;:?)|=≈。，；：？）」]|-(?=[\d.])|\((?:approx|rounded|exact|about|correct|since|because|which|i\.e))"
+    r"|\s++(?:(?:as|at)\s++[A-Za-z]|(?:when|which|for|because|since|if|after|before|on|of|with|so|from|the|by|and"
+    r"|or|is|are|was|to|that|under)\b)"
 )
 """What says, right behind a number, that it has no unit."""
-_FURTHER: Final = re.compile(r"\s*+(?:[/*^]|per\b)")
-"""What says that a unit has a factor which is not known."""
-_NOUN: Final = re.compile(r"\s++([A-Za-z]{4,})")
+_FURTHER: Final = re.compile(r"\s*+(?:[/*^+]|-\s?\S|per\b)")
+"""What says that a unit has a factor which is not known, or that something is added."""
+_APPLIED: Final = re.compile(
+    r"(?:[*/^+±]|\b(?:ln|log|lg|exp|sqrt|sin|cos|tan|cot|sinh|cosh|tanh)(?:_\w+)?|\b(?:root|square|cube|inverse"
+    r"|reciprocal|half|logarithm) of|\b(?:twice|double|half))\s?\(*+$",
+    re.IGNORECASE,
+)
+"""What says, right before a number, that it is a part of a term which is not read."""
+_APPLIED_LENGTH: Final = 24  # Characters.
+_NEGATIVE: Final = re.compile(r"\b(?:minus|negative)\s(?=[\d.])", re.IGNORECASE)
+_PRECISION: Final = re.compile(
+    r",?\s?\(?(?:rounded |correct |accurate )?(?:to )?(?:[1-9]|one|two|three|four) ?"
+    r"(?:significant (?:figure|digit)|sig\.? ?fig|decimal(?: place)?|s\.? ?f\b|d\.? ?p\b)s?\.?\)?",
+    re.IGNORECASE,
+)
+"""How far a value was rounded."""
+_QUOTED: Final = re.compile(r"\A[\"'“‘](.*)[\"'”’]\Z", re.DOTALL)
+_PI: Final = re.compile(r"(?<![A-Za-z])pi(?![A-Za-z])")
+_NOUN: Final = re.compile(r"\s++\(?([A-Za-z]{4,})")
 _THE_SAME: Final = re.compile(r"\(|\bor\b|\bi\.e\.|\b(?:which|that) is\b|\bequals?\b")
 _MAX_NUMBERS: Final = 8
 _MAX_DEPTH: Final = 4
@@ -99,16 +116,20 @@ def quantities(text: str) -> list[Quantity]:
     Of a chain of equations this is the last side, if nothing before it states another answer. A bound is no
     value, and the uncertainty of a value is left out. 1 h 30 min is one quantity.
     """
-    text = unmarked(text).replace("[", "(").replace("]", ")").replace("sqrt(", "√(")
-    text = re.sub(r"(?<![A-Za-z])pi(?![A-Za-z])", "π", text)
+    text = (
+        _QUOTED.sub(r"\1", unmarked(text), count=1).replace("[", "(").replace("]", ")").replace("sqrt(", "√(")
+    )
+    text = _PI.sub("π", _NEGATIVE.sub("-", _PRECISION.sub("", text)))
     if _BOUNDS.search(text):
         return []
     place = max(text.rfind("="), text.rfind("≈"))
     number = _DIGIT.search(text)
-    if number is None or not _SEVERAL.search(text, number.end(), max(place, 0)):
-        text = text[place + 1 :]
+    if number is None:
+        return []
+    if _DIGIT.search(text, place + 1) and not _SEVERAL.search(text, number.end(), max(place, 0)):
+        text = text[place + 1 :].strip()
     try:
-        return _joined(list(_Reader(text.strip()).quantities()), text.strip())
+        return _joined(list(_Reader(text).quantities()), text)
     except (_Unreadable, ArithmeticError, ValueError):
         return []
 
@@ -145,8 +166,9 @@ class _Reader:
                 self._take(_REST_OF_NAME)
                 continue
             count += 1
-            spaced = before and self._text[self._place :][:2] in ("- ", "+ ")
-            if count > _MAX_NUMBERS or spaced or self._text[: self._place].rstrip().endswith("±"):
+            spaced = before and self._text.startswith(("- ", "+ "), self._place)
+            applied = _APPLIED.search(self._text[max(0, self._place - _APPLIED_LENGTH) : self._place])
+            if count > _MAX_NUMBERS or spaced or applied:
                 raise _Unreadable
             yield self._quantity()
             end = self._place

@@ -30,12 +30,12 @@ _PREFIXED: Final[dict[str, tuple[float, str]]] = {
 }  # fmt: skip
 """The units beside the dimensions that take prefixes, each as a multiple of units that stand before it."""
 _PLAIN: Final[dict[str, tuple[float, str]]] = {
-    "min": (60, "s"), "h": (3600, "s"), "d": (86400, "s"), "week": (604800, "s"), "month": (1 / 12, "yr"),
-    "ka": (1e3, "yr"), "Ma": (1e6, "yr"), "Ga": (1e9, "yr"), "Å": (1e-10, "m"), "AU": (149597870700, "m"),
-    "au": (149597870700, "m"), "ly": (9460730472580800, "m"), "a_0": (5.29177210544e-11, "m"),
-    "in": (0.0254, "m"), "ft": (0.3048, "m"), "yd": (0.9144, "m"), "mi": (1609.344, "m"),
-    "nmi": (1852, "m"), "ha": (1e4, "m^2"), "acre": (4046.8564224, "m^2"), "cc": (1e-6, "m^3"),
-    "gal": (3.785411784, "L"), "lb": (0.45359237, "kg"), "oz": (0.028349523125, "kg"),
+    "y": (1, "yr"), "min": (60, "s"), "h": (3600, "s"), "d": (86400, "s"), "week": (604800, "s"),
+    "month": (1 / 12, "yr"), "ka": (1e3, "yr"), "Ma": (1e6, "yr"), "Ga": (1e9, "yr"), "Å": (1e-10, "m"),
+    "AU": (149597870700, "m"), "au": (149597870700, "m"), "ly": (9460730472580800, "m"),
+    "a_0": (5.29177210544e-11, "m"), "in": (0.0254, "m"), "ft": (0.3048, "m"), "yd": (0.9144, "m"),
+    "mi": (1609.344, "m"), "nmi": (1852, "m"), "ha": (1e4, "m^2"), "acre": (4046.8564224, "m^2"),
+    "cc": (1e-6, "m^3"), "gal": (3.785411784, "L"), "lb": (0.45359237, "kg"), "oz": (0.028349523125, "kg"),
     "slug": (14.593902937206364, "kg"), "u": (1, "Da"), "M_odot": (1.988409870698051e30, "kg"),
     "lbf": (4.4482216152605, "N"), "kgf": (9.80665, "N"), "atm": (101325, "Pa"),
     "mmHg": (133.322387415, "Pa"), "E_h": (4.3597447222060e-18, "J"), "Btu": (1055.05585262, "J"),
@@ -91,18 +91,18 @@ _PHRASES: Final = tuple(
         (r"\bparts per billion\b", "ppb"), (r"\bminutes? of arc\b", "arcmin"),
         (r"\bseconds? of arc\b", "arcsec"), (r"\bpounds? (?:per square inch)\b", "psi"),
         (r"\bmillimet(?:er|re)s? of mercury\b", "mmHg"), (r"\bmm ?Hg\b", "mmHg"),
-        (r"√\(([A-Za-zΩμ]{1,4})\)", r" \1^(1/2)"),
+        (r"\b(?:ft|foot)[-*. ](?:lbf?s?|pounds?)\b", "ft lbf"), (r"√\(([A-Za-zΩμ]{1,4})\)", r" \1^(1/2)"),
     )
 )  # fmt: skip
 """The units whose names are several words."""
 _TOKEN: Final = re.compile(
     r"\s*+(?:(?P<operator>[/*]|[.-](?=[A-Za-zΩμÅ°])|per\b)\s*+)?"
-    r"(?:(?P<power>(?:sq(?:uare)?|cu(?:bic)?)\b)\s*+)?"
-    r"(?:(?P<group>\()|(?P<one>1(?=\s*/))|(?P<name>(?:[A-Za-zΩμÅåö°]++(?:_[A-Za-z0-9]++)?|[%‰])))"
+    r"(?:(?P<power>(?:sq(?:uare)?|cu(?:bic)?)\b)\.?\s*+)?"
+    r"(?:(?P<group>\()|(?P<one>1(?=\s*/))|(?P<name>°(?:[CF]\b)?|[A-Za-zΩμÅåö]++(?:_[A-Za-z0-9]++)?|[%‰]))"
 )
 _EXPONENT: Final = re.compile(
     r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,2}(?:/\d|\.\d)?)\s*+\)|([+-]?\d{1,2})(?![\d.]))"
-    r"|([+-]?\d)(?![\d.])|\s*+(squared|cubed)\b"
+    r"|([+-]?\d)(?!\d|\.\d)|\s*+(squared|cubed)\b"
 )
 _CLOSING: Final = re.compile(r"\s*+\)")
 _SQUARES: Final = {"sq": 2, "cu": 3}

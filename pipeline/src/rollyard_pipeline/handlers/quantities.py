@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.handlers.markup import unmarked
 from rollyard_pipeline.handlers.units import Unit, leading_unit, unit
 
@@ -134,7 +135,7 @@ def quantities(text: str) -> list[Quantity]:
         return []
 
 
-class _Unreadable(Exception):
+class _Unreadable(WorkerError):
     """The text has digits that are no value."""
 
 

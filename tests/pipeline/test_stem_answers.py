@@ -179,6 +179,10 @@ RIGHT_NUMBERS = [
     (r"5\text{ }\mu\mathrm{F}", "5", "μF"), ("5 kg·m/s", "5", "kg m/s"), ("5 kg•m/s", "5", "N s"),
     ("−73,15 °C", "200", "K"), ("2 meters", "2", "m"), ("T = 450 K = 177 °C", "450", "K"),
     ("2.0(1) × 10³ m", "2000", "m"),
+    ("16 cm^3.", "16", "cm^3"), (r"The answer is $9.8\ m/s^2$.", "9.8", "m/s^2"), ("4.5 × 10^2.", "450", "K"),
+    ("5 Jmol^-1 K^-1", "5", "J/mol/K"), (r"25\ \mathrm{kJmol}^{-1}", "25", "kJ/mol"), ("2 kWh", "7.2", "MJ"),
+    (r"$\mathrm{~8.314~J} \mathrm{~K}^{-1} \mathrm{~mol}^{-1}$", "8.314", "J/(mol K)"),
+    ("450 K (177 degrees Celsius)", "450", "K"), (r"\therefore T = 450\ \mathrm{~K}", "450", "K"),
 ]  # fmt: skip
 """What is said, the key that it equals within 1 %, and the key's unit."""
 WRONG_NUMBERS = [
@@ -224,6 +228,8 @@ WRONG_NUMBERS = [
     ("5 J/particle", "5", "J"), ("10^x", "10", ""), ("10^{x}", "10", ""), ("2x", "2", ""), ("x2", "2", ""),
     ("5 sin x", "5", ""), ("2.5.1", "2.5", ""), ("1,23,456", "1", ""), ("5 ≤ x", "5", ""), ("5 → 6", "5", ""),
     ("5; 6", "6", ""),
+    (r"\arctan(0.5)", "0.5", ""), ("450 K (200 degrees Celsius)", "450", "K"), (r"\lambda 5", "5", ""),
+    ("450 K (3 light years)", "450", "K"), (r"5 \to 6", "5", ""), ("arccos 0.5", "0.5", ""),
 ]  # fmt: skip
 """What is said, a key that it does not equal or does not state as its only value, and the key's unit."""
 
@@ -298,6 +304,7 @@ async def test_people_are_shown_what_was_read(said: str, task: dict[str, Any], s
         ({"answer": "5 s", "numeric": {"unit": "m"}}, "answer: must be one number"),
         ({"answer": r"\frac{", "numeric": {}}, "answer: must be one number"),
         ({"answer": "1", "numeric": {"unit": "parsnip"}}, "numeric.unit: is not known"),
+        ({"answer": "1", "numeric": {"unit": "kPA"}}, "numeric.unit: is not known"),
         ({"answer": "1", "numeric": {"unit": "m^99"}}, "numeric.unit: is not known"),
         ({"answer": "A", "choices": CHOICES, "numeric": {}}, "numeric: cannot be given"),
         ({"answer": "**"}, "answer: must be more than"),

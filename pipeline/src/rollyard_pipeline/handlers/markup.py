@@ -35,6 +35,7 @@ _COMMANDS: Final = {
     **dict.fromkeys(("le", "leq", "leqslant", "lt", "ll", "lesssim"), "≤"),
     **dict.fromkeys(("ge", "geq", "geqslant", "gt", "gg", "gtrsim"), "≥"),
     **dict.fromkeys(("ne", "neq"), "≠"),
+    **dict.fromkeys(("to", "rightarrow", "Rightarrow", "longrightarrow", "implies", "therefore"), ", "),
     "AA": "Å", "odot": "odot", "sun": "odot", "Omega": "Ω", "ohm": "Ω", "mu": "μ", "pi": "π", "pm": "±",
     "div": "/",
 }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Final
 
 from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.handlers.markup import unmarked
-from rollyard_pipeline.handlers.units import Unit, leading_unit, unit
+from rollyard_pipeline.handlers.units import Unit, leading_unit, symbols, unit
 
 _NUMERAL: Final = re.compile(
     r"(?P<european>\d{1,3}(?:\.\d{3})++,\d++)"  # 1.234,5
@@ -23,12 +23,12 @@ _LAST_DIGITS: Final = re.compile(r"\(\d{1,3}\)", re.ASCII)
 """An uncertainty as in 6.67430(15)."""
 _POWER_OF_TEN: Final = re.compile(r"[eE]([+-]?\d{1,4})(?!\d)", re.ASCII)
 _MIXED: Final = re.compile(
-    r"(\d{1,9})(?:\s?\((\d{1,9})\)/\((\d{1,9})\)| (\d{1,9})/(\d{1,9}))(?![\d.])", re.ASCII
+    r"(\d{1,9})(?:\s?\((\d{1,9})\)/\((\d{1,9})\)| (\d{1,9})/(\d{1,9}))(?!\d|\.\d)", re.ASCII
 )
 _POWER: Final = re.compile(
-    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,4}(?:\.\d{1,6})?)\s*+\)|([+-]?\d{1,4})(?![\d.]))", re.ASCII
+    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,4}(?:\.\d{1,6})?)\s*+\)|([+-]?\d{1,4})(?!\d|\.\d))", re.ASCII
 )
-_LOST: Final = re.compile(r"10 ?-(\d{1,2})(?![\d.])", re.ASCII)
+_LOST: Final = re.compile(r"10 ?-(\d{1,2})(?!\d|\.\d)", re.ASCII)
 """A power of ten whose superscript was lost, as in 4.5×10-3. It is read behind a multiplication only."""
 _OPERATOR: Final = re.compile(r"\s*+(?:([*/])|[xX](?=\s*+10\b))\s*+(?=\(*+[+-]?[\d.√π])", re.ASCII)
 _IMPLIED: Final = re.compile(r"\s*+(?=[√π])")
@@ -61,8 +61,8 @@ _NO_UNIT: Final = re.compile(
 _FURTHER: Final = re.compile(r"\s*+(?:[/*^+]|-\s?\S|per\b)")
 """What says that a unit has a factor which is not known, or that something is added."""
 _APPLIED: Final = re.compile(
-    r"(?:[*/^+±]|\b(?:ln|log|lg|exp|sqrt|sin|cos|tan|cot|sinh|cosh|tanh)(?:_\w+)?|\b(?:root|square|cube|inverse"
-    r"|reciprocal|half|logarithm) of|\b(?:twice|double|half))\s?\(*+$",
+    r"(?:[*/^+±]|\\[A-Za-z]+|\b(?:arc)?(?:ln|log|lg|exp|sqrt|sin|cos|tan|cot|sinh|cosh|tanh)(?:_\w+)?"
+    r"|\b(?:root|square|cube|inverse|reciprocal|half|logarithm) of|\b(?:twice|double|half))\s?\(*+$",
     re.IGNORECASE,
 )
 """What says, right before a number, that it is a part of a term which is not read."""
@@ -120,7 +120,7 @@ def quantities(text: str) -> list[Quantity]:
     text = (
         _QUOTED.sub(r"\1", unmarked(text), count=1).replace("[", "(").replace("]", ")").replace("sqrt(", "√(")
     )
-    text = _PI.sub("π", _NEGATIVE.sub("-", _PRECISION.sub("", text)))
+    text = symbols(_PI.sub("π", _NEGATIVE.sub("-", _PRECISION.sub("", text))))
     if _BOUNDS.search(text):
         return []
     place = max(text.rfind("="), text.rfind("≈"))

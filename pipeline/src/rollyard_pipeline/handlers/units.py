@@ -19,9 +19,9 @@ _PREFIXED: Final[dict[str, tuple[float, str]]] = {
     "Wb": (1, "V s"), "T": (1, "Wb m^-2"), "H": (1, "Wb A^-1"), "lm": (1, "cd sr"), "lx": (1, "lm m^-2"),
     "Hz": (1, "cycle s^-1"), "Bq": (1, "s^-1"), "Gy": (1, "J kg^-1"), "Sv": (1, "J kg^-1"),
     "kat": (1, "mol s^-1"), "L": (1e-3, "m^3"), "l": (1e-3, "m^3"), "M": (1, "mol L^-1"), "t": (1e3, "kg"),
-    "eV": (1.602176634e-19, "J"), "cal": (4.184, "J"), "erg": (1e-7, "J"), "Wh": (3600, "J"),
-    "Ry": (2.1798723611030e-18, "J"), "Ah": (3600, "C"), "Nm": (1, "N m"), "Ns": (1, "N s"), "Js": (1, "J s"),
-    "bar": (1e5, "Pa"), "Torr": (101325 / 760, "Pa"), "torr": (101325 / 760, "Pa"),
+    "eV": (1.602176634e-19, "J"), "cal": (4.184, "J"), "erg": (1e-7, "J"),
+    "Ry": (2.1798723611030e-18, "J"), "bar": (1e5, "Pa"),
+    "Torr": (101325 / 760, "Pa"), "torr": (101325 / 760, "Pa"),
     "psi": (6894.757293168361, "Pa"), "dyn": (1e-5, "N"), "P": (0.1, "Pa s"), "St": (1e-4, "m^2 s^-1"),
     "G": (1e-4, "T"), "Oe": (1000 / (4 * math.pi), "A m^-1"), "Ci": (3.7e10, "Bq"), "rem": (1e-2, "Sv"),
     "sec": (1, "s"), "barn": (1e-28, "m^2"), "Jy": (1e-26, "W m^-2 s"), "D": (3.3356409519815204e-30, "C m"),
@@ -100,8 +100,11 @@ _TOKEN: Final = re.compile(
     r"(?:(?P<power>(?:sq(?:uare)?|cu(?:bic)?)\b)\.?\s*+)?"
     r"(?:(?P<group>\()|(?P<one>1(?=\s*/))|(?P<name>°(?:[CF]\b)?|[A-Za-zΩμÅåö]++(?:_[A-Za-z0-9]++)?|[%‰]))"
 )
+_TOGETHER: Final = re.compile(r"(?<![A-Za-zμΩ_\\])[A-Za-zμΩ]{2,6}(?![A-Za-zμΩ_])")
+_LAST: Final = ("mol", "K", "m", "s", "h")
+"""The symbols that people write right behind another one, as in kJmol, Nm and kWh."""
 _EXPONENT: Final = re.compile(
-    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,2}(?:/\d|\.\d)?)\s*+\)|([+-]?\d{1,2})(?![\d.]))"
+    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,2}(?:/\d|\.\d)?)\s*+\)|([+-]?\d{1,2})(?!\d|\.\d))"
     r"|([+-]?\d)(?!\d|\.\d)|\s*+(squared|cubed)\b"
 )
 _CLOSING: Final = re.compile(r"\s*+\)")
@@ -185,20 +188,34 @@ def unit(text: str) -> Unit | None:
     An empty text is the unit of numbers that have none. All that stands behind a slash is below it, so
     `J/mol K` is `J/(mol K)`. The text has no mark-up (see `unmarked`).
     """
-    found = leading_unit(text)
+    found = leading_unit(symbols(text))
     if found is None:
         return None if text.strip() else Unit(1.0, frozenset())
     return None if found[1].strip() else found[0]
 
 
-def leading_unit(text: str) -> tuple[Unit, str] | None:
-    """Return the longest unit with which a text begins, and the rest of the text, or None if it has none."""
-    spelled, rest = text[:_MAX_LENGTH], text[_MAX_LENGTH:]
+def symbols(text: str) -> str:
+    """Return a text in which units have one symbol each: `ly` for light years, and `kJ mol` for `kJmol`."""
     for pattern, symbol in _PHRASES:
-        spelled = pattern.sub(symbol, spelled)
-    factors, end = _factors(spelled, 0, 0)
+        text = pattern.sub(symbol, text)
+    return _TOGETHER.sub(_apart, text)
+
+
+def _apart(found: re.Match[str]) -> str:
+    name = found[0]
+    if not name.islower() and not _named(name):
+        for last in _LAST:
+            first = name.removesuffix(last)
+            if first != name and _by_symbol(first):
+                return f"{first} {last}"
+    return name
+
+
+def leading_unit(text: str) -> tuple[Unit, str] | None:
+    """Return the longest unit with which a text of `symbols` begins, and the rest, or None if it has none."""
+    factors, end = _factors(text[:_MAX_LENGTH], 0, 0)
     try:
-        return (_multiplied(factors), spelled[end:] + rest) if factors else None
+        return (_multiplied(factors), text[end:]) if factors else None
     except OverflowError:
         return None
 
@@ -245,18 +262,22 @@ def _power(text: str, place: int) -> tuple[Fraction, int]:
 
 
 def _named(name: str) -> Unit | None:
-    found = _UNITS.get(name) or _prefixed(name)
+    found = _by_symbol(name)
     if found is not None:
         return found
     lower = name.lower()
     for word in (lower, lower.removesuffix("s"), lower.removesuffix("es")):
         if word in _NAMES:
-            return _UNITS.get(_NAMES[word]) or _prefixed(_NAMES[word])
+            return _by_symbol(_NAMES[word])
         for prefix, symbol in _NAMED_PREFIXES.items():
             rest = word.removeprefix(prefix)
             if rest != word and rest in _NAMES:
                 return _prefixed(symbol + _NAMES[rest])
     return None
+
+
+def _by_symbol(name: str) -> Unit | None:
+    return _UNITS.get(name) or _prefixed(name)
 
 
 def _prefixed(name: str) -> Unit | None:

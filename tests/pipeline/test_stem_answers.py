@@ -305,6 +305,7 @@ async def test_people_are_shown_what_was_read(said: str, task: dict[str, Any], s
         ({"answer": r"\frac{", "numeric": {}}, "answer: must be one number"),
         ({"answer": "1", "numeric": {"unit": "parsnip"}}, "numeric.unit: is not known"),
         ({"answer": "1", "numeric": {"unit": "kPA"}}, "numeric.unit: is not known"),
+        ({"answer": "1", "numeric": {"unit": "m^(1/0)"}}, "numeric.unit: is not known"),
         ({"answer": "1", "numeric": {"unit": "m^99"}}, "numeric.unit: is not known"),
         ({"answer": "A", "choices": CHOICES, "numeric": {}}, "numeric: cannot be given"),
         ({"answer": "**"}, "answer: must be more than"),

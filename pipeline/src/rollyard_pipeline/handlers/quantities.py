@@ -10,7 +10,7 @@ from typing import Final
 
 from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.handlers.markup import unmarked
-from rollyard_pipeline.handlers.units import Unit, leading_unit, symbols, unit
+from rollyard_pipeline.handlers.units import Unit, leading_unit, symbols
 
 _NUMERAL: Final = re.compile(
     r"(?P<european>\d{1,3}(?:\.\d{3})++,\d++)"  # 1.234,5
@@ -75,13 +75,13 @@ _PRECISION: Final = re.compile(
 )
 """How far a value was rounded."""
 _QUOTED: Final = re.compile(r"\A[\"'“‘](.*)[\"'”’]\Z", re.DOTALL)
+_ROUND: Final = str.maketrans("[]", "()")
 _PI: Final = re.compile(r"(?<![A-Za-z])pi(?![A-Za-z])")
 _NOUN: Final = re.compile(r"\s++\(?([A-Za-z]{4,})")
 _THE_SAME: Final = re.compile(r"\(|\bor\b|\bi\.e\.|\b(?:which|that) is\b|\bequals?\b")
 _MAX_NUMBERS: Final = 8
 _MAX_DEPTH: Final = 4
 _PLAIN: Final = Unit(1.0, frozenset())
-_KELVIN, _COULOMB, _FARAD = unit("K"), unit("C"), unit("F")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,7 @@ class Quantity:
         """
         if self.unit is None:
             return self.value if wanted == _PLAIN or not self.noun else None
-        given: Unit | None = self.unit
-        # People write C and F for degrees where a temperature is asked for.
-        if _KELVIN is not None and wanted.dimension == _KELVIN.dimension and given in (_COULOMB, _FARAD):
-            given = unit("°C" if given == _COULOMB else "°F")
-        found = None if given is None else given.convert(self.value, wanted)
+        found = self.unit.convert(self.value, wanted)
         return found if found is not None and math.isfinite(found) else None
 
 
@@ -117,9 +113,7 @@ def quantities(text: str) -> list[Quantity]:
     Of a chain of equations this is the last side, if nothing before it states another answer. A bound is no
     value, and the uncertainty of a value is left out. 1 h 30 min is one quantity.
     """
-    text = (
-        _QUOTED.sub(r"\1", unmarked(text), count=1).replace("[", "(").replace("]", ")").replace("sqrt(", "√(")
-    )
+    text = _QUOTED.sub(r"\1", unmarked(text)).translate(_ROUND).replace("sqrt(", "√(")
     text = symbols(_PI.sub("π", _NEGATIVE.sub("-", _PRECISION.sub("", text))))
     if _BOUNDS.search(text):
         return []
@@ -160,7 +154,7 @@ class _Reader:
         count, end = 0, -1
         while (start := _START.search(self._text, self._place)) is not None:
             self._place = start.start()
-            before = self._text[: self._place][-1:]
+            before = self._text[max(0, self._place - 1) : self._place]
             named = self._place != end and (before.isalpha() or before in ("_", "^"))
             if named or self._take(_ORDINAL):
                 self._place = max(self._place, start.end())

@@ -104,7 +104,7 @@ _TOGETHER: Final = re.compile(r"(?<![A-Za-zμΩ_\\])[A-Za-zμΩ]{2,6}(?![A-Za-z�
 _LAST: Final = ("mol", "K", "m", "s", "h")
 """The symbols that people write right behind another one, as in kJmol, Nm and kWh."""
 _EXPONENT: Final = re.compile(
-    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,2}(?:/\d|\.\d)?)\s*+\)|([+-]?\d{1,2})(?!\d|\.\d))"
+    r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,2}(?:/[1-9]|\.\d)?)\s*+\)|([+-]?\d{1,2})(?!\d|\.\d))"
     r"|([+-]?\d)(?!\d|\.\d)|\s*+(squared|cubed)\b"
 )
 _CLOSING: Final = re.compile(r"\s*+\)")
@@ -128,9 +128,11 @@ class Unit:
     def convert(self, value: float, wanted: Unit) -> float | None:
         """Return a value in this unit in another one, or None if that is a unit of another kind.
 
-        Temperatures alone are absolute: 0 °C is 273.15 K. Radians and cycles may be left out of one of the
-        units, as in 1/s for Hz; where both have them, 1 Hz is 2π rad/s.
+        Temperatures alone are absolute: 0 °C is 273.15 K, and C stands for °C. Radians and cycles may be left
+        out of one of the units, as in 1/s for Hz; where both have them, 1 Hz is 2π rad/s.
         """
+        if self in _SHORT_SCALES and wanted.dimension == _UNITS["K"].dimension:
+            return _SHORT_SCALES[self].convert(value, wanted)
         if self._kind() != wanted._kind():
             return None
         given, target = self._angles(), wanted._angles()
@@ -179,6 +181,7 @@ def _multiplied(factors: Sequence[tuple[Unit, Fraction]]) -> Unit:
 
 
 _UNITS: Final = _units()
+_SHORT_SCALES: Final = {_UNITS["C"]: _UNITS["°C"], _UNITS["F"]: _UNITS["°F"]}
 _WITH_PREFIXES: Final = frozenset(_PREFIXED) | {"m", "s", "A", "K", "mol", "cd", "sr", "rad", "bit"}
 
 

@@ -57,7 +57,7 @@ def command(
     \b
     rollyard grade --handler math --key 1/2 'The answer is 0.5.'
     rollyard grade --handler stem --key 450 --unit K 'T = 4.5e2 K'
-    rollyard grade --handler code --tasks mbpp.jsonl --format mbpp --task 2 - < answer.md
+    rollyard grade --handler code --tasks mbpp.jsonl --format mbpp --task mbpp/2 - < answer.md
     rollyard grade --handler math --file pairs.jsonl
 
     ANSWER is the policy's last message; `-` reads it from standard input. The exit status is 0 if each answer

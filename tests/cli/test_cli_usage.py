@@ -102,6 +102,20 @@ def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "RolloutJob 'j' is valid (1 tasks, 1 samples each)" in capsys.readouterr().out
 
 
+def test_what_a_format_leaves_out_of_a_row_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "instance_id": "acme__tool-7", "repo": "acme/tool", "problem_statement": "It fails.", "patch": "",
+        "install_config": {"test_cmd": "pytest"}, "test_patch": "diff", "FAIL_TO_PASS": ["[100%]", "t.py::a"],
+    }  # fmt: skip
+    job = write(tmp_path, changed(handler="swe", tasks={"url": "tasks.jsonl", "format": "swebench"}), [row])
+    warned = "tests that no test runner reports, which were left out: 1. The first is "
+    for file, options in ((tmp_path / "tasks.jsonl", ["--format", "swebench"]), (job, [])):
+        assert main(["validate", "-f", str(file), *options]) == 0
+        assert warned in capsys.readouterr().out
+
+
 def test_what_is_hardly_meant_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agent = {"agent": {"type": "tools"}, "backendRef": {"name": "policy"}}
     job = changed(samplesPerTask=2, sampling={"temperature": 0.0}, **agent)

@@ -116,7 +116,7 @@ class ReportFiles:
 def read_report(data: bytes, secret: str, parser: str) -> SignedReport:
     """Return what a report says, up to the first line that is not genuine."""
     report, last = SignedReport(), b""
-    collected = set()
+    collected: set[str] = set()
     for line in data.split(b"\n")[:-1]:
         signature, _, text = line.partition(b" ")
         expected = sign(secret.encode(), last, text)

@@ -121,6 +121,40 @@ def test_parquet_gives_the_same_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
         list(json_lines(io.BytesIO(file.getvalue())))
 
 
+MMLU = {"question": "?", "choices": ["x", "y"], "answer": 1}
+GPQA = {"Question": "?", "Correct Answer": "r", **{f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)}}
+MBPP = {"text": "?", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "task_id": 3}
+CONTEST = {"question_content": "?", "public_test_cases": '[{"input": "1", "output": "2"}]'}
+HUMANEVAL = {
+    "task_id": "a/1", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    return 1\n",
+    "test": "def check(f): assert f() == 1",
+}  # fmt: skip
+UNITED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("mcq", MMLU, ["options", "id", "category", *GPQA]),
+    ("mcq", {"question": "?", "options": ["x", "y"], "answer": "A"}, ["choices", *GPQA]),
+    ("mcq", GPQA, ["question", "choices", "options", "answer", "Subdomain"]),
+    ("verl", VERL, ["choices"]),
+    (
+        "verl",
+        {key: VERL[key] for key in ("data_source", "prompt", "reward_model")},
+        ["ability", "extra_info"],
+    ),
+    ("mbpp", MBPP, ["prompt", "test_setup_code", "test_imports"]),
+    ("mbpp", {**{key: MBPP[key] for key in ("code", "test_list")}, "prompt": "?"}, ["text", "task_id"]),
+    ("livecodebench", CONTEST, ["private_test_cases", "starter_code", "metadata", "question_id", "platform"]),
+    ("humaneval", {key: HUMANEVAL[key] for key in HUMANEVAL if key[0] != "c"}, ["canonical_solution"]),
+]
+"""A format, a row, and the columns that the row gets where it is united with rows of other data sets."""
+
+
+@pytest.mark.parametrize("null", [None, float("nan"), {"a": None, "b": {"c": None}}], ids=repr)
+@pytest.mark.parametrize(("name", "row", "columns"), UNITED)
+def test_a_null_column_is_an_absent_one(
+    name: str, row: dict[str, Any], columns: list[str], null: object
+) -> None:
+    assert mapped([{**dict.fromkeys(columns, null), **row}], name) == mapped([row], name)
+
+
 @pytest.mark.parametrize(
     ("row", "answer"),
     [

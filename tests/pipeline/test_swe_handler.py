@@ -94,7 +94,7 @@ async def test_names_with_spaces_match_in_full_and_cut(lab: SweLab, verdict: str
     assert outcome(result) == (0.0, "")
     assert result.reward_components == {"fail_to_pass": 0.0, "pass_to_pass": 0.0}
     assert result.reward_output.endswith(
-        f"\nfail_to_pass: 2 of 2 did not pass: failed: {name}[the end], {name}[the end]\n"
+        f"\nfail_to_pass: 2 of 2 did not pass: failed: {name}[the end]\n"
         f"pass_to_pass: 1 of 1 did not pass: missing: {name}[the other]"
     )
 

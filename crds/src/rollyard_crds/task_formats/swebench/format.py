@@ -96,7 +96,7 @@ class SweBenchFormat(TaskFormat):
             found["id"] = task_id(row.text("instance_id"))
         found["metadata"] = {name: filled[name] for name in _KEPT if name in filled}
         if dropped:
-            found["metadata"][DROPPED_TESTS] = dropped
+            found["metadata"][DROPPED_TESTS] = list(dict.fromkeys(dropped))
         return found
 
     def _classic(self, row: Row) -> dict[str, Any]:
@@ -156,8 +156,9 @@ def _rebench(row: Row) -> dict[str, Any]:
     else:
         before, files = [scripts.ACTIVATE], files_to_test(patch)
         image = f"swerebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
+        image = "" if "repository" in row.values else image
         for column in ("image", "image_name", "docker_image"):
-            image = row.text(column, "" if "repository" in row.values else image)
+            image = row.text(column, image)
     if "repository" in row.values:
         before, folder = [], "."
     script = scripts.script_of(folder, before, commands, files)

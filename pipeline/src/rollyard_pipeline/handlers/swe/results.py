@@ -187,7 +187,8 @@ def _equal(tests: SweTests, expected: Mapping[str, str], results: Mapping[str, s
 def _shown(headline: str, unmet: Mapping[str, Sequence[str]]) -> str:
     """Return a line that names the first tests of each result."""
     parts = []
-    for result, names in unmet.items():
+    for result, tests in unmet.items():
+        names = list(dict.fromkeys(tests))
         first = [name if len(name) <= _SHOWN_NAME else f"{name[:_SHOWN_NAME]}…" for name in names[:_SHOWN]]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         parts.append(f"{result}: {', '.join(map(one_line, first))}{more}")

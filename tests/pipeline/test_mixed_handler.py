@@ -116,7 +116,7 @@ def test_what_a_task_brings_is_checked_by_its_handler() -> None:
     handler = MixedHandler()
     assert handler.check(swe_task([])) == []
     assert handler.check(Task(id="a", prompt="?")) == ["answer: required by the handler 'math'"]
-    tests = {"entry_point": "add", "cases": [{"input": "[", "output": "1"}]}
+    tests = {"entry_point": "add", "setup": "x = g()", "cases": [{"program": "assert all(map(add, x))"}]}
     assert handler.check(answered("", tests=tests)) == [
-        "tests.cases[0]: input and output must be JSON where there is an entry_point"
+        "tests.cases[0].program: with 'setup', it must call add in plain assertions only"
     ]

@@ -78,7 +78,7 @@ def nested(depth: int) -> Any:
         (CodeCase, {**PROGRAM, "output": ""}, "either 'program'"),
         (CodeCase, {**PROGRAM, **PRINTS}, "either 'program'"),
         (CodeTests, {"cases": [PRINTS]}, None),
-        (CodeTests, {"cases": [PRINTS, PROGRAM], "entry_point": "f"}, None),
+        (CodeTests, {"cases": [{**PRINTS, "output": "1"}, PROGRAM], "entry_point": "f"}, None),
         (CodeTests, {"cases": [PRINTS, PROGRAM]}, "'entry_point' is required"),
         (CodeTests, {"cases": [PROGRAM, PRINTS]}, "'entry_point' is required"),
         (CodeTests, {"cases": [PRINTS], "compare": "checker", "checker": "c"}, None),

@@ -341,7 +341,7 @@ def test_a_tasks_own_turns_are_shown_as_given(by: str) -> None:
     given = '── user\nan example\n── assistant, given\n   grep {"pattern": "x"}\n── tool\nx marks\n'
     given += "── assistant, given\nit marks the spot\n"
     assert text == plain.replace("── user\ncount", f"{given}── user\ncount")
-    # Of a rollout that ended before its first turn, nothing was sampled.
+    # Nothing was sampled by a rollout that ended before its first turn.
     assert "«" not in shown(failed(0, messages=SHOTS))
 
 

@@ -187,6 +187,8 @@ async def test_a_repository_without_its_test_command(lab: SweLab) -> None:
     for verdict in ("report", "log"):
         result = await lab.rollout(swe_task([FIXING], script="no-such-command\n", verdict=verdict))
         assert outcome(result) == (0.0, "NoTestResults")
+        assert ("and none of the results is a failure" in result.reward_output) is (verdict == "log")
+        assert (f"did not pass: missing: {PASSES[0]}" in result.reward_output) is (verdict == "log")
 
 
 def test_a_task_without_a_repository() -> None:
@@ -594,6 +596,49 @@ def test_a_report_is_believed_up_to_the_first_line_that_is_not_genuine() -> None
     ):  # fmt: skip
         assert not read_report(b"".join(broken), "secret", "pytest").complete
     assert read_report(b"".join(lines[:1]), "secret", "pytest").results == {"t.py::a": "PASSED"}
+
+
+DOUBTS: list[tuple[dict[str, Any], list[tuple[str, str, str]], set[str]]] = [
+    ({"fail_to_pass": ["t.py::a"]}, [("test", "t.py::a", P)], {"t.py::a"}),
+    ({"fail_to_pass": ["t.py::a"]}, [("test", "t.py::a", P), ("control", "t.py::a", F)], set()),
+    ({"fail_to_pass": ["t.py::a"]}, [("test", "t.py::a", F)], set()),
+    ({"fail_to_pass": ["t.py::a"]}, [("test", "t.py::a", "TAMPERED")], {"t.py::a"}),
+    ({"pass_to_pass": ["t.py::a"]}, [("test", "t.py::a", P)], set()),
+    ({"pass_to_pass": ["t.py::a[b"]}, [("test", "t.py::a[b c]", "TAMPERED")], {"t.py::a[b c]"}),
+    ({"pass_to_pass": ["t.py::b"]}, [("test", "t.py::a", "TAMPERED")], set()),
+    # Each test that a cut name stands for has to be believed.
+    (
+        {"fail_to_pass": ["t.py::a[b"]},
+        [("test", "t.py::a[b c]", P), ("control", "t.py::a[b c]", F), ("test", "t.py::a[b d]", P)],
+        {"t.py::a[b d]"},
+    ),
+    ({"fail_to_pass": ["my t.py::a"]}, [("test", "my t.py::a", P)], {"my t.py::a"}),
+    ({"fail_to_pass": ["m.py::m.doc"]}, [("test", "m.py::m.doc", P)], set()),
+    ({"expected": {"C.a[b c]": P}, "log_parser": "r2e"}, [("test", "t.py::C::a[b c]", P)], {"C.a[b c]"}),
+]
+"""The fields of a task, the lines of a report, and the tests that are not believed."""
+
+
+@pytest.mark.parametrize(("fields", "lines", "doubtful"), DOUBTS)
+def test_which_tests_are_not_believed(
+    fields: dict[str, Any], lines: list[tuple[str, str, str]], doubtful: set[str]
+) -> None:
+    tests = wanted(**fields)
+    report = read_report(b"".join(signed("secret", *lines, END)), "secret", tests.log_parser)
+    assert report.complete
+    assert report.doubtful(tests) == doubtful
+
+
+def test_a_case_that_was_found_and_not_run_is_missing() -> None:
+    lines = [
+        ("collected", "t.py::a[b c]", "-"),
+        ("collected", "t.py::a[b d]", "-"),
+        ("test", "t.py::a[b c]", P),
+    ]
+    report = read_report(b"".join(signed("secret", *lines, END)), "secret", "pytest")
+    assert report.results == {"t.py::a[b c]": P, "t.py::a[b d]": "MISSING"}
+    found = score(wanted(fail_to_pass=["t.py::a[b"]), report.results)
+    assert found.message == "fail_to_pass: 1 of 1 did not pass: missing: t.py::a[b d]"
 
 
 def test_a_name_is_never_read_as_another_line() -> None:

@@ -17,8 +17,8 @@ from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, 
 from rollyard_pipeline.handlers.swe import diffs, placement
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
-from rollyard_pipeline.handlers.swe.report import ReportFiles, SignedReport
-from rollyard_pipeline.handlers.swe.results import PASSED, Reported, Results, deciding, in_a_function, score
+from rollyard_pipeline.handlers.swe.report import ReportFiles
+from rollyard_pipeline.handlers.swe.results import Results, score
 from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
 
 log = logging.getLogger(__name__)
@@ -126,11 +126,12 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
         printed = result.text()
         results = parse(tests.log_parser, printed, tests.script)
         ctx.show(_LOG_WARNING)
+        evaluation = _scored(ctx, tests, results)
         if exit_code(printed, tests.script, result.exit_code) != 0 and not results.failures():
             # The tests did not end, whatever was printed before.
             ctx.show(_NO_FAILURE)
             return Evaluation(0.0, {}, NO_RESULTS)
-        return _scored(ctx, tests, results)
+        return evaluation
     report_files = ReportFiles(ctx.sandbox, f"{ctx.place.folder}/report")
     await report_files.write(tests, folder)
     result = await _run(ctx, tests.script, folder, report_files.environment(env))
@@ -140,22 +141,11 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
     if not report.complete:
         ctx.show(_NO_REPORT)
         return Evaluation(0.0, {}, NO_RESULTS)
-    doubtful = sorted(_doubtful(tests, report))
+    doubtful = sorted(report.doubtful(tests))
     if doubtful:
         ctx.show(f"These tests cannot be believed: {', '.join(map(one_line, doubtful[:_SHOWN]))}")
         return Evaluation(0.0, {}, TAMPERED)
     return _scored(ctx, tests, report.results)
-
-
-def _doubtful(tests: SweTests, report: SignedReport) -> set[str]:
-    """Return the tests that have passed in a way that is not believed."""
-    reported = Reported(tests, report.results.keys() | report.tampered)
-    wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
-    found = {name for test in wanted for name in reported.of(test) if name in report.tampered}
-    for test in filter(in_a_function, deciding(tests)):
-        passed = (name for name in reported.of(test) if report.results.get(name) == PASSED)
-        found.update(name for name in passed if name not in report.controlled)
-    return found
 
 
 async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str]) -> ExecResult:

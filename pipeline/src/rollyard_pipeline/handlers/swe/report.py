@@ -16,7 +16,14 @@ from rollyard_sandbox.errors import FileError
 from rollyard_pipeline.handlers.swe.log_parsers import logged_name
 from rollyard_pipeline.handlers.swe.protected import test_folders, test_paths
 from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, TAMPERED, plain, sign
-from rollyard_pipeline.handlers.swe.results import MISSING, Results, deciding, in_a_function
+from rollyard_pipeline.handlers.swe.results import (
+    MISSING,
+    PASSED,
+    Reported,
+    Results,
+    deciding,
+    in_a_function,
+)
 
 _MAX_BYTES: Final = 32 << 20
 _SOURCES: Final = {
@@ -43,6 +50,16 @@ class SignedReport:
     complete: bool = False
     tampered: set[str] = field(default_factory=set)
     controlled: set[str] = field(default_factory=set)
+
+    def doubtful(self, tests: SweTests) -> set[str]:
+        """Return the tests of a task that have passed in a way that is not believed."""
+        reported = Reported(tests, self.results.keys() | self.tampered)
+        wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+        found = {name for test in wanted for name in reported.of(test) if name in self.tampered}
+        for test in filter(in_a_function, deciding(tests)):
+            passed = (name for name in reported.of(test) if self.results.get(name) == PASSED)
+            found.update(name for name in passed if name not in self.controlled)
+        return found
 
 
 class ReportFiles:

@@ -104,7 +104,7 @@ def _right_side(equation: Any) -> Any:
     names = _symbols(left)
     if len(names) == 1 and not isinstance(left, (sympy.Symbol, sympy.Abs)) and not left.has(AppliedUndef):
         return equation
-    if _symbols(right) & names:
+    if _symbols(right) & names and not isinstance(left, AppliedUndef):
         return equation
     return right
 

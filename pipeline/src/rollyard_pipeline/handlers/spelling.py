@@ -43,6 +43,7 @@ _REPEATING: Final = re.compile(
 )
 _SCIENTIFIC: Final = re.compile(r"(?<![\w\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w)")
 _POWER: Final = re.compile(r"\^\s*(-?\d{2,}|-\d)")
+_INDEX: Final = re.compile(r"_(\w)(?=\s)")
 _FUNCTIONS: Final = "pi|sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan"
 _WORD_SIGNS: Final = (
     (re.compile(r"\*\*"), "^"),
@@ -148,6 +149,9 @@ def _signs(text: str) -> str:
     text = _FRACTION.sub(r"\\frac", text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _TEXT.sub(r"\\text{\1}", text)
+    whole = _TEXT.fullmatch(text.strip())
+    if whole is not None and any(map(str.isdigit, whole[1])):
+        text = whole[1]
     text = _MARKED.sub(_joined, text)
     text = _CURRENCY.sub("", _LAYOUT.sub(" ", text))
     text = _SPACES.sub(" ", text).replace("\n", " ").strip()
@@ -155,7 +159,7 @@ def _signs(text: str) -> str:
     text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     for pattern, sign in _WORD_SIGNS:
         text = pattern.sub(sign, text)
-    text = _POWER.sub(r"^{\1}", text)
+    text = _INDEX.sub(r"_{\1}", _POWER.sub(r"^{\1}", text))
     text = _PERCENT.sub(r"\\%", text)
     text = _DEGREES.sub("", _DEGREES_OF.sub(r"\1(\\frac{\2 \\pi}{180})", text))
     text = _BUILDER.sub(r"\2", text.strip())

@@ -54,6 +54,8 @@ _NUMBER: Final = (
     r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
 )
 _NUMBERS: Final = re.compile(rf"{_NUMBER}(?:(?:\s*,\s*(?:and\s+|or\s+)?|\s*\b(?:and|or)\s+){_NUMBER})*")
+_REMARK: Final = re.compile(r"[\s,;(\u2013-]*\b(?:not|because|since|as|which|when|where|so|but)\b")
+"""The end of an answer: "7, not 8"."""
 _STATED: Final = re.compile(
     r"(?:=|:|'s|\b(?:is|are|equals?|equal to|be|was|were|gives?|gets?|got|makes?|yields?|has|have|by|only"
     r"|exactly|approximately|about|total of|pays?|costs?|needs?|earns?)\b)\s*(?:\w+\s+)?$",
@@ -206,6 +208,9 @@ def _stated(text: str, *, first: bool = False) -> str:
     formulas = _formulas(text)
     if first and formulas and not text[: formulas[0][0]].strip(" *_\"'"):
         return formulas[0][1]
+    leading = _NUMBERS.match(text) if first else None
+    if leading is not None and _REMARK.match(text, leading.end()):
+        return leading[0].strip(" ,")
     if not _is_sentence(text):
         return plain(text)
     if first:

@@ -74,6 +74,7 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.3, "≤ 1.3× a fresh process"),
         "times the baseline",
     ),
+    Figure("math_verdict", "math_verdict", "ms", _value("<=", 100, "≤ 100 ms"), "times the baseline"),
     Figure(
         "apptainer_cold",
         "apptainer",

@@ -20,7 +20,7 @@ from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.statements import statements
 from rollyard_pipeline.handlers.verifier import (
-    Verdict,
+    Judgement,
     VerifierFailed,
     Verifiers,
     VerifierTimeout,
@@ -202,11 +202,11 @@ class Breaking:
         self.ends = list(ends)
         self.asked: list[tuple[str, str, float]] = []
 
-    async def compare(self, gold: str, answer: str, seconds: float) -> Verdict:
+    async def compare(self, gold: str, answer: str, seconds: float) -> Judgement:
         self.asked.append((gold, answer, seconds))
         if self.ends:
             raise self.ends.pop(0)("it ended")
-        return Verdict(True)
+        return Judgement(True)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the answer's doing only where the expected one can still be compared with itself."""
     deadly = {"13"}
 
-    async def compare(self: Verifiers, gold: str, answer: str, seconds: float) -> Verdict:
+    async def compare(self: Verifiers, gold: str, answer: str, seconds: float) -> Judgement:
         if any(word in answer for word in deadly):
             raise VerifierFailed("the process died")
-        return Verdict(gold == answer)
+        return Judgement(gold == answer)
 
     monkeypatch.setattr(Verifiers, "compare", compare)
     handler = MathHandler()

@@ -48,10 +48,6 @@ _LONGEST_NUMBER: Final = 4000  # Digits. Python converts no longer ones.
 _LIST: Final = re.compile(r"(?P<left>\\\{|[(\[]?)(?P<parts>[^()\[\]]*?)(?P<right>\\\}|[)\]]?)")
 
 
-class Unreadable(Exception):
-    """The expected answer is neither words nor a formula that can be read."""
-
-
 @dataclass(frozen=True)
 class _Read:
     """A reading of an answer: its spelling and what latex2sympy makes of it."""
@@ -60,26 +56,25 @@ class _Read:
     value: Any
 
 
-def compare(gold: str, text: str) -> tuple[bool, str]:
+def compare(gold: str, text: str) -> tuple[bool | None, str]:
     """Return whether the answer of `text` is equal to the expected one, and how both were read.
 
-    Raises:
-        Unreadable: The expected answer can be read in no way.
+    Instead of the first, it returns None if the expected answer is neither words nor a formula that can be
+    read, and then the expected answer.
     """
     keys = statements(gold)[-1:] or [Statement(gold.strip(), "")]
     answers = statements(text)
-    if not answers:
-        return False, f"There is no answer.\nexpected: {_cut(keys[0].text)}"
     key = keys[0].text
-    readable = _is_words(key) or bool(_reads(key))
+    if not _is_words(key) and not _reads(key):
+        return None, _cut(key)
+    if not answers:
+        return False, f"There is no answer.\nexpected: {_cut(key)}"
     why = f"compared answer: {_cut(answers[0].text)} ({answers[0].where})\nexpected: {_cut(key)}"
     for answer in answers:
         how = _equal_how(key, answer.text)
-        if how is not None and readable:
+        if how is not None:
             said = f"{_cut(answer.text)} ({answer.where})"
             return True, f"compared answer: {said}\nexpected: {_cut(key)}\nequal{how}"
-    if not readable:
-        raise Unreadable(_cut(key))
     unread = "" if _is_words(key) or _reads(answers[0].text) else ": the answer cannot be read as a formula"
     return False, f"{why}\ndifferent{unread}"
 

@@ -30,10 +30,6 @@ _PERCENT: Final = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _CONFIRMED_POINTS: Final = 3
 
 
-class Undecided(Exception):
-    """Numbers do not decide whether two expressions are equal."""
-
-
 def equal(gold: Any, answer: Any) -> bool:
     """Return whether a parsed answer is equal to the parsed expected one."""
     gold, answer = _values(gold, answer)
@@ -58,10 +54,8 @@ def equal(gold: Any, answer: Any) -> bool:
     if _is_collection(gold) or _is_collection(answer):
         return _collections_equal(gold, answer)
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
-        try:
-            return expressions_equal(gold, answer)
-        except Undecided:
-            return _library_equal(gold, answer)
+        decided = expressions_equal(gold, answer)
+        return _library_equal(gold, answer) if decided is None else decided
     return _library_equal(gold, answer)
 
 
@@ -235,23 +229,22 @@ def _relations_confirmed(gold: Any, answer: Any) -> bool:
         return True
     if gold == answer:
         return True
-    try:
-        if expressions_equal(gold.lhs - gold.rhs, answer.lhs - answer.rhs):
-            return True
-        if expressions_equal(gold.lhs - gold.rhs, answer.rhs - answer.lhs):
-            return True
-    except (Undecided, TypeError):
+    sides = (gold.lhs, gold.rhs, answer.lhs, answer.rhs)
+    if not all(isinstance(side, sympy.Expr) for side in sides):
+        return True
+    # None stands for undecided.
+    if expressions_equal(gold.lhs - gold.rhs, answer.lhs - answer.rhs) is not False:
+        return True
+    if expressions_equal(gold.lhs - gold.rhs, answer.rhs - answer.lhs):
         return True
     return bool(sympy.solve(gold, list(gold.free_symbols)))
 
 
-def expressions_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+def expressions_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool | None:
     """Return whether two expressions have the same value, at seeded points if they have variables.
 
-    A per cent sign may be left out: 28% is 28 as well as 0.28.
-
-    Raises:
-        Undecided: One has no value, such as a sum without known limits.
+    It returns None if one has no value that sympy finds, such as a sum without known limits. A per cent sign
+    may be left out: 28% is 28 as well as 0.28.
     """
     approximate = [bool(each.has(sympy.Float)) for each in (gold, answer)]
     percents = [_percent(each) for each in (gold, answer)]
@@ -289,11 +282,13 @@ def _symbols(expression: Any) -> set[str]:
     return {symbol.name for symbol in getattr(expression, "free_symbols", ())} - {"i"}
 
 
-def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool:
+def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool | None:
     exact = [_rational(each) for each in (gold, answer)]
     if None not in exact and (exact[0] == exact[1] or not any(approximate)):
         return bool(exact[0] == exact[1])
     values = _value(gold, {}), _value(answer, {})
+    if None in values:
+        return None
     if any(value in (sympy.oo, -sympy.oo) for value in values):
         return bool(values[0] == values[1])
     if not all(value.is_number and value.is_finite for value in values):
@@ -322,7 +317,7 @@ def _is_literal(number: sympy.Rational | None) -> bool:
     return bool(rest == 1)
 
 
-def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: float) -> bool:
+def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: float) -> bool | None:
     """Compare at points of both signs, so that |x| is not x. Points where neither has a value say nothing."""
     seeded = random.Random(0)
     compared = 0
@@ -331,6 +326,8 @@ def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: flo
         if compared >= 2:
             point = {name: abs(value) for name, value in point.items()}
         values = _value(gold, point), _value(answer, point)
+        if None in values:
+            return None
         known = [bool(value.is_number and value.is_finite) for value in values]
         if known[0] != known[1]:
             return False
@@ -341,28 +338,20 @@ def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: flo
         compared += 1
         if compared == _POINTS:
             return True
-    if compared < _CONFIRMED_POINTS:
-        raise Undecided
-    return True
+    return True if compared >= _CONFIRMED_POINTS else None
 
 
 def _value(expression: Any, point: dict[str, Any]) -> Any:
-    """Return the value of an expression at a point, as sympy's number.
-
-    Raises:
-        Undecided: sympy finds none.
-    """
+    """Return the value of an expression at a point, as sympy's number, or None if sympy finds none."""
     given = {
         symbol: sympy.I if symbol.name == "i" else point.get(symbol.name, symbol)
         for symbol in expression.free_symbols
     }
     try:
         value = expression.xreplace(given).doit().evalf(_DIGITS)
-    except (TypeError, ValueError, NotImplementedError, ArithmeticError, AttributeError) as error:
-        raise Undecided from error
-    if value.free_symbols:
-        raise Undecided
-    return value
+    except (TypeError, ValueError, NotImplementedError, ArithmeticError, AttributeError):
+        return None
+    return None if value.free_symbols else value
 
 
 def _close(a: Any, b: Any, tolerance: float) -> bool:

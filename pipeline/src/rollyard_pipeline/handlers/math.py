@@ -10,7 +10,7 @@ from rollyard_crds.task import Task
 from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.statements import statements
-from rollyard_pipeline.handlers.verifier import KeyUnreadable, Verdict, Verifiers, VerifierTimeout
+from rollyard_pipeline.handlers.verifier import Judgement, KeyUnreadable, Verifiers, VerifierTimeout
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
 _VERDICT_SECONDS: Final = 10.0
@@ -65,7 +65,7 @@ class MathHandler(Handler):
         ctx.show(verdict.why)
         return Evaluation(float(verdict.equal), answered)
 
-    async def _compare(self, gold: str, answer: str, timeout: float) -> Verdict:
+    async def _compare(self, gold: str, answer: str, timeout: float) -> Judgement:
         """Return whether the answers are equal, with a second try in a fresh process if the first one dies.
 
         Raises:

@@ -37,7 +37,7 @@ class KeyUnreadable(VerifierFailed):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """What a comparison gave.
 
     Attributes:
@@ -61,7 +61,7 @@ class Verifiers:
             __name__, what="the verifier", failed=VerifierFailed, timeout=VerifierTimeout, count=count
         )
 
-    async def compare(self, gold: str, answer: str, seconds: float) -> Verdict:
+    async def compare(self, gold: str, answer: str, seconds: float) -> Judgement:
         """Return whether the text `answer` ends with what is mathematically the same as `gold`.
 
         Waiting for a free child does not count against `seconds`.
@@ -74,7 +74,7 @@ class Verifiers:
         answered = await self._children.ask({"gold": gold, "answer": answer}, seconds)
         if "unreadable" in answered:
             raise KeyUnreadable(f"the expected answer cannot be read: {answered['unreadable']}")
-        return Verdict(bool(answered.get("equal")), str(answered.get("why", "")))
+        return Judgement(bool(answered.get("equal")), str(answered.get("why", "")))
 
     async def close(self) -> None:
         """End every child."""
@@ -82,13 +82,10 @@ class Verifiers:
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
-    from rollyard_pipeline.handlers.comparison import Unreadable, compare
+    from rollyard_pipeline.handlers.comparison import compare
 
-    try:
-        equal, why = compare(request["gold"], request["answer"])
-    except Unreadable as error:
-        return {"unreadable": str(error)}
-    return {"equal": equal, "why": why}
+    equal, why = compare(request["gold"], request["answer"])
+    return {"unreadable": why} if equal is None else {"equal": equal, "why": why}
 
 
 def main() -> None:

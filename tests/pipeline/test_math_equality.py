@@ -129,6 +129,8 @@ ROWS: list[tuple[str, str, int]] = [
     (r"\frac{x}{x}", "1", 1), (r"\sqrt{-1}", "i", 1), (r"\mathbb{R}", r"(-\infty, \infty)", 1),
     (r"\mathbb{R} \setminus \{0\}", r"(-\infty,0)\cup(0,\infty)", 1), ("no solution", "No solution", 1),
     (r"\text{no solution}", r"\emptyset", 0),
+    ("10", "1010_2", 1), ("1010", "1010_2", 0), ("A_1", "A_1", 1), ("5", r"5 \text{ or 6}", 0),
+    ("5", "The answer is 5 or 6", 0), ("5", "The answer is 5 (or 6)", 0),
 ]  # fmt: skip
 
 

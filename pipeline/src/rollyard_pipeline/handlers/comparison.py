@@ -89,6 +89,7 @@ def _equal_how(key: str, answer: str) -> str | None:
         return " as text"
     if _same_choice(key, answer):
         return " by their letter"
+    answer = _in_decimals(key, answer)
     for pattern in (_BASE, _TIME):
         pair = [pattern.fullmatch(_bare(each)) for each in (key, answer)]
         if all(pair):
@@ -126,6 +127,17 @@ def _values_with_case(gold: _Read, answer: _Read) -> tuple[Any, Any]:
     )
     first, second = renamed
     return first, second
+
+
+def _in_decimals(key: str, answer: str) -> str:
+    """Return the decimal value of a numeral of another base, if the expected answer names no base."""
+    numeral = _BASE.fullmatch(_bare(answer))
+    if numeral is None or _BASE.fullmatch(_bare(key)) or not numeral[2].isdigit():
+        return answer
+    try:
+        return str(int(numeral[1], int(numeral[2])))
+    except ValueError:  # It is a variable, such as A_1.
+        return answer
 
 
 def _bare(text: str) -> str:

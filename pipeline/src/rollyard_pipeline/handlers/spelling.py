@@ -174,7 +174,8 @@ def _without_unit(text: str, letter_unit: str) -> tuple[str, str]:
         if bare != text:
             return bare, letter_unit
     match = _UNIT_TEXT.search(text)
-    if match is not None and text[: match.start()].strip():
+    # "5 \\text{ or 6}" is no number with a unit.
+    if match is not None and text[: match.start()].strip() and not any(map(str.isdigit, match[1])):
         return text[: match.start()].strip(), match[1].strip()
     match = _UNIT_SHORT.search(text) or _UNIT_WORDS.search(text)
     if match is not None and not _NO_UNITS & set(match[1].split()):

@@ -183,6 +183,19 @@ RIGHT_NUMBERS = [
     ("5 Jmol^-1 K^-1", "5", "J/mol/K"), (r"25\ \mathrm{kJmol}^{-1}", "25", "kJ/mol"), ("2 kWh", "7.2", "MJ"),
     (r"$\mathrm{~8.314~J} \mathrm{~K}^{-1} \mathrm{~mol}^{-1}$", "8.314", "J/(mol K)"),
     ("450 K (177 degrees Celsius)", "450", "K"), (r"\therefore T = 450\ \mathrm{~K}", "450", "K"),
+    (r"\boxed{100} N", "100", "N"), (r"$\boxed{100}\ \text{N}$.", "100", "N"), (r"\boxed{100}!", "100", "N"),
+    (r"\boxed{100} newtons, as expected.", "100", "N"), (r"**\boxed{100}**", "100", "N"),
+    (r"$$\boxed{100}$$ is the answer.", "100", "N"), (r"\boxed{100\text{ N}} downward", "100", "N"),
+    (r"\boxed{100\text{ N}} up", "100", "N"), (r"\boxed{100} (to the left)", "100", "N"),
+    (r"\boxed{100} \tag{1}", "100", "N"), (r"\boxed{100} \text{ km}", "1e5", "m"),
+    (r"\boxed{5} million", "5e6", ""), (r"\boxed{5} \times 10^3", "5000", ""), (r"\boxed{5}\%", "5", "%"),
+    (r"\boxed{9.8}\ \frac{\text{m}}{\text{s}^2}", "9.8", "m/s^2"), ("\\boxed{5}\nJ is energy", "5", "m"),
+    (r"\boxed{450\ \text{K}} ✓", "450", "K"), (r"\boxed{5}\,\text{m} \quad \blacksquare", "5", "m"),
+    (r"\boxed{5} apples", "5", ""), ("500 cm = 5 m", "5", "m"), ("d = 2 m + 3 m = 5 m", "5", "m"),
+    ("2/3 = 0.67", "0.667", ""), (r"\lambda = 6.63e-34 / 1e-24 = 0.663 nm", "0.663", "nm"),
+    ("25 °C ± 1 K", "25", "°C"), ("450 K ± 0.1×10^2 K", "450", "K"), ("It has a power of 5 W", "5", "W"),
+    ("a factor of 5", "5", ""), ("Without friction, the speed is 5 m/s.", "5", "m/s"),
+    ("<answer>5 m</answer>", "5", "m"), ("Or 6?\n<answer>\\boxed{5} m</answer>\n", "5", "m"),
 ]  # fmt: skip
 """What is said, the key that it equals within 1 %, and the key's unit."""
 WRONG_NUMBERS = [
@@ -230,6 +243,18 @@ WRONG_NUMBERS = [
     ("5; 6", "6", ""),
     (r"\arctan(0.5)", "0.5", ""), ("450 K (200 degrees Celsius)", "450", "K"), (r"\lambda 5", "5", ""),
     ("450 K (3 light years)", "450", "K"), (r"5 \to 6", "5", ""), ("arccos 0.5", "0.5", ""),
+    (r"\boxed{100} J", "100", "N"), (r"\boxed{100} furlongs", "100", "m"),
+    (r"\boxed{100}\text{ km}", "100", "m"), (r"\boxed{5 m} per furlong", "5", "m"),
+    (r"\boxed{5} million", "5", ""), (r"\boxed{5} \times 10^3", "5", ""), (r"\boxed{5}^2", "5", ""),
+    (r"\boxed{5}x", "5", ""), (r"\boxed{5}\%", "5", ""), (r"\boxed{5\text{ m}} / s", "5", "m"),
+    ("6 m = 5 m", "5", "m"), ("6 = 5", "5", ""), ("4 ≈ 5", "5", ""), ("6 cm = 5 m", "5", "m"),
+    ("5 ± 300 m", "5", "m"), ("(5 ± 300) m", "5", "m"), ("5 m ± 3 km", "5", "m"), ("5 m ± 200%", "5", "m"),
+    ("one over 5", "5", ""), ("5 squared", "5", ""), ("5 factorial", "5", ""), ("5 halves", "5", ""),
+    ("5 millions", "5", ""), ("5 lakh", "5", ""), ("5 tenths", "5", ""), ("5 °C below zero", "5", "°C"),
+    ("anything but 5 m", "5", "m"), ("a multiple of 5 m", "5", "m"), ("a third of 5 m", "5", "m"),
+    ("root 5", "5", ""), ("without 5 m", "5", "m"), ("It is no longer 5 m", "5", "m"),
+    ("5 m is incorrect", "5", "m"), ("5 negative", "5", ""), ("exceeding 5 m", "5", "m"),
+    ("<answer>6 m</answer><answer>5 m</answer>", "5", "m"), ("5 m <answer>6 m</answer>", "5", "m"),
 ]  # fmt: skip
 """What is said, a key that it does not equal or does not state as its only value, and the key's unit."""
 

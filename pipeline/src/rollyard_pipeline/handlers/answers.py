@@ -9,7 +9,7 @@ _BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES: Final = re.compile(r"^.*####\s*+(.+)$", re.MULTILINE)
 _ANSWER_IS: Final = re.compile(r"^.*answer\s*+(?:is|:|=)\s*+:?+\s*+(.+)$", re.IGNORECASE | re.MULTILINE)
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|\\,|,\\!)\d{3})+)(?![\d,])")
-_HOPE: Final = re.compile(r"[.,]?\s*I hope it is correct\.?\s*$", re.IGNORECASE)
+_HOPE: Final = re.compile(r"(?:[.,]|(?<!\s))\s*+I hope it is correct\.?\s*$", re.IGNORECASE)
 """The end of an answer in the form that Minerva's prompts ask for."""
 _INLINE: Final = re.compile(r"\\[(\[](.*?)\\[)\]]\.?", re.DOTALL)
 _LAST_LINE: Final = 4096  # Characters. No answer is longer than this.

@@ -33,21 +33,25 @@ _LOST: Final = re.compile(r"10 ?-(\d{1,2})(?!\d|\.\d)", re.ASCII)
 _OPERATOR: Final = re.compile(r"\s*+(?:([*/])|[xX](?=\s*+10\b))\s*+(?=\(*+[+-]?[\d.√π])", re.ASCII)
 _IMPLIED: Final = re.compile(r"\s*+(?=[√π])")
 _SIGN: Final = re.compile(r"([+-])\s?")
-_UNCERTAINTY: Final = re.compile(r"\s*+(?:±|\+/-|\+-)\s*+[\d.]++(?:[eE][+-]?\d{1,4})?%?", re.ASCII)
+_PLUS_MINUS: Final = re.compile(r"\s*+(?:±|\+/-|\+-)\s*+(?=[\d.(√π])", re.ASCII)
+_PERCENT: Final = re.compile(r"\s?%")
 _CLOSING: Final = re.compile(r"\)*+")
 """Parentheses that do not hide the unit behind them."""
-_SCALE: Final = re.compile(r"\s?(dozen|hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES: Final = {
     "dozen": 12.0, "hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
+    "quadrillion": 1e15, "quintillion": 1e18, "lakh": 1e5, "crore": 1e7,
 }  # fmt: skip
+_SCALE: Final = re.compile(rf"\s?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _START: Final = re.compile(r"(?:[+-]\s?)?\(*+[+-]?(?:\.?\d|[√π])", re.ASCII)
 _ORDINAL: Final = re.compile(r"\d++(?:st|nd|rd|th)\b", re.ASCII)
 _REST_OF_NAME: Final = re.compile(r"[^\s=≈,;]*+")
 _BOUNDS: Final = re.compile(
     r"[<>≤≥≠∞]|\b(?:not|never|cannot|(?:less|fewer|more|greater|larger|smaller) than|at (?:least|most)|up to"
-    r"|or (?:more|less))\b|n't\b",
+    r"|or (?:more|less|above|below|under|over)|wrong|incorrect|false|impossible|below zero)\b|n['’]t\b"
+    r"|[不非负負半]|至[少多]|[大小高低多少][于於]|超[过過]|以[上下内內]|ない|않|아니",
     re.IGNORECASE,
 )
+"""What says, anywhere in a text, that its number is no value, or not the whole of one."""
 _DIGIT: Final = re.compile(r"[0-9π]")
 _SEVERAL: Final = re.compile(r"[,;|]\s|\b(?:or|and|to)\b", re.IGNORECASE)
 _NO_INCHES: Final = re.compile(r"\s*+in (?:total|all|the|this|each|our|magnitude)\b", re.IGNORECASE)
@@ -62,7 +66,10 @@ _FURTHER: Final = re.compile(r"\s*+(?:[/*^+]|-\s?\S|per\b)")
 """What says that a unit has a factor which is not known, or that something is added."""
 _APPLIED: Final = re.compile(
     r"(?:[*/^+±]|\\[A-Za-z]+|\b(?:arc)?(?:ln|log|lg|exp|sqrt|sin|cos|tan|cot|sinh|cosh|tanh)(?:_\w+)?"
-    r"|\b(?:root|square|cube|inverse|reciprocal|half|logarithm) of|\b(?:twice|double|half))\s?\(*+$",
+    r"|\b(?:(?:root|square|cube|inverse|reciprocal|half|third|quarter|logarithm|factorial|opposite|instead"
+    r"|multiples?) of|(?:divided|multiplied) by|(?:far|different) from|than|but|no longer|hardly|without"
+    r"|except|excluding|unlike|twice|double|triple|half|root|squared|cubed|times|plus|over|under|above|below|beyond"
+    r"|exceeds?|exceeding|modulo|mod))\s?\(*+$",
     re.IGNORECASE,
 )
 """What says, right before a number, that it is a part of a term which is not read."""
@@ -77,8 +84,20 @@ _PRECISION: Final = re.compile(
 _QUOTED: Final = re.compile(r"\A[\"'“‘](.*)[\"'”’]\Z", re.DOTALL)
 _ROUND: Final = str.maketrans("[]", "()")
 _PI: Final = re.compile(r"(?<![A-Za-z])pi(?![A-Za-z])")
-_NOUN: Final = re.compile(r"\s++\(?([A-Za-z]{4,})")
+_NOUN: Final = re.compile(
+    r"\s++\(?(?!(?:squared?|cubed?|factorial|hal(?:f|ves)|quarters?|(?:third|fourth|fif|six|seven|eigh|nin|ten"
+    r"|hundred|thousand|million|billion)(?:th)?s?|times|plus|minus|over|divided|multiplied|raised|modulo|choose"
+    r"|negative|positive|more|less|fewer|short|score|gross|myriads?|ero)\b)([A-Za-z]{4,})",
+    re.IGNORECASE,
+)
+"""A word behind a number that may be the name of what is counted, and does not change the number."""
 _THE_SAME: Final = re.compile(r"\(|\bor\b|\bi\.e\.|\b(?:which|that) is\b|\bequals?\b")
+_ENDED: Final = re.compile(r"[—✓✔✅]|[.!?](?!\w)|\(\d|\\(?:tag|qed|[Bb]ox|(?:black)?square|checkmark)\b")
+"""What ends a line, and is no part of a value."""
+_WORD: Final = re.compile(r"(?!per\b)[A-Za-z]{2}")
+_SAYS_MORE: Final = re.compile(r"[^\W_]|[%‰°/*^]")
+_ROUNDING: Final = 0.1
+"""The share of a value by which rounding may change it within a chain of equations."""
 _MAX_NUMBERS: Final = 8
 _MAX_DEPTH: Final = 4
 _PLAIN: Final = Unit(1.0, frozenset())
@@ -122,11 +141,61 @@ def quantities(text: str) -> list[Quantity]:
     if number is None:
         return []
     if _DIGIT.search(text, place + 1) and not _SEVERAL.search(text, number.end(), max(place, 0)):
-        text = text[place + 1 :].strip()
+        *sides, text = re.split("[=≈]", text)
+        found = _read(text.strip())
+        states_another = any(_differ(side, found[0]) for side in sides[-_MAX_NUMBERS:]) if found else False
+        return [] if states_another else found
+    return _read(text)
+
+
+def _read(text: str) -> list[Quantity]:
     try:
         return _joined(list(_Reader(text).quantities()), text)
     except (_Unreadable, ArithmeticError, ValueError):
         return []
+
+
+def _differ(side: str, last: Quantity) -> bool:
+    """Return whether a side of a chain is a value that rounding does not change into the last one.
+
+    Sides without a unit may be in another one than the last.
+    """
+    found = _read(side.strip())
+    if len(found) != 1 or found[0].written != side.strip() or (found[0].unit is None) != (last.unit is None):
+        return False
+    value = found[0].value if last.unit is None else found[0].value_in(last.unit)
+    return value is not None and abs(value - last.value) > _ROUNDING * max(abs(value), abs(last.value))
+
+
+def with_unit_behind(one: Quantity, rest: str) -> Quantity | None:
+    """Return a quantity with the unit that stands behind the box around it.
+
+    Args:
+        one: The quantity in the box.
+        rest: What stands behind the box in its line.
+
+    Returns:
+        The quantity, or None if the rest is a part of its term that is not read.
+    """
+    rest = _ENDED.split(symbols(unmarked(rest)), maxsplit=1)[0].translate(_ROUND)
+    if not _SAYS_MORE.search(rest):
+        return one
+    found = None if rest.lstrip().startswith("^") else _read_first(f"(1) {rest.lstrip()}")
+    if found is None:
+        # "(to the left)" is no unit, nor is a short word behind one.
+        lone = rest.lstrip().startswith("(") or (one.unit is not None and _WORD.match(rest))
+        return one if lone else None
+    if one.unit is not None or one.noun:
+        return one if found.unit is None and found.value == 1.0 else None
+    written = f"{one.written}{found.written.removeprefix('(1)')}"
+    return replace(found, value=one.value * found.value, written=written)
+
+
+def _read_first(text: str) -> Quantity | None:
+    try:
+        return next(_Reader(text).quantities(), (None,))[0]
+    except (_Unreadable, ArithmeticError, ValueError):
+        return None
 
 
 class _Unreadable(WorkerError):
@@ -184,7 +253,7 @@ class _Reader:
                 if not self._skip("("):
                     raise
                 self._pass_spaces()
-        self._take(_UNCERTAINTY)
+        self._uncertainty(value)
         self._take(_CLOSING)
         scale = self._take(_SCALE)
         if scale is not None:
@@ -192,10 +261,22 @@ class _Reader:
         if not math.isfinite(value):
             raise _Unreadable
         found, noun = self._unit()
-        if self._take(_UNCERTAINTY):
-            self._unit()
+        self._uncertainty(value, found)
         written = self._text[start : self._place].strip()
         return Quantity(value, found, noun, written), start, self._place
+
+    def _uncertainty(self, value: float, its_unit: Unit | None = None) -> None:
+        """Pass the uncertainty of a value, which must be no larger than the value itself."""
+        if self._take(_PLUS_MINUS) is None:
+            return
+        size = self._value(0)
+        if self._take(_PERCENT):
+            size *= abs(value) / 100
+        elif its_unit is not None:
+            found, _ = self._unit()
+            size *= 1.0 if found is None else found.factor / its_unit.factor
+        if not size <= abs(value):
+            raise _Unreadable
 
     def _unit(self) -> tuple[Unit | None, str]:
         """Return the unit or else the noun that stands behind a number. Both may be missing."""
@@ -242,7 +323,7 @@ class _Reader:
             if depth == _MAX_DEPTH:
                 raise _Unreadable
             value = self._value(depth + 1)
-            self._take(_UNCERTAINTY)
+            self._uncertainty(value)
             self._pass_spaces()
             if not self._skip(")"):
                 raise _Unreadable

@@ -14,7 +14,7 @@ from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.answers import boxed, comparison, final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.markup import folded, unmarked
-from rollyard_pipeline.handlers.quantities import Quantity, quantities
+from rollyard_pipeline.handlers.quantities import Quantity, quantities, with_unit_behind
 from rollyard_pipeline.handlers.units import Unit, unit
 
 _STATED: Final = re.compile(
@@ -42,6 +42,7 @@ _ANOTHER: Final = re.compile(
 """A second letter behind the first one, which says that none was chosen."""
 _BOX: Final = re.compile(r"(?=\\(?:boxed|fbox)\s*+\{)")
 _MAX_BOXES: Final = 8
+_MAX_BEHIND: Final = 200  # Characters.
 _MAX_SHOWN: Final = 200  # Characters.
 _ROUNDING: Final = 1e-9
 """The share of a number by which conversions between units may change it."""
@@ -86,13 +87,13 @@ class StemHandler(Handler):
         problems = self.check(ctx.task)
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
-        gold, said = ctx.task.answer or "", ctx.final_text
-        ctx.show(comparison(said.strip(), gold))
+        gold, said = ctx.task.answer or "", _within_mark(ctx.final_text)
+        ctx.show(comparison(ctx.final_text.strip(), gold))
         if ctx.task.choices:
             return _by_letter(ctx, said, gold)
         if ctx.task.numeric is not None:
             return _by_number(ctx, said, gold, ctx.task.numeric)
-        given = [folded(answer) for answer in _answers(said)]
+        given = [folded(answer) for answer, _ in _answers(said)]
         ctx.show(f"read: {', '.join(given)[:_MAX_SHOWN] or 'nothing'}")
         return _scored(any(given), all(answer == folded(final_answer(gold)) for answer in given))
 
@@ -101,26 +102,38 @@ def _scored(answered: bool, right: bool) -> Evaluation:
     return Evaluation(1.0 if answered and right else 0.0, {"answered": float(answered)})
 
 
-def _answers(text: str) -> list[str]:
+def _within_mark(text: str) -> str:
+    """Return what a text has in the mark `<answer>` at its end, else all of it."""
+    begun, closing, rest = text.rpartition("</answer>")
+    before, opening, within = begun.rpartition("<answer>")
+    alone = opening and not rest.strip() and not before.rstrip().endswith("</answer>")
+    return within.strip() if closing and alone else text
+
+
+def _answers(text: str) -> list[tuple[str, str]]:
     """Return the content of the last box and of those before it in its line, else what ends the text.
 
     Two answers side by side are a hedge. A box in an earlier line is a step, or was taken back.
+
+    Returns:
+        Each answer, and what stands behind its box in the line.
     """
     content = boxed(text)
     if content is None:
-        return [final_answer(text)]
-    found: list[str] = []
+        return [(final_answer(text), "")]
+    found: list[tuple[str, str]] = []
     for part in reversed(_BOX.split(text)[-_MAX_BOXES:]):
         box = boxed(part)
         if found and "\n" in part:
             break
         if box is not None:
-            found.append(box)
-    return found or [content]
+            end = part.index("{") + len(box) + 2
+            found.append((box, part[end : end + _MAX_BEHIND].partition("\n")[0]))
+    return found or [(content, "")]
 
 
 def _by_letter(ctx: StageContext, said: str, gold: str) -> Evaluation:
-    answers = [said] if boxed(said) is None else _answers(said)
+    answers = [said] if boxed(said) is None else [answer for answer, _ in _answers(said)]
     chosen = {letter(answer, ctx.task.choices) for answer in answers}
     found = chosen.pop() if len(chosen) == 1 else None
     ctx.show(f"read: {found or 'no single letter'}")
@@ -184,7 +197,7 @@ def _by_number(ctx: StageContext, said: str, gold: str, rule: NumericAnswer) -> 
     key = None if wanted is None else _key(gold, wanted)
     if wanted is None or key is None:
         raise TaskInvalid(f"task '{ctx.task.id}': the answer is no number in the unit {rule.unit!r}")
-    read = [quantities(answer) for answer in _answers(said)]
+    read = [_values(answer, rest) for answer, rest in _answers(said)]
     # More than one value is an answer only if each of them is right, as in 450 K (177 °C).
     given = [one for found in read for one in found] if all(read) else []
     values = [one.value_in(wanted) for one in given]
@@ -194,6 +207,13 @@ def _by_number(ctx: StageContext, said: str, gold: str, rule: NumericAnswer) -> 
     )
     right = [value is not None and _close(value, key, permitted) for value in values]
     return _scored(bool(values) and None not in values, all(right))
+
+
+def _values(answer: str, rest: str) -> list[Quantity]:
+    """Return the quantities of an answer, the last of which has the unit that stands behind the box."""
+    found = quantities(answer)
+    whole = with_unit_behind(found[-1], rest) if found else None
+    return [] if whole is None else [*found[:-1], whole]
 
 
 def _shown(given: list[Quantity], values: list[float | None], name: str) -> str:

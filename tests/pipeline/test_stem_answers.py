@@ -65,6 +65,13 @@ LETTERS: list[tuple[str, str | None]] = [
     ("the answer is not B", None), ("Answer: not B", None), ("A-B", None), ("Answer: A-B", None),
     ("Answer: B+C", None), ("Beryllium", None), ("Answer: Beryllium", None),
     ("I think the answer may be any of them", None), ("2", None), ("Answer: 2", None),
+    ("So B is the answer.", "B"), ("因此选B", "B"), ("应该选择B。", "B"), ("不应该选择B。", None),
+    ("不应选B", None),
+    ("The answer is gold.", "B"), ("Answer: **gold** (option B)", "B"), ("gold (B)", "B"), ("gold (A)", None),
+    ("The answer is not gold.", None), ("The answer is iron or gold.", None), ("12m/s", "D"),
+    ("The answer is 12 m/s.", "D"), ("The answer is A metal.", None), ("The answer is A proton", None),
+    ("The answer is A since iron rusts", "A"), ("The answer is (A) since iron rusts", "A"),
+    ("B is not the answer", None), ("The answer is A iron", "A"),
 ]  # fmt: skip
 """What is said, and the letter that it chooses."""
 
@@ -74,10 +81,17 @@ def test_the_letter_that_a_text_chooses(said: str, chosen: str | None) -> None:
     assert letter(said, CHOICES) == chosen
 
 
+def test_an_article_is_no_letter() -> None:
+    assert letter("The answer is A dog.", ["a cat", "a dog"]) == "B"
+    assert letter("The answer is A and B.", ["iron", "gold", "A and B"]) == "C"
+
+
 @pytest.mark.parametrize(
     ("said", "reward"),
     [
-        ("Answer: B", 1), ("Answer: A", 0), ("A B C D", 0), ("", 0), (r"So \boxed{B}", 1),
+        ("Answer: B", 1), ("<answer>B</answer>", 1), ("<answer> (B) </answer>", 1), ("<answer>A</answer>", 0),
+        ("<answer>A</answer> <answer>B</answer>", 0), ("Answer: A", 0), ("A B C D", 0), ("", 0),
+        (r"So \boxed{B}", 1),
         (r"\boxed{\text{B}}", 1), (r"\boxed{\text{(B) gold}}", 1), (r"The answer is $\boxed{B}$", 1),
         (r"\boxed{\textbf{(B)}\ \text{gold}}", 1), (r"\boxed{b}", 1), (r"\boxed{\text{Option B}}", 1),
         (r"\boxed{gold}", 1), (r"\boxed{B}: \boxed{\text{gold}}", 1), ("\\boxed{A}\nNo: \\boxed{B}", 1),
@@ -293,6 +307,11 @@ async def test_tolerances(said: str, key: str, rule: dict[str, Any], reward: flo
         ("ﬁssion", "fission", 1), ("α−decay", "α-decay", 1), ("a , b", "a,b", 1), ("x - 1", "x-1", 1),
         (r"\boxed{H_2O}, so \boxed{H2O}", "H2O", 1), ("Answer: scattering", "Rayleigh scattering", 0),
         ("x^2", "x2", 0), ("10^5", "105", 0), ("1 2", "12", 0), (".5", "5", 0), ("(0,1)", "[0,1]", 0),
+        ("<answer>Mitosis</answer>", "mitosis", 1),
+        ("<answer>meiosis</answer><answer>mitosis</answer>", "mitosis", 0),
+        ("5'", "5", 0), ("'5'", "5", 1), ("y'", "y", 0), ("x^-1", "x-1", 0), ("Na^+", "Na+", 1),
+        ("Fe3+", "Fe^{3+}", 1), ("Fe2+", "Fe3+", 0), ("5m", "5 m", 1), ("Co", "CO", 0), ("Na", "Na+", 0),
+        ("AA", "Aa", 0), ("aaBb", "AaBb", 0), ("dna", "DNA", 1), ("no", "No", 1), ("An atom", "an atom", 1),
         ("5!", "5", 0), ("mitosis or meiosis", "mitosis", 0), ("", "mitosis", 0), (".", "mitosis", 0),
         (r"\boxed{meiosis} or \boxed{mitosis}", "mitosis", 0),
     ],

@@ -63,6 +63,15 @@ _ROOT: Final = re.compile("\2" + r"\s*+(?:\{([^{}]*+)\}|(\d))|√\s*+([\d.]++|[A
 _POWER: Final = re.compile(r"\^\s*+\{([^{}]*+)\}")
 _INDEX: Final = re.compile(r"_\s*+\{([^{}]*+)\}")
 _DEGREE: Final = re.compile(r"\^\s*+\(?\s*+(?:°|o(?=\)?\s*+C\b))\s*+\)?")
+_WORD: Final = re.compile(r"[^\W\d_]+")
+_SYMBOL: Final = 2  # Letters, as most symbols of elements have.
+_SHORT_WORDS: Final = frozenset((
+    "am", "an", "as", "at", "be", "by", "do", "go", "he", "if", "in", "is", "it", "me", "my", "no", "of",
+    "on", "or", "so", "to", "up", "us", "we",
+))  # fmt: skip
+_CHARGE: Final = re.compile(r"\^(?:\((\d*[+-])\)|([+-]))(?!\s*[\w(])")
+_QUOTED: Final = re.compile(r"\A(?:\"(.*)\"|'(.*)'|“(.*)”|‘(.*)’)\Z", re.DOTALL)
+_STOPS: Final = ".,;:。"
 _NESTED: Final = 6
 """The number of groups of LaTeX within each other that are read."""
 
@@ -111,8 +120,21 @@ def _command(found: re.Match[str]) -> str:
 def folded(text: str) -> str:
     """Return a text without what the equality of two answers in words does not depend on.
 
-    That is mark-up, case, white space beside punctuation, quotation marks around it, and its last full stop.
+    That is mark-up, the case of words, white space beside punctuation and between a number and its unit,
+    quotation marks around it, and its last full stop. The case of symbols such as Co, CO and AaBb stays.
     """
-    text = re.sub(r"_(?=\w)", "", unmarked(text).casefold())
+    text = _WORD.sub(_word, _CHARGE.sub(r"\1\2", unmarked(text)))
+    text = re.sub(r"_(?=\w)", "", text)
     text = re.sub(r"\s*+([^\w\s])\s*+", r"\1", text)
-    return " ".join(text.split()).strip("\"'“”‘’").rstrip(".,;:。")
+    text = re.sub(r"(?<=\d) (?=[^\W\d_])", "", text)
+    text = _QUOTED.sub(r"\1\2\3\4", " ".join(text.split()).rstrip(_STOPS))
+    return text.rstrip(_STOPS)
+
+
+def _word(found: re.Match[str]) -> str:
+    word = found[0]
+    lower = word.casefold()
+    if len(word) == _SYMBOL:
+        return lower if lower in _SHORT_WORDS else word
+    # A capital letter among small ones is that of a symbol.
+    return lower if word.isupper() or word[1:].islower() or len(word) < _SYMBOL else word

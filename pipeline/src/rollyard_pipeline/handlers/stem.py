@@ -21,20 +21,27 @@ _STATED: Final = re.compile(
     r"(?:(?i:\banswer(?:\s+(?:choice|option|letter))?|\b(?:correct|right|best|final|chosen)\s+(?:choice|option|letter))"
     r"\s*+(?i:is|are|:|=|would\s+be|must\s+be|should\s+be)"
     r"|(?i:\bI(?:\s+would|['’]d)?\s+(?:choose|pick|select|go\s+with|say))"
-    r"|答案|正确选项|正確選項|[应應该該故我以][选選])"
-    r"(?:\s|[:=\"“「是为為应應选選项項]|(?i:the|correct|best|choice|option|letter|answer|clearly|thus|therefore)\b)*+"
+    r"|答案|正确选项|正確選項|(?<![不别別])(?<!不[应應])[应應该該故我以此][选選])"
+    r"(?:\s|[:=\"“「是为為应應选選择擇项項]|(?i:the|correct|best|choice|option|letter|answer|clearly|thus|therefore)\b)*+"
     r"(?:[(\[]\s?([A-Za-z])\s?[)\]]|([A-Z])(?![\w'’])|([a-z])(?=[):]| ?[.。]? ?(?:\n|$)))"
 )
 """A letter that is stated as the answer: "the answer is (B)", "Answer: C", "I choose D", "答案：B"."""
 _ALONE: Final = re.compile(r"[\s(\[\"“「]*+([A-Za-z])[\s)\].:,;\"”」。]*+")
 _LABELLED: Final = re.compile(r"[\s(\[]*+([A-Z])(?:[)\].:,]++\s*+|\s++)(\S.*)", re.DOTALL)
 _INTRODUCED: Final = re.compile(
-    r"(?:(?:so|thus|hence|therefore|the|correct|best|right|answer|option|choice|letter)\b[\s,:]*+)++",
+    r"(?:(?:so|thus|hence|therefore|is|the|correct|best|right|answer|option|choice|letter)\b[\s,:]*+)++",
     re.IGNORECASE,
 )
 _IS_RIGHT: Final = re.compile(
-    r"\s+is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option|one))?[\s.!]*+$", re.IGNORECASE
+    r"\s+is\s+(?:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option|one))?|the\s+answer)[\s.!]*+$",
+    re.IGNORECASE,
 )
+_LABEL_BEHIND: Final = re.compile(r"(.*\S)\s*+\((?:(?i:answer|option|choice)\s)?([A-Z])\)[\s.]*+")
+_ARTICLE: Final = re.compile(
+    r"A\s(?!(?:a[snt]|and|although|based|because|but|by|due|followed|for|from|given|hence|here|if|in|is|not|only"
+    r"|or|per|rather|since|so|though|thus|via|when|where|which|while|with)\b)[a-z]"
+)
+"""An A that begins the words of an answer."""
 _ANOTHER: Final = re.compile(
     r"\s*+(?:[,/;&|+、或和与-]\s*+)?(?:\(?(?:or|and|also|maybe|perhaps|possibly|even|option|choice)\b\s*+)*+"
     r"\(?([A-Z])(?![\w'’])"
@@ -151,17 +158,31 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
     if not stated:
         lines = text.splitlines()
         return _whole(lines[-1], choices) if lines else None
-    found = _permitted(next(filter(None, stated[-1].groups())), choices)
-    rest = text[stated[-1].end() :].partition("\n")[0]
-    return found if found is not None and _agrees(found, rest, choices) else None
+    last = stated[-1]
+    said = text[last.start(last.lastindex or 0) :].partition("\n")[0]
+    rest = text[last.end() :].partition("\n")[0]
+    named = _named(said, choices)
+    found = _permitted(said[0], choices)
+    if named is not None and (found is None or folded(rest)):
+        return named
+    return found if found is not None and _agrees(found, said, rest, choices) else None
 
 
-def _agrees(found: str, rest: str, choices: Sequence[str]) -> bool:
-    """Return whether the rest of the line neither names another letter nor is the text of another choice."""
+def _agrees(found: str, line: str, rest: str, choices: Sequence[str]) -> bool:
+    """Return whether the rest of a line neither names another letter nor is the text of another choice.
+
+    Args:
+        found: The letter that is stated.
+        line: What is said from the letter on.
+        rest: What is said behind the letter and its parentheses.
+        choices: The texts of the choices.
+    """
     said = folded(re.sub(r"^[)\].:\s]+", "", rest))
     own = folded(choices[ord(found) - ord("A")])
     if own and said.startswith(own):
         return True
+    if _ARTICLE.match(line):
+        return False
     another = _ANOTHER.match(rest)
     if another is not None and _permitted(another[1], choices) not in (None, found):
         return False
@@ -170,11 +191,12 @@ def _agrees(found: str, rest: str, choices: Sequence[str]) -> bool:
 
 def _whole(line: str, choices: Sequence[str]) -> str | None:
     """Return the letter that a line consists of, maybe with the text of its choice."""
-    same = [place for place, choice in enumerate(choices) if folded(choice) == folded(line)]
-    if len(same) == 1:
-        return string.ascii_uppercase[same[0]]
     introduced = _INTRODUCED.match(line)
-    line = _IS_RIGHT.sub("", line if introduced is None else line[introduced.end() :])
+    rest = line if introduced is None else line[introduced.end() :]
+    named = _named(line, choices) or _named(rest, choices)
+    if named is not None:
+        return named
+    line = _IS_RIGHT.sub("", rest)
     alone = _ALONE.fullmatch(line)
     if alone is not None:
         return _permitted(alone[1], choices)
@@ -184,7 +206,14 @@ def _whole(line: str, choices: Sequence[str]) -> str | None:
         # "B. It depends on C" is only a choice if the words are those of B.
         if found is not None and folded(choices[ord(found) - ord("A")]) == folded(labelled[2]):
             return found
-    return None
+    behind = _LABEL_BEHIND.fullmatch(line)
+    return behind[2] if behind is not None and _named(behind[1], choices) == behind[2] else None
+
+
+def _named(text: str, choices: Sequence[str]) -> str | None:
+    """Return the letter of the only choice that has this text."""
+    same = [place for place, choice in enumerate(choices) if folded(choice) == folded(text)]
+    return string.ascii_uppercase[same[0]] if len(same) == 1 else None
 
 
 def _permitted(found: str, choices: Sequence[str]) -> str | None:

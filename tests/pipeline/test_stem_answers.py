@@ -71,6 +71,7 @@ LETTERS: list[tuple[str, str | None]] = [
     ("The answer is not gold.", None), ("The answer is iron or gold.", None), ("12m/s", "D"),
     ("The answer is 12 m/s.", "D"), ("The answer is A metal.", None), ("The answer is A proton", None),
     ("The answer is A since iron rusts", "A"), ("The answer is (A) since iron rusts", "A"),
+    ("Answer: B is wrong", None), ("答案B是错的", None), ("The answer is B, which isn't A", "B"),
     ("B is not the answer", None), ("The answer is A iron", "A"),
 ]  # fmt: skip
 """What is said, and the letter that it chooses."""
@@ -90,6 +91,8 @@ def test_an_article_is_no_letter() -> None:
     ("said", "reward"),
     [
         ("Answer: B", 1), ("<answer>B</answer>", 1), ("<answer> (B) </answer>", 1), ("<answer>A</answer>", 0),
+        (r"\boxed{B} or C", 0), (r"\boxed{B}, C", 0), (r"\(\boxed{B}\) or maybe \(C\)", 0),
+        (r"\boxed{B} is wrong", 0), (r"\boxed{B}. A is wrong.", 1), (r"\boxed{B} and it is gold", 1),
         ("<answer>A</answer> <answer>B</answer>", 0), ("Answer: A", 0), ("A B C D", 0), ("", 0),
         (r"So \boxed{B}", 1),
         (r"\boxed{\text{B}}", 1), (r"\boxed{\text{(B) gold}}", 1), (r"The answer is $\boxed{B}$", 1),
@@ -205,6 +208,7 @@ RIGHT_NUMBERS = [
     (r"\boxed{5} million", "5e6", ""), (r"\boxed{5} \times 10^3", "5000", ""), (r"\boxed{5}\%", "5", "%"),
     (r"\boxed{9.8}\ \frac{\text{m}}{\text{s}^2}", "9.8", "m/s^2"), ("\\boxed{5}\nJ is energy", "5", "m"),
     (r"\boxed{450\ \text{K}} ✓", "450", "K"), (r"\boxed{5}\,\text{m} \quad \blacksquare", "5", "m"),
+    (r"\boxed{450} K or 177 °C", "450", "K"), (r"$\boxed{450}$ K. It takes 5 or 6 h", "450", "K"),
     (r"\boxed{5} apples", "5", ""), ("500 cm = 5 m", "5", "m"), ("d = 2 m + 3 m = 5 m", "5", "m"),
     ("2/3 = 0.67", "0.667", ""), (r"\lambda = 6.63e-34 / 1e-24 = 0.663 nm", "0.663", "nm"),
     ("25 °C ± 1 K", "25", "°C"), ("450 K ± 0.1×10^2 K", "450", "K"), ("It has a power of 5 W", "5", "W"),
@@ -263,7 +267,10 @@ WRONG_NUMBERS = [
     (r"\boxed{5}x", "5", ""), (r"\boxed{5}\%", "5", ""), (r"\boxed{5\text{ m}} / s", "5", "m"),
     ("6 m = 5 m", "5", "m"), ("6 = 5", "5", ""), ("4 ≈ 5", "5", ""), ("6 cm = 5 m", "5", "m"),
     ("5 ± 300 m", "5", "m"), ("(5 ± 300) m", "5", "m"), ("5 m ± 3 km", "5", "m"), ("5 m ± 200%", "5", "m"),
-    ("one over 5", "5", ""), ("5 squared", "5", ""), ("5 factorial", "5", ""), ("5 halves", "5", ""),
+    (r"\boxed{5} or 6", "5", ""), (r"\boxed{5}\text{ m} or maybe 6 m", "5", "m"), ("5 and a half", "5", ""),
+    ("5 and a half hours", "5", "h"), ("one hundred and 5", "5", ""), ("101 binary", "101", ""),
+    ("ten to the power 5", "5", ""), ("one over 5", "5", ""), ("5 squared", "5", ""),
+    ("5 factorial", "5", ""), ("5 halves", "5", ""),
     ("5 millions", "5", ""), ("5 lakh", "5", ""), ("5 tenths", "5", ""), ("5 °C below zero", "5", "°C"),
     ("anything but 5 m", "5", "m"), ("a multiple of 5 m", "5", "m"), ("a third of 5 m", "5", "m"),
     ("root 5", "5", ""), ("without 5 m", "5", "m"), ("It is no longer 5 m", "5", "m"),

@@ -47,8 +47,8 @@ _ORDINAL: Final = re.compile(r"\d++(?:st|nd|rd|th)\b", re.ASCII)
 _REST_OF_NAME: Final = re.compile(r"[^\s=≈,;]*+")
 _BOUNDS: Final = re.compile(
     r"[<>≤≥≠∞]|\b(?:not|never|cannot|(?:less|fewer|more|greater|larger|smaller) than|at (?:least|most)|up to"
-    r"|or (?:more|less|above|below|under|over)|wrong|incorrect|false|impossible|below zero)\b|n['’]t\b"
-    r"|[不非负負半]|至[少多]|[大小高低多少][于於]|超[过過]|以[上下内內]|ない|않|아니",
+    r"|or (?:more|less|above|below|under|over)|and (?:an?|one|two|three)|wrong|incorrect|false|impossible"
+    r"|below zero)\b|n['’]t\b|[不非负負半]|至[少多]|[大小高低多少][于於]|超[过過]|以[上下内內]|ない|않|아니",
     re.IGNORECASE,
 )
 """What says, anywhere in a text, that its number is no value, or not the whole of one."""
@@ -67,9 +67,9 @@ _FURTHER: Final = re.compile(r"\s*+(?:[/*^+]|-\s?\S|per\b)")
 _APPLIED: Final = re.compile(
     r"(?:[*/^+±]|\\[A-Za-z]+|\b(?:arc)?(?:ln|log|lg|exp|sqrt|sin|cos|tan|cot|sinh|cosh|tanh)(?:_\w+)?"
     r"|\b(?:(?:root|square|cube|inverse|reciprocal|half|third|quarter|logarithm|factorial|opposite|instead"
-    r"|multiples?) of|(?:divided|multiplied) by|(?:far|different) from|than|but|no longer|hardly|without"
-    r"|except|excluding|unlike|twice|double|triple|half|root|squared|cubed|times|plus|over|under|above|below|beyond"
-    r"|exceeds?|exceeding|modulo|mod))\s?\(*+$",
+    r"|multiples?) of|(?:divided|multiplied) by|(?:far|different) from|to the power|than|but|no longer|hardly"
+    r"|without|except|excluding|unlike|twice|double|triple|half|root|squared|cubed|times|plus|over|under|above|below"
+    r"|beyond|exceeds?|exceeding|modulo|mod|(?:dozen|hundred|thousand|[mb]illion)(?: and)?))\s?\(*+$",
     re.IGNORECASE,
 )
 """What says, right before a number, that it is a part of a term which is not read."""
@@ -87,7 +87,7 @@ _PI: Final = re.compile(r"(?<![A-Za-z])pi(?![A-Za-z])")
 _NOUN: Final = re.compile(
     r"\s++\(?(?!(?:squared?|cubed?|factorial|hal(?:f|ves)|quarters?|(?:third|fourth|fif|six|seven|eigh|nin|ten"
     r"|hundred|thousand|million|billion)(?:th)?s?|times|plus|minus|over|divided|multiplied|raised|modulo|choose"
-    r"|negative|positive|more|less|fewer|short|score|gross|myriads?|ero)\b)([A-Za-z]{4,})",
+    r"|negative|positive|binary|octal|hex(?:adecimal)?|more|less|fewer|short|score|gross|myriads?|ero)\b)([A-Za-z]{4,})",
     re.IGNORECASE,
 )
 """A word behind a number that may be the name of what is counted, and does not change the number."""

@@ -47,7 +47,13 @@ _ANOTHER: Final = re.compile(
     r"\(?([A-Z])(?![\w'’])"
 )
 """A second letter behind the first one, which says that none was chosen."""
+_OR: Final = re.compile(r"[\s)]*+(?:[/&,]|(?:or|and)\b|[或和])")
+_DENIED: Final = re.compile(
+    r"[)\s]*+(?:(?i:(?:is|was)(?:\s+not|n['’]t|\s+wrong|\s+incorrect|\s+false))\b|是?[错錯不])"
+)
+"""What says of the letter before it that it is not the answer."""
 _BOX: Final = re.compile(r"(?=\\(?:boxed|fbox)\s*+\{)")
+_SENTENCE_END: Final = re.compile(r"[.!?。](?!\w)")
 _MAX_BOXES: Final = 8
 _MAX_BEHIND: Final = 200  # Characters.
 _MAX_SHOWN: Final = 200  # Characters.
@@ -60,8 +66,8 @@ class StemHandler(Handler):
 
     The answer comes from `submit` or from the last assistant message. With `task.choices` it is a letter;
     with `task.numeric` a number, whose unit is converted to the task's; else a text that must be equal but
-    for mark-up, case and spaces. Nothing is guessed: an answer without a letter or a number, or with several,
-    scores 0.
+    for mark-up, spaces and the case of words. Nothing is guessed: an answer without a letter or
+    a number, or with several, scores 0.
     """
 
     needs_sandbox = False
@@ -140,11 +146,21 @@ def _answers(text: str) -> list[tuple[str, str]]:
 
 
 def _by_letter(ctx: StageContext, said: str, gold: str) -> Evaluation:
-    answers = [said] if boxed(said) is None else [answer for answer, _ in _answers(said)]
-    chosen = {letter(answer, ctx.task.choices) for answer in answers}
+    answers = [(said, "")] if boxed(said) is None else _answers(said)
+    chosen = {letter(answer, ctx.task.choices) for answer, _ in answers}
     found = chosen.pop() if len(chosen) == 1 else None
+    if found is not None and any(_hedged(found, rest, ctx.task.choices) for _, rest in answers):
+        found = None
     ctx.show(f"read: {found or 'no single letter'}")
     return _scored(found is not None, found == letter(gold, ctx.task.choices))
+
+
+def _hedged(found: str, rest: str, choices: Sequence[str]) -> bool:
+    """Return whether what stands behind a box takes the letter in it back, or names another one beside it."""
+    rest = unmarked(rest)
+    another = _ANOTHER.match(rest) if _OR.match(rest) else None
+    named = another is not None and _permitted(another[1], choices) not in (None, found)
+    return named or _DENIED.match(rest) is not None
 
 
 def letter(text: str, choices: Sequence[str]) -> str | None:
@@ -181,7 +197,7 @@ def _agrees(found: str, line: str, rest: str, choices: Sequence[str]) -> bool:
     own = folded(choices[ord(found) - ord("A")])
     if own and said.startswith(own):
         return True
-    if _ARTICLE.match(line):
+    if _ARTICLE.match(line) or _DENIED.match(rest):
         return False
     another = _ANOTHER.match(rest)
     if another is not None and _permitted(another[1], choices) not in (None, found):
@@ -239,10 +255,13 @@ def _by_number(ctx: StageContext, said: str, gold: str, rule: NumericAnswer) -> 
 
 
 def _values(answer: str, rest: str) -> list[Quantity]:
-    """Return the quantities of an answer, the last of which has the unit that stands behind the box."""
+    """Return the quantities of an answer, with the unit and the alternative that stand behind its box."""
     found = quantities(answer)
+    rest, _, alternative = _SENTENCE_END.split(rest, maxsplit=1)[0].partition(" or ")
     whole = with_unit_behind(found[-1], rest) if found else None
-    return [] if whole is None else [*found[:-1], whole]
+    further = quantities(alternative)
+    unread = not further and re.search(r"\d", alternative)
+    return [] if whole is None or unread else [*found[:-1], whole, *further]
 
 
 def _shown(given: list[Quantity], values: list[float | None], name: str) -> str:

@@ -43,17 +43,20 @@ _SCALES: Final = {
 }  # fmt: skip
 _SCALE: Final = re.compile(rf"\s?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _START: Final = re.compile(r"(?:[+-]\s?)?\(*+[+-]?(?:\.?\d|[√π])", re.ASCII)
+_CHINESE_IS: Final = "为為是约約得"
+_LOGARITHM: Final = re.compile(r"\\?ln\s?(?:\((\d+\.?\d*)\)|(\d+\.?\d*))")
 _ORDINAL: Final = re.compile(r"\d++(?:st|nd|rd|th)\b", re.ASCII)
 _REST_OF_NAME: Final = re.compile(r"[^\s=≈,;]*+")
 _BOUNDS: Final = re.compile(
     r"[<>≤≥≠∞]|\b(?:not|never|cannot|(?:less|fewer|more|greater|larger|smaller) than|at (?:least|most)|up to"
     r"|or (?:more|less|above|below|under|over)|and (?:an?|one|two|three)|wrong|incorrect|false|impossible"
-    r"|below zero)\b|n['’]t\b|[不非负負半]|至[少多]|[大小高低多少][于於]|超[过過]|以[上下内內]|ない|않|아니",
+    r"|below zero)\b|\?\s?no\b|n['’]t\b"
+    r"|[不非负負半]|至[少多]|[大小高低多少][于於]|超[过過]|以[上下内內]|ない|않|아니",
     re.IGNORECASE,
 )
 """What says, anywhere in a text, that its number is no value, or not the whole of one."""
 _DIGIT: Final = re.compile(r"[0-9π]")
-_SEVERAL: Final = re.compile(r"[,;|]\s|\b(?:or|and|to)\b", re.IGNORECASE)
+_SEVERAL: Final = re.compile(r"[,;|](?!\d)|\b(?:or|and|to)\b", re.IGNORECASE)
 _NO_INCHES: Final = re.compile(r"\s*+in (?:total|all|the|this|each|our|magnitude)\b", re.IGNORECASE)
 _IN: Final = re.compile(r"\s*+in (?=\S)")
 _NO_UNIT: Final = re.compile(
@@ -150,6 +153,9 @@ def quantities(text: str) -> list[Quantity]:
 
 def _read(text: str) -> list[Quantity]:
     try:
+        logarithm = _LOGARITHM.fullmatch(text)
+        if logarithm is not None:
+            return [Quantity(math.log(float(logarithm[1] or logarithm[2])), None, written=text)]
         return _joined(list(_Reader(text).quantities()), text)
     except (_Unreadable, ArithmeticError, ValueError):
         return []
@@ -224,7 +230,8 @@ class _Reader:
         while (start := _START.search(self._text, self._place)) is not None:
             self._place = start.start()
             before = self._text[max(0, self._place - 1) : self._place]
-            named = self._place != end and (before.isalpha() or before in ("_", "^"))
+            letter = before.isalpha() and before not in _CHINESE_IS
+            named = self._place != end and (letter or before in ("_", "^"))
             if named or self._take(_ORDINAL):
                 self._place = max(self._place, start.end())
                 self._take(_REST_OF_NAME)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import NumericAnswer, Task
@@ -55,6 +56,12 @@ _DENIED: Final = re.compile(
 _BOX: Final = re.compile(r"(?=\\(?:boxed|fbox)\s*+\{)")
 _SENTENCE_END: Final = re.compile(r"[.!?。](?!\w)")
 _MAX_BOXES: Final = 8
+_PARTIAL: Final = re.compile(
+    r"(?:[-−+\d]|(?:_\{|[\^/±≤≥≠]|\\(?:pm|mp|neq?|[lg]e(?:q|qslant)?|[lg]t|sqrt|ln|log|exp|a?r?c?(?:sin|cos|tan))"
+    r"|\S\s[<>]|\b(?:not|than|at least|at most|half of|twice))[\s{$(]*+)\Z"
+)
+"""What says, right before a box, that a number in it is not all of the value."""
+_MAX_BEFORE: Final = 24  # Characters.
 _MAX_BEHIND: Final = 200  # Characters.
 _MAX_SHOWN: Final = 200  # Characters.
 _ROUNDING: Final = 1e-9
@@ -106,7 +113,7 @@ class StemHandler(Handler):
             return _by_letter(ctx, said, gold)
         if ctx.task.numeric is not None:
             return _by_number(ctx, said, gold, ctx.task.numeric)
-        given = [folded(answer) for answer, _ in _answers(said)]
+        given = [folded(answer.text) for answer in _answers(said)]
         ctx.show(f"read: {', '.join(given)[:_MAX_SHOWN] or 'nothing'}")
         return _scored(any(given), all(answer == folded(final_answer(gold)) for answer in given))
 
@@ -123,33 +130,39 @@ def _within_mark(text: str) -> str:
     return within.strip() if closing and alone else text
 
 
-def _answers(text: str) -> list[tuple[str, str]]:
+class _Answer(NamedTuple):
+    text: str
+    before: str = ""
+    """What stands before its box, and behind it in its line."""
+    rest: str = ""
+
+
+def _answers(text: str) -> list[_Answer]:
     """Return the content of the last box and of those before it in its line, else what ends the text.
 
     Two answers side by side are a hedge. A box in an earlier line is a step, or was taken back.
-
-    Returns:
-        Each answer, and what stands behind its box in the line.
     """
     content = boxed(text)
     if content is None:
-        return [(final_answer(text), "")]
-    found: list[tuple[str, str]] = []
-    for part in reversed(_BOX.split(text)[-_MAX_BOXES:]):
+        return [_Answer(final_answer(text))]
+    found: list[_Answer] = []
+    parts = _BOX.split(text)[-_MAX_BOXES - 1 :]
+    for before, part in reversed(list(itertools.pairwise(parts))):
         box = boxed(part)
         if found and "\n" in part:
             break
         if box is not None:
             end = part.index("{") + len(box) + 2
-            found.append((box, part[end : end + _MAX_BEHIND].partition("\n")[0]))
-    return found or [(content, "")]
+            rest = part[end : end + _MAX_BEHIND].partition("\n")[0]
+            found.append(_Answer(box, before[-_MAX_BEFORE:], rest))
+    return found or [_Answer(content)]
 
 
 def _by_letter(ctx: StageContext, said: str, gold: str) -> Evaluation:
-    answers = [(said, "")] if boxed(said) is None else _answers(said)
-    chosen = {letter(answer, ctx.task.choices) for answer, _ in answers}
+    answers = [_Answer(said)] if boxed(said) is None else _answers(said)
+    chosen = {letter(answer.text, ctx.task.choices) for answer in answers}
     found = chosen.pop() if len(chosen) == 1 else None
-    if found is not None and any(_hedged(found, rest, ctx.task.choices) for _, rest in answers):
+    if found is not None and any(_hedged(found, one.rest, ctx.task.choices) for one in answers):
         found = None
     ctx.show(f"read: {found or 'no single letter'}")
     return _scored(found is not None, found == letter(gold, ctx.task.choices))
@@ -242,7 +255,7 @@ def _by_number(ctx: StageContext, said: str, gold: str, rule: NumericAnswer) -> 
     key = None if wanted is None else _key(gold, wanted)
     if wanted is None or key is None:
         raise TaskInvalid(f"task '{ctx.task.id}': the answer is no number in the unit {rule.unit!r}")
-    read = [_values(answer, rest) for answer, rest in _answers(said)]
+    read = [_values(answer) for answer in _answers(said)]
     # More than one value is an answer only if each of them is right, as in 450 K (177 °C).
     given = [one for found in read for one in found] if all(read) else []
     values = [one.value_in(wanted) for one in given]
@@ -254,10 +267,10 @@ def _by_number(ctx: StageContext, said: str, gold: str, rule: NumericAnswer) -> 
     return _scored(bool(values) and None not in values, all(right))
 
 
-def _values(answer: str, rest: str) -> list[Quantity]:
+def _values(answer: _Answer) -> list[Quantity]:
     """Return the quantities of an answer, with the unit and the alternative that stand behind its box."""
-    found = quantities(answer)
-    rest, _, alternative = _SENTENCE_END.split(rest, maxsplit=1)[0].partition(" or ")
+    found = [] if _PARTIAL.search(answer.before) else quantities(answer.text)
+    rest, _, alternative = _SENTENCE_END.split(answer.rest, maxsplit=1)[0].partition(" or ")
     whole = with_unit_behind(found[-1], rest) if found else None
     further = quantities(alternative)
     unread = not further and re.search(r"\d", alternative)

@@ -280,9 +280,12 @@ NONE = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": []}
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({**VERSION_5, **NONE}, "FAIL_TO_PASS: must not be empty if PASS_TO_PASS is empty"),
-        ({**REBENCH, **NONE}, "FAIL_TO_PASS: must not be empty if PASS_TO_PASS is empty"),
-        ({**SMITH, **NONE}, "FAIL_TO_PASS: must not be empty if PASS_TO_PASS is empty"),
+        ({**VERSION_5, **NONE}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
+        ({**VERSION_5, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
+        ({**REBENCH, **NONE}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
+        ({**REBENCH, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
+        ({**SMITH, **NONE}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
+        ({**SMITH, "FAIL_TO_PASS": None, "PASS_TO_PASS": ["t.py::y"]}, "FAIL_TO_PASS: must not be empty"),
         ({**R2E, "expected_output_json": "{}"}, "expected_output_json: must not be empty"),
         ({**R2E, "expected_output_json": {"a": 1}}, "expected_output_json: must be an object of texts"),
         ({**R2E, "repo_name": "tornado"}, "repo_name: has test output that no parser"),

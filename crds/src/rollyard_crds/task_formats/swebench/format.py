@@ -207,8 +207,8 @@ def _task(
     """Return the fields of a task that all data sets but R2E share, and the names that are left out."""
     fails, dropped = _names(row, "FAIL_TO_PASS")
     passes, others = _names(row, "PASS_TO_PASS")
-    if not fails and not passes:
-        raise RowRefused("FAIL_TO_PASS", "must not be empty if PASS_TO_PASS is empty: no test would decide")
+    if not fails:
+        raise RowRefused("FAIL_TO_PASS", "must not be empty: a patch that changes nothing would pass")
     repository: dict[str, Any] = {"path": _folder(row, folder)}
     if "repository" in row.values:
         repository |= row.row("repository").values

@@ -281,7 +281,10 @@ NONE = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": []}
     ("row", "problem"),
     [
         ({**VERSION_5, **NONE}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
-        ({**VERSION_5, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
+        (
+            {**VERSION_5, "FAIL_TO_PASS": "[]"},
+            "FAIL_TO_PASS: must not be empty: a patch that changes nothing",
+        ),
         ({**REBENCH, **NONE}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
         ({**REBENCH, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),
         ({**SMITH, **NONE}, "FAIL_TO_PASS: must not be empty: a patch that changes nothing"),

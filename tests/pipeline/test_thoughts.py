@@ -57,11 +57,15 @@ CASES = [
     ("qwen3", " \n<think>I count.</think>7", "I count.", "7"),
     ("qwen3", "<think>It is 7", "It is 7", ""),
     ("qwen3", "<think>It is 7…", "It is 7", ""),
+    ("qwen3", "\ufeff<think>It is 7", "It is 7", ""),
+    ("qwen3", "\u200b \u2060<think>I count.</think>7", "I count.", "7"),
+    ("qwen3", "<think>a</think>\u200b<think>It is 7", "a</think>\u200b<think>It is 7", ""),
     ("qwen3", "<think>", "", ""),
     ("qwen3", "<think>a</think>", "a", ""),
     ("qwen3", "<think>a</think> The mark </think> ends it: 7", "a", " The mark </think> ends it: 7"),
     ("qwen3", "<think>a</think>Write <think> first: 7", "a", "Write <think> first: 7"),
     ("qwen3", "Write <think> first: 7", "", "Write <think> first: 7"),
+    ("qwen3", "Sure. <think>It is 7", "", "Sure. <think>It is 7"),
     ("qwen3", "<think>a <think> b</think>7", "a <think> b", "7"),
     # One thought after another: all of them are thoughts.
     ("qwen3", "<think>a</think>\n<think>b</think>\n7", "a</think>\n<think>b", "7"),
@@ -111,6 +115,13 @@ CASES = [
     ("gpt_oss", "<|channel|>final<|message|>7<|end|><|start|>assistant<|channel|>analysis<|message|>b",
      "b", ""),
     ("gpt_oss", "<|channel|>commentary<|message|>It is 7", "", ""),
+    ("gpt_oss", "<|channel|>foo<|message|>It is 7", "", ""),
+    ("gpt_oss", "<|channel|>Analysis<|message|>It is 7", "", ""),
+    ("gpt_oss", "<|channel|>final-analysis<|message|>It is 7", "", ""),
+    ("gpt_oss", "<|channel|>?<|message|>It is 7", "", ""),
+    ("gpt_oss", "<|channel|> final<|message|>7", "", "7"),
+    ("gpt_oss", "<|channel|>final <|constrain|>json<|message|>7", "", "7"),
+    ("gpt_oss", "<|message|>7", "", "7"),
     ("gpt_oss", "<|channel|>analysis<|message|>a<|·channel|>final<|·message|>7",
      "a<|channel|>final<|message|>7", ""),
     ("gpt_oss", "<|channel|>analysis<|message|><|·end|><|end|><|start|>assistant<|channel|>final<|message|>7",
@@ -299,7 +310,8 @@ def test_messages_of_the_task_are_no_answer() -> None:
 def test_where_only_the_text_is_known_it_has_to_open_the_thought() -> None:
     for text, thought, answer in (
         ("<think>a</think>\n\n7", "a", "7"), ("<think>7", "7", ""), ("[THINK]a[/THINK]7", "a", "7"),
-        ("7", "", "7"), ("Write </think>: 7", "", "Write </think>: 7"),
+        ("\ufeff<think>7", "7", ""), ("\u200b\n<think>a</think>7", "a", "7"),
+        ("Sure. <think>7", "", "Sure. <think>7"), ("7", "", "7"), ("Write </think>: 7", "", "Write </think>: 7"),
     ):  # fmt: skip
         context = judged(said_by_hand(text))
         assert (context.thought, context.final_text) == (thought, answer)

@@ -14,7 +14,7 @@ from typing import Final
 from rollyard_crds.trajectory import Thought
 
 _MARK: Final = re.compile(r"<\|(start|message|end|call|return)\|>")
-_CHANNEL: Final = re.compile(r"<\|channel\|>\s*+(\w+)")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*+([^\s<]++)")
 _HEADER_LIMIT: Final = 1024  # characters
 
 
@@ -62,7 +62,7 @@ def channel_thought(text: str) -> Thought | None:
         return None
     thoughts = [message for message in messages if message.channel == "analysis" and message.begun]
     last = messages[-1]
-    answered = last.begun and not last.recipient and last.channel not in ("analysis", "commentary")
+    answered = last.begun and not last.recipient and last.channel in ("final", "")
     return Thought(
         start=thoughts[0].start if thoughts else 0,
         end=thoughts[-1].end if thoughts else 0,

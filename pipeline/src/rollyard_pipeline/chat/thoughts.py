@@ -3,7 +3,8 @@
 This is decided where the turn's tokens are known, because its text does not show it: the prompt may have
 opened the thought already, and a mark such as `</think>` is either a token or spelled by ordinary ones.
 
-- An opening mark at the end of the prompt, or at the beginning of the turn, opens a thought.
+- An opening mark at the end of the prompt, or at the beginning of the turn, opens a thought. White space and
+  characters without a form, such as a byte order mark, may stand before it.
 - The next closing mark ends it. If the mark that opened the thought is a token, so must this one be.
 - A further thought may follow at once. Marks after that are text of the answer.
 - A thought that is not closed has no answer after it.
@@ -14,6 +15,7 @@ opened the thought already, and a mark such as `</think>` is either a token or s
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -127,7 +129,7 @@ def _first_thought(text: str, marks: Sequence[_Mark], opened: str) -> Thought | 
     """
     if opened:
         opening, exact, start, following = opened, True, 0, 0
-    elif marks and marks[0].text in _CLOSING and not text[: marks[0].start].strip():
+    elif marks and marks[0].text in _CLOSING and _blank(text[: marks[0].start]):
         opening, exact, start, following = marks[0].text, marks[0].exact, marks[0].end, 1
     else:
         return None
@@ -136,10 +138,15 @@ def _first_thought(text: str, marks: Sequence[_Mark], opened: str) -> Thought | 
         if mark.text != _CLOSING[opening] or (exact and not mark.exact):
             continue
         after = marks[place + 1] if place + 1 < len(marks) else None
-        if after is None or after.text != opening or text[mark.end : after.start].strip():
+        if after is None or after.text != opening or not _blank(text[mark.end : after.start]):
             return Thought(start=start, end=mark.start, answer=_after(text, mark), opened=opened)
         exact = after.exact  # A further thought begins at once.
     return Thought(start=start, end=len(text), answer=len(text), opened=opened)
+
+
+def _blank(text: str) -> bool:
+    """Return whether a text shows nothing: it has only white space and characters of format and control."""
+    return all(char.isspace() or unicodedata.category(char) in ("Cf", "Cc") for char in text)
 
 
 def _after(text: str, mark: _Mark) -> int:

@@ -311,7 +311,8 @@ def test_where_only_the_text_is_known_it_has_to_open_the_thought() -> None:
     for text, thought, answer in (
         ("<think>a</think>\n\n7", "a", "7"), ("<think>7", "7", ""), ("[THINK]a[/THINK]7", "a", "7"),
         ("\ufeff<think>7", "7", ""), ("\u200b\n<think>a</think>7", "a", "7"),
-        ("Sure. <think>7", "", "Sure. <think>7"), ("7", "", "7"), ("Write </think>: 7", "", "Write </think>: 7"),
+        ("Sure. <think>7", "", "Sure. <think>7"), ("7", "", "7"),
+        ("Write </think>: 7", "", "Write </think>: 7"),
     ):  # fmt: skip
         context = judged(said_by_hand(text))
         assert (context.thought, context.final_text) == (thought, answer)

@@ -492,7 +492,7 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
         "\u221a old 1.5s\n\u00d7 bad (2 s)\n\u2193 no",
         {
             "adds": "PASSED", "fails": "FAILED", "other": "SKIPPED",
-            "old": "PASSED", "bad": "FAILED", "no": "SKIPPED",
+            "old 1.5s": "PASSED", "bad": "FAILED", "no": "SKIPPED",
         },
     ),
     (
@@ -505,6 +505,46 @@ LOGS: list[tuple[str, str, dict[str, str]]] = [
         },
     ),
 ]  # fmt: skip
+
+
+TIMES: list[tuple[str, list[str], bool]] = [
+    # A time after a name is no part of it.
+    ("\u2713 adds (3 ms)", ["adds"], True),
+    ("\u2713 adds (3 ms)", ["adds (7 ms)"], True),
+    ("\u2713 adds 3ms", ["adds"], True),
+    ("\u2713 adds 1.25s", ["adds"], True),
+    ("\u2713 adds", ["adds 3ms"], True),
+    ("\u2715 adds 3ms", ["adds"], False),
+    ("\u2713 adds 3ms\n\u2715 adds 4ms", ["adds"], False),
+    ("\u2713 adds\n\u2715 adds 4ms", ["adds"], False),
+    # A name that ends in a time is known in full.
+    ("\u2713 waits 5s (2 ms)", ["waits 5s"], True),
+    ("\u2713 waits 5s (2 ms)", ["waits 5s (3 ms)"], True),
+    ("\u2713 waits 5s 2ms", ["waits 5s"], True),
+    ("\u2713 waits 5s", ["waits 5s"], True),
+    ("\u2713 waits (5 s) (2 ms)", ["waits (5 s)"], True),
+    ("\u2713 waits 5s (2 ms)\n\u2715 waits 6s (2 ms)", ["waits 5s"], True),
+    ("\u2713 waits 5 s\n\u2715 waits 6 s", ["waits 5 s"], True),
+    ("\u2713 waits\n\u2713 waits 5s", ["waits", "waits 5s"], True),
+    ("\u2713 waits\n\u2715 waits 5s", ["waits", "waits 5s"], False),
+    # No other test stands for it.
+    ("\u2715 waits 5s (2 ms)\n\u2713 waits 6s (2 ms)", ["waits 5s"], False),
+    ("\u2713 waits 6s (2 ms)", ["waits 5s"], False),
+    ("\u2713 waits (6 s) (2 ms)", ["waits (5 s)"], False),
+    ("\u2713 waits 6 s", ["waits 5 s"], False),
+    ("\u2713 waits", ["waits", "waits 5s"], False),
+    ("\u2713 waits 5s", ["waits", "waits 5s"], False),
+]
+"""A log of the parser `jest`, the names in a data set, and whether their tests have passed."""
+
+
+@pytest.mark.parametrize(("log", "tests", "passed"), TIMES)
+def test_times_after_names(log: str, tests: list[str], passed: bool) -> None:
+    results = parse("jest", log)
+    listed = wanted(log_parser="jest", verdict="log", fail_to_pass=tests[:1], pass_to_pass=tests[1:])
+    assert score(listed, results).solved is passed
+    if passed and "FAILED" not in results.values():
+        assert score(wanted(log_parser="jest", expected=dict.fromkeys(tests, P)), results).solved
 
 
 @pytest.mark.parametrize(("parser", "log", "expected"), LOGS)

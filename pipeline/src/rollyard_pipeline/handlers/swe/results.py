@@ -28,8 +28,10 @@ _SHOWN: Final = 10  # The most tests that a message names for each result.
 _SHOWN_NAME: Final = 160  # The most characters of a name in a message.
 _SHOWN_LIST: Final = 1_900  # The most characters about a list of tests. All that is shown has 4,096.
 _TIME: Final = r"\d++(?:\.\d++)?\s?m?s"
-_SECONDS: Final = re.compile(rf"(?<!\s)\s++(?:\({_TIME}\)|\[{_TIME}\]|{_TIME}|in {_TIME}ec|# time={_TIME})$")
+_SECONDS: Final = re.compile(rf"(?<!\s)\s++(?:\({_TIME}\)|\[{_TIME}\]|in {_TIME}ec|# time={_TIME})$")
 """The time that a test took, after its name. No pattern here looks at a part of a line many times."""
+_BARE_SECONDS: Final = re.compile(rf"(?<!\s)\s++{_TIME}$")
+"""What may be such a time, or the end of a sentence such as `waits 5s`."""
 _MOST_DASHES: Final = 20
 _MOST_NAME: Final = 8_192  # The most characters in which a name is looked for. A task's have at most half.
 
@@ -96,14 +98,31 @@ class Reported:
         self._names = set(names)
         # The names of other frameworks are sentences, of which one may begin as another one does.
         self._spaced = [] if self._timed else sorted(name for name in self._names if " " in name)
+        listed = (*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ()))
+        self._listed = {name.strip() for name in listed}
+        self._longer: dict[str, list[str]] = {}
+        for name in self._names - self._listed if self._timed else ():
+            self._longer.setdefault(_BARE_SECONDS.sub("", name), []).append(name)
 
     def of(self, test: str) -> list[str]:
         """Return the names of the tests that this name of a data set stands for."""
-        wanted = without_seconds(test.strip()) if self._timed else test.strip()
+        wanted = test.strip()
+        if self._timed:
+            return self._sentence(wanted) or self._sentence(without_seconds(wanted)) or self._shorter(wanted)
         if wanted in self._names:
             return [wanted]
         first, last = (bisect_left(self._spaced, wanted + after) for after in (" ", "!"))
         return self._spaced[first:last]
+
+    def _sentence(self, wanted: str) -> list[str]:
+        """Return the name itself, and those that are longer by a time."""
+        exact = [wanted] if wanted in self._names else []
+        return list(dict.fromkeys([*exact, *self._longer.get(wanted, ())]))
+
+    def _shorter(self, wanted: str) -> list[str]:
+        """Return the name without the time at its end, if that is no other test of the data set."""
+        name = _BARE_SECONDS.sub("", wanted)
+        return [name] if name in self._names and name not in self._listed else []
 
 
 def without_seconds(test: str) -> str:

@@ -138,6 +138,23 @@ def test_an_answer_is_read_from_standard_input(run: Run) -> None:
     assert (printed[0], printed[1].splitlines()[0]) == (0, "reward 1")
 
 
+def test_a_byte_order_mark_is_skipped(run: Run, tmp_path: Path) -> None:
+    answered = run("--handler", "stem", "--key", "7", "-", stdin="\ufeff7")
+    assert answered == run("--handler", "stem", "--key", "7", "7")
+    row = "\ufeff" + lines({"key": "7", "answer": "7", "expect": 1})
+    (tmp_path / "pairs.jsonl").write_text(row)
+    with gzip.open(tmp_path / "pairs.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(row)
+    for name in ("-", "pairs.jsonl", "pairs.jsonl.gz"):
+        status, _, err = run("--handler", "stem", "--file", name, stdin=row)
+        assert (status, err) == (0, ""), name
+
+
+@pytest.mark.parametrize("words", ["--handler math --key 7", "--handler math --kye 7 7", "--key 7 7"])
+def test_a_wrong_command_line_has_a_status_of_its_own(run: Run, words: str) -> None:
+    assert run(*words.split())[0] == 2
+
+
 def test_programs_run_in_a_sandbox(run: Run, tmp_path: Path, bubblewrap_works: None) -> None:
     (tmp_path / "tasks.jsonl").write_text(lines(*TASKS))
     pairs = [
@@ -235,6 +252,8 @@ GOOD = {"key": "7", "answer": "7"}
         ("--handler stem --key 7 --unit flobs 7", "", "numeric.unit: is not known: 'flobs'"),
         ("--handler stem --key 7 --tolerance -1 7", "", "numeric.relative: Input should be greater than or"),
         ("--handler shell --key 7 7", "", "the handler 'shell' judges what Run left in its sandbox"),
+        ("--handler unscored 7", "", "the handler 'unscored' gives no reward: 'reward.function' or"),
+        ("--handler No --key 7 7", "", "handler: String should match pattern"),
         ("--handler nobodys --key 7 7", "", "no handler 'nobodys' is installed"),
     ],
 )

@@ -159,11 +159,11 @@ def packed(path: Path) -> Iterator[Path]:
         yield Path(held.name)
 
 
-def text_file(path: Path) -> AbstractContextManager[TextIO]:
+def text_file(path: Path, encoding: str = "utf-8") -> AbstractContextManager[TextIO]:
     """Open a text file for reading. It is decompressed if its name ends in `.gz`."""
     if path.suffix == ".gz":
-        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
-    return path.open(encoding="utf-8")
+        return cast(TextIO, gzip.open(path, "rt", encoding=encoding))
+    return path.open(encoding=encoding)
 
 
 def names_of(group: str) -> list[str]:

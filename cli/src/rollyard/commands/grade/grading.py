@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -76,7 +77,7 @@ def single(
     """
     if answer == "-":
         try:
-            with click.open_file("-", encoding="utf-8") as file:
+            with _opened(Path("-")) as file:
                 answer = file.read(MAX_ANSWER + 1)
         except UnicodeDecodeError as error:
             raise InvalidInput(f"standard input: not UTF-8 text ({error})") from error
@@ -97,7 +98,7 @@ def pairs_of(path: Path) -> Iterator[tuple[str, Pair]]:
     """
     name = "standard input" if path == Path("-") else str(path)
     try:
-        with click.open_file("-", encoding="utf-8") if path == Path("-") else text_file(path) as file:
+        with _opened(path) as file:
             for number, line in enumerate(_lines(file), 1):
                 place = f"{name}: line {number}: "
                 if len(line) > MAX_LINE_BYTES:
@@ -110,6 +111,13 @@ def pairs_of(path: Path) -> Iterator[tuple[str, Pair]]:
         raise InvalidInput(f"{name}: not UTF-8 text ({error})") from error
     except OSError as error:
         raise LookupFailed(f"{name}: {error.strerror or error}") from error
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[str]]:
+    """Open a text, which editors may have begun with a byte order mark; `-` stands for standard input."""
+    if path == Path("-"):
+        return click.open_file("-", encoding="utf-8-sig")
+    return text_file(path, "utf-8-sig")
 
 
 def _lines(file: IO[str]) -> Iterator[str]:
@@ -206,9 +214,7 @@ def grade(
         CliError: An answer could not be graded, or a reward is not the expected one.
     """
     tasks = {} if tasks_file is None else _tasks(tasks_file, task_format)
-    spec = RolloutJobSpec.model_validate(
-        {"tasks": {"stream": True}, "handler": handler, "agent": {"type": "oracle"}, "sandbox": {"warm": 0}}
-    )
+    spec = _spec(handler)
     show = _as_json if as_json else _as_line if summed else _in_full
     counts = GradeCounts()
     with open_rescorer("grade", handler, spec, None, "rollyard grade", sandbox) as (rescorer, runner):
@@ -227,6 +233,19 @@ def grade(
     if summed and not as_json:
         click.echo(str(counts))
     counts.check()
+
+
+def _spec(handler: str) -> RolloutJobSpec:
+    """Return the spec of a job with this handler, in which the policy's answer is all that there is.
+
+    Raises:
+        InvalidInput: No handler can have this name, or it gives no reward of its own.
+    """
+    fields = {"tasks": {"stream": True}, "agent": {"type": "oracle"}, "sandbox": {"warm": 0}}
+    try:
+        return RolloutJobSpec.model_validate({**fields, "handler": handler})
+    except ValidationError as error:
+        raise InvalidInput(describe(error)[0].removeprefix("manifest: ")) from error
 
 
 def _tasks(path: Path, task_format: str | None) -> dict[str, Task]:

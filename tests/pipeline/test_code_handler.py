@@ -361,6 +361,7 @@ async def test_a_python_of_another_version_compiles_by_itself(
          "Program: block 1 of 2 (python, lines 1-3).\n0 of 1 tests passed."),
         ("print(1)", {"cases": [{"input": "", "output": "1"}]},
          "Program: the whole answer, which has no fenced block.\n1 of 1 tests passed."),
+        ("\n ", {"cases": [{"input": "", "output": "1"}]}, "There is no answer.\n0 of 1 tests passed."),
         ("print('a' * (6 << 20))", {"cases": [{"input": "", "output": "a"}]}, "it printed too much"),
         ("while True: pass", {"cases": [{"input": "7", "output": "a"}], "time_limit_seconds": 1},
          "the program did not end in time\ninput: '7'"),

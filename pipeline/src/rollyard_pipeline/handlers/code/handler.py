@@ -84,7 +84,7 @@ class CodeHandler(Handler):
                 failure += f"\n{trial.trace}" if trial.trace else ""
             if not tests.partial:
                 break
-        ctx.show(f"Program: {program.place}.")
+        ctx.show(f"Program: {program.place}." if ctx.final_text.strip() else "There is no answer.")
         ctx.show(f"{passed} of {len(tests.cases)} tests passed.")
         ctx.show(failure)
         share = passed / len(tests.cases)

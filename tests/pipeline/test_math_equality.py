@@ -112,7 +112,7 @@ ROWS: list[tuple[str, str, int]] = [
     ("1:2", "1:2", 1), ("1:2", r"\frac12", 1), ("1:2:3", "1:2:3", 1), ("3,5,7", "3, 5 and 7", 1),
     ("3,5,7", "3, 5, 7, 9", 0), ("3,5,7", "The primes are 3, 5, and 7.", 1),
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}", 1), ("0.1", "1e-1", 1), ("1,000,000", "1000000", 1),
-    ("1,000,000", "one million", 0), ("1000000", "1 million", 0), ("5", r"\boxed{5\%}", 1),
+    ("1,000,000", "one million", 0), ("1000000", "1 million", 1), ("5", r"\boxed{5\%}", 1),
     (r"5\%", "0.05", 1), (r"\sin x", r"\cos(\frac{\pi}{2} - x)", 1), ("f(x) = x^2", "x^2", 1),
     ("f(x)=x^2", "f(x) = x^2 + 1", 0), ("x^2", "f(x) = x^2", 1), (r"-\frac{b}{2a}", r"\frac{-b}{2a}", 1),
     ("2 + 3i", "3i + 2", 1), ("1 + i", "1 - i", 0), ("(1,2),(3,4)", "(3,4),(1,2)", 1),
@@ -123,7 +123,7 @@ ROWS: list[tuple[str, str, int]] = [
     ("8", "The answer is 7, not 8.", 0), ("7", "The answer is 7, not 8.", 1),
     ("2", "The answer is **2**.", 1), ("11", "Answer: $11$", 1), ("11", "Answer:\n$$11$$", 1),
     ("3", "three", 0), ("4", r"\boxed{4}\boxed{4}", 1), ("4", r"\boxed{3} \boxed{4}", 1), ("0", "0.0", 1),
-    ("0", "-0", 1), ("1", r"0.\overline{9}", 1), ("1", "0.999999", 0), ("5", "5.0000001", 1),
+    ("0", "-0", 1), ("1", r"0.\overline{9}", 1), ("1", "0.999999", 0), ("5", "5.0000001", 0),
     ("5.1", "5.1000", 1), ("x", "y", 0), ("a+b", "b + a", 1), ("ab", "ba", 1), ("a_1", "a_{1}", 1),
     ("a_1", "a_2", 0), (r"\lfloor x \rfloor", r"\lceil x \rceil", 0), ("|x-1|", "|1-x|", 1),
     (r"\frac{x}{x}", "1", 1), (r"\sqrt{-1}", "i", 1), (r"\mathbb{R}", r"(-\infty, \infty)", 1),
@@ -131,6 +131,84 @@ ROWS: list[tuple[str, str, int]] = [
     (r"\text{no solution}", r"\emptyset", 0),
     ("10", "1010_2", 1), ("1010", "1010_2", 0), ("A_1", "A_1", 1), ("5", r"5 \text{ or 6}", 0),
     ("5", "The answer is 5 or 6", 0), ("5", "The answer is 5 (or 6)", 0),
+    # What stands around a formula belongs to it.
+    ("7", "7!", 0), ("2023", r"\boxed{2023!}", 0), ("5!", r"\boxed{5}", 0), ("5!", r"\boxed{120}", 1),
+    ("(2n)!", r"\boxed{2n}", 0), (r"\frac{(2n)!}{n!}", r"\boxed{\frac{(2n)!}{n}}", 0), ("5", ".5", 0),
+    ("25", r"\boxed{\$.25}", 0), (".5", r"\boxed{5}", 0), (".5", r"\boxed{0.5}", 1), ("n", r"\boxed{!n}", 0),
+    ("y", r"\boxed{y'}", 0), ("f'(x)=2x", r"\boxed{f(x)=2x}", 0),
+    ("f'(x)=2x", r"\boxed{f^\prime(x) = 2x}", 1),
+    ("Yes", r"\boxed{\text{Yes!}}", 1),
+    # A comma in brackets is no decimal point, and none of an expected answer is.
+    ("(3,14)", r"\boxed{3.14}", 0), ("(0,10)", r"\boxed{0.1}", 0), ("[0,10]", r"\boxed{0.1}", 0),
+    (r"\{2,50\}", r"\boxed{2.5}", 0), ("3.25", r"\boxed{(3,25)}", 0), ("10,20", r"\boxed{10.2}", 0),
+    ("12,15", r"\boxed{12.15}", 0), ("3.25", r"\boxed{3,25}", 1),
+    # Words that change a number are no units.
+    ("5", r"\boxed{5 \text{ million}}", 0), ("5 million", r"\boxed{5}", 0), ("2.5 billion", "2.5 million", 0),
+    ("3", r"\boxed{3\text{ hundred}}", 0), ("5000000", r"\boxed{5\text{ million}}", 1),
+    (r"5\text{ million}", r"\boxed{5{,}000{,}000}", 1), ("5000000", r"\boxed{5\text{ million dollars}}", 1),
+    ("24", "24 squared", 0), ("24", r"\boxed{24\text{ factorial}}", 0),
+    ("5", r"\boxed{5\text{ is wrong}}", 0),
+    ("24", r"\boxed{24\text{, 30}}", 0), ("24", r"\boxed{24\text{ or something else}}", 0),
+    ("0", r"\boxed{0 to 24}", 0), ("16", r"\boxed{16\text{ square units}}", 1),
+    # Units that are known must be the same.
+    ("5 hours", r"\boxed{5 minutes}", 0), ("5 meters", r"\boxed{5 km}", 0),
+    (r"5\text{ dollars}", "5 cents", 0),
+    (r"\$5", r"\boxed{5 \text{ cents}}", 0), (r"\$5", r"\boxed{5\text{ dollars}}", 1),
+    (r"5\text{ cm}", r"\boxed{5\text{ inches}}", 0), (r"5\text{ cm}^2", r"\boxed{5\text{ cm}^3}", 0),
+    (r"5\text{ cm}^2", r"\boxed{5\text{ square centimeters}}", 1), ("5 hours", "5 hrs", 1),
+    ("60", r"\boxed{60\frac{\text{km}}{\text{h}}}", 1), ("60", r"\boxed{60\,\mathrm{km}/\mathrm{h}}", 1),
+    ("60 mph", r"\boxed{60\,\mathrm{km}/\mathrm{h}}", 0), ("60", r"\boxed{60\ \mathrm{cm^2}}", 1),
+    (r"7^\circ C", r"\boxed{7}", 1), ("7°C", r"\boxed{7°F}", 0), ("75", r"\boxed{75¢}", 1),
+    # Numerals.
+    ("5", r"\boxed{5_2}", 0), ("101", r"\boxed{101_2}", 0), ("4321", r"\boxed{4321_5}", 0),
+    ("101_2", r"\boxed{101_{two}}", 1), ("A3_{16}", r"\boxed{a3_{16}}", 1),
+    ("A3_{16}", r"\boxed{A3_{15}}", 0),
+    # Dots stand for elements.
+    (r"\{1,2,\ldots,10\}", r"\boxed{\{1,2,10\}}", 0), (r"1,2,\ldots,n", r"\boxed{1,2,n}", 0),
+    ("1,2", r"\boxed{1,2,\ldots}", 0), ("24", r"\boxed{24,\ldots}", 0),
+    (r"1,2,\ldots,n", r"\boxed{1, 2, \dots, n}", 1), (r"\{1,2,\ldots,10\}", r"\boxed{\{1,2,...,10\}}", 1),
+    # Inequalities that "and" or a comma joins hold together.
+    (r"\mathbb{R}", r"\boxed{x>1 \text{ and } x<3}", 0), (r"[2,\infty)", r"\boxed{x\ge2, x\ge5}", 0),
+    ("(1,3)", r"\boxed{x>1 \text{ and } x<3}", 1), ("1<x<3", r"\boxed{x>1, x<3}", 1),
+    ("(1,3)", r"\boxed{x>1 \text{ or } x<3}", 0), (r"(-\infty,1)\cup(3,\infty)", r"\boxed{x<1, x>3}", 1),
+    (r"[2,3)\cup(3,\infty)", "x≥2且x≠3", 1),
+    # The equation of a curve states no value.
+    ("4", r"\boxed{x^2+y^2=4}", 0), ("1", r"\boxed{\frac{x^2}{4}+\frac{y^2}{9}=1}", 0),
+    ("0", r"\boxed{ax+by+c=0}", 0), ("x+y=1", r"\boxed{1}", 0), ("x+y+z=0", r"\boxed{0}", 0),
+    (r"\frac34", r"\boxed{\cos A = \frac34}", 1), ("2", r"\boxed{\log_2 4 = 2}", 1),
+    (r"\frac{dy}{dx}=2x", r"\boxed{2x}", 1), ("5 = x", r"\boxed{5}", 1), ("1/2 = 0.5", r"\boxed{0.5}", 1),
+    # Several answers are none.
+    ("A", r"\boxed{(A),(B),(C),(D),(E)}", 0), ("A", r"\boxed{A) or B)}", 0), ("A", r"\boxed{(A) or (B)}", 0),
+    ("A", r"\boxed{A) 42}", 1), ("B, D", r"\boxed{B,D}", 1), ("B, D", r"\boxed{D,B}", 1),
+    ("B, D", r"\boxed{B,C}", 0), ("24", r"\boxed{24 \approx 30}", 0), ("5", r"\boxed{4=5}", 0),
+    # An exact number is no approximation.
+    ("5", r"\boxed{4.9999999}", 0), ("2.5", r"\boxed{2.5000001}", 0), ("1000x", r"\boxed{1000.0001x}", 0),
+    ("x^2", r"\boxed{x^{2.0000001}}", 0), (r"\frac{x}{3}", r"\boxed{0.33333333x}", 1),
+    (r"\sqrt2x", r"\boxed{1.41421356x}", 1), (r"\gcd(m,n)", r"\boxed{\gcd(m,k)}", 0),
+    (r"\gcd(m,n)", r"\boxed{\gcd(m, n)}", 1), (r"\gcd(12,18)", r"\boxed{6}", 1),
+    # Sums whose bounds are variables.
+    (r"\sum_{k=1}^n k^2", r"\boxed{\frac{n(n+1)(2n+1)}{6}}", 1),
+    (r"\sum_{k=1}^n k^2", r"\boxed{\sum_{i=1}^n i^2}", 1),
+    (r"\sum_{k=1}^n k^2", r"\boxed{\frac{n(n+1)}{2}}", 0),
+    # Functions.
+    ("f(x)=2x+1", r"\boxed{y=2x+1}", 1), ("f(n)=n+1", r"\boxed{f(x)=x+1}", 1),
+    ("f(n)=n+1", r"\boxed{f(x)=x+2}", 0),
+    ("f(x)=x+1", r"\boxed{g(x)=x+1}", 0), ("f(x)=ax", r"\boxed{f(a)=a^2}", 0),
+    # Notations.
+    (r"\frac34", r"\boxed{\mathbf{\frac34}}", 1), (r"\frac34", r"\boxed{\boldsymbol{\frac{3}{4}}}", 1),
+    ("2", r"\boxed{\bf 2}", 1), ("2", r"\boxed{\underline{2}}", 1), ("2", r"\boxed{2 \checkmark}", 1),
+    ("3", r"\boxed{\log_2 8}", 1), (r"\log_2 5", r"\boxed{\log_{2} 5}", 1), ("72", r"\boxed{2^3 3^2}", 1),
+    (r"\sqrt[3]{-8}", r"\boxed{-2}", 1), (r"\sqrt[3]{-8}", r"\boxed{2}", 0),
+    ("24", r"\boxed{\begin{aligned}x&=12+12\\&=24\end{aligned}}", 1), ("1,2", r"\boxed{x=1 \lor x=2}", 1),
+    (r"\mathbb{R}", r"\boxed{\mathbb R}", 1), (r"33\frac13\%", r"\boxed{\frac13}", 1),
+    (r"\lg 2", r"\boxed{\log_{10} 2}", 1), (r"\max\{a,b\}", r"\boxed{\max(b,a)}", 1),
+    (r"\arctan 2", r"\boxed{\operatorname{arctan}(2)}", 1), ("1,-2", "1 或 -2", 1),
+    # The same text is equal, whatever it says.
+    (r"A\cup B", r"\boxed{A \cup B}", 1), (r"AB\parallel CD", r"\boxed{AB \parallel CD}", 1),
+    (r"\begin{cases}x+1 & x>0\\ x-1 & x\le 0\end{cases}",
+     r"\boxed{\begin{cases}x+1&x>0\\x-1&x\le 0\end{cases}}", 1),
+    (r"\textcircled{1}\textcircled{3}", r"\boxed{\textcircled{1}\textcircled{3}}", 1),
+    ("甲", r"\boxed{甲}", 1),
 ]  # fmt: skip
 
 

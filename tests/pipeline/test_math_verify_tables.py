@@ -16,6 +16,8 @@ SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"}}
 )
 OTHERWISE = {
+    "test_all.test_number_extraction:6": "1.22 for 1,22: a comma in a key separates numbers",
+    "test_all.test_number_extraction:17": "0.111 for 0,111: the same",
     "test_all.test_complex_math_expressions:7": "0.33 for 1/3: the row asks for 2 decimals",
     "test_all.test_complex_math_expressions:13": "2.6667 for 8/3: the same",
     "test_yujianll.test_string_extraction:9": "1 - 1/e and 1 + 1/e are called equal",

@@ -15,9 +15,10 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify.parser import parse_latex_cached
 
-from rollyard_pipeline.handlers.equality import equal
-from rollyard_pipeline.handlers.spelling import Spelling, spellings
+from rollyard_pipeline.handlers.equality import PERCENT, equal, satisfied
+from rollyard_pipeline.handlers.spelling import INEQUALITY, Spelling, spellings
 from rollyard_pipeline.handlers.statements import Statement, statements
+from rollyard_pipeline.handlers.units import symbols, unit
 
 # Units are removed in `spelling`: math-verify takes letters such as t, h and m for units, too.
 _NORMALIZATION: Final = NormalizationConfig(
@@ -27,10 +28,32 @@ _SHOWN: Final = 300
 """The number of characters of an answer, from its end, that people are shown."""
 
 _TEXT: Final = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_BLANKS: Final = re.compile(r"(?<!\\)\\[ ,;:!]|~")
+_LOOSE: Final = re.compile(r"(?<!\w)\s+|\s+(?!\w)")
+"""Spaces that do not stand between letters and digits."""
 _WORDS: Final = re.compile(r"[^\W\d_]+(?:[ ',.\-]+[^\W\d_]+)*")
 _CHOICE: Final = re.compile(r"\(?([A-Z])\)?")
+_CHOICES: Final = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)\(?[A-Z]\)?)+")
+_OTHER_CHOICE: Final = re.compile(
+    r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.):,]|\s*$)|(?<![A-Za-z])(?:and|or|not)(?![A-Za-z])"
+)
 _CHOSEN: Final = re.compile(r"\(([A-Za-z])\)(?![\w(])|([A-Z])[.):](?=\s|$)|([A-Z])$")
-_BASE: Final = re.compile(r"\(?([0-9A-Z]+)\)?_\s*\{?\s*(?:\\text\{)?(\d+|two|three|eight|ten)\s*\}?\}?")
+_BASES: Final = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+}
+_BASE: Final = re.compile(
+    rf"\(?((?=[A-Za-z]*\d)[0-9A-Za-z]+)\)?_\{{?\(?(?:\\text\{{)?(\d+|{'|'.join(_BASES)})\}}?\)?\}}?"
+)
+_MONEY: Final = {"$": "dollar", "euros": "euro", "€": "euro", "¥": "yen", "rupee": "₹", "rupees": "₹"}
+_CURRENCIES: Final = frozenset({"dollar", "cent", "euro", "yen", "yuan", "₹", "₽", "₩"})
 _TIME: Final = re.compile(r"0?(\d{1,2}):(\d\d)(?::(\d\d))?\s*([ap])?\.?m?\.?", re.IGNORECASE)
 _SEPARATOR: Final = re.compile(r"[,;](?![^(\[{]*[)\]}])")
 """A comma or semicolon outside of brackets."""
@@ -65,7 +88,8 @@ def compare(gold: str, text: str) -> tuple[bool | None, str]:
     keys = statements(gold)[-1:] or [Statement(gold.strip(), "")]
     answers = statements(text)
     key = keys[0].text
-    if not _is_words(key) and not _reads(key):
+    readable = _is_words(key) or bool(_reads(key, is_key=True))
+    if not readable and not any(_same_text(key, answer.text) for answer in answers):
         return None, _cut(key)
     if not answers:
         return False, f"There is no answer.\nexpected: {_cut(key)}"
@@ -85,27 +109,39 @@ def _cut(text: str) -> str:
 
 def _equal_how(key: str, answer: str) -> str | None:
     """Return how two answers are equal, as the end of a sentence, or None if they are not."""
-    if _as_words(key) and _as_words(key, _is_words(key)) == _as_words(answer, _is_words(key)):
+    if _same_text(key, answer):
         return " as text"
     if _same_choice(key, answer):
         return " by their letter"
-    answer = _in_decimals(key, answer)
-    for pattern in (_BASE, _TIME):
-        pair = [pattern.fullmatch(_bare(each)) for each in (key, answer)]
-        if all(pair):
-            return " as numerals" if len({match.groups() for match in pair if match}) == 1 else None
-    if _TIME.fullmatch(_bare(key)) and ":" in key:
+    wanted, numeral = _numeral(key), _numeral(answer)
+    if wanted is not None and numeral is not None:
+        return " as numerals" if wanted == numeral and numeral[1] is not None else None
+    if numeral is not None:  # The expected answer names no base.
+        answer = "" if numeral[1] is None else str(numeral[1])
+    times = [_TIME.fullmatch(_bare(each)) for each in (key, answer)]
+    if all(times):
+        return " as numerals" if len({match.groups() for match in times if match}) == 1 else None
+    if times[0] is not None and ":" in key:
         return None
     if _is_words(key) and not _may_be_product(key):
         return None
-    for gold in _reads(key):
+    return _equal_by_value(key, answer)
+
+
+def _equal_by_value(key: str, answer: str) -> str | None:
+    for gold in _reads(key, is_key=True):
         for read in _reads(answer, _letter(gold.spelling.unit)):
-            if _units_differ(gold.spelling.unit, read.spelling.unit):
-                continue
-            if equal(*_values_with_case(gold, read)):
+            if not _units_differ(gold.spelling.unit, read.spelling.unit) and _reads_equal(gold, read):
                 how = read.spelling.how or gold.spelling.how
                 return f": read {how}" if how else ""
     return None
+
+
+def _reads_equal(gold: _Read, answer: _Read) -> bool:
+    try:
+        return equal(*_values_with_case(gold, answer))
+    except RecursionError:  # sympy walks through deep formulas so.
+        return False
 
 
 def _values_with_case(gold: _Read, answer: _Read) -> tuple[Any, Any]:
@@ -129,30 +165,41 @@ def _values_with_case(gold: _Read, answer: _Read) -> tuple[Any, Any]:
     return first, second
 
 
-def _in_decimals(key: str, answer: str) -> str:
-    """Return the decimal value of a numeral of another base, if the expected answer names no base."""
-    numeral = _BASE.fullmatch(_bare(answer))
-    if numeral is None or _BASE.fullmatch(_bare(key)) or not numeral[2].isdigit():
-        return answer
+def _numeral(text: str) -> tuple[int, int | None] | None:
+    """Return the base and the value of a numeral such as 101_2, or None. 5_2 is one without a value."""
+    match = _BASE.fullmatch(_TEXT.sub(r"\1", _bare(text)))
+    if match is None:
+        return None
+    base = _BASES.get(match[2]) or int(match[2][:4])
     try:
-        return str(int(numeral[1], int(numeral[2])))
-    except ValueError:  # It is a variable, such as A_1.
-        return answer
+        return base, int(match[1], base)
+    except ValueError:
+        return (base, None) if match[1].isdigit() else None
 
 
 def _bare(text: str) -> str:
     return text.strip().strip("$").replace("\\,", "").replace(" ", "").strip(".")
 
 
-def _as_words(text: str, folded: bool = True) -> str:
+def _same_text(key: str, answer: str) -> bool:
+    words = _is_words(key)
+    texts = [_as_words(each, words) for each in (key, answer)]
+    return bool(texts[0]) and texts[0] == texts[1]
+
+
+def _as_words(text: str, folded: bool) -> str:
     """Return a text without its commands and what surrounds it, for the comparison as text.
 
     Args:
         text: An answer.
         folded: Whether the case of letters is left out, too.
     """
-    words = _TEXT.sub(r"\1", text).replace("$", "").replace("\\ ", " ").replace("~", " ")
-    return " ".join((words.casefold() if folded else words).split()).strip(" .,;:!\"'*`(){}")
+    words = _BLANKS.sub(" ", _TEXT.sub(r"\1", text).replace("$", ""))
+    words = " ".join(words.split()).strip(' "*`').rstrip(" .,;:")
+    bare = words.strip(' .,;:!"*`(){}')
+    if len(bare) > 1 and _WORDS.fullmatch(bare) and not _may_be_product(bare):
+        words = bare
+    return _LOOSE.sub("", words.casefold() if folded else words)
 
 
 def _is_words(text: str) -> bool:
@@ -168,11 +215,17 @@ def _may_be_product(text: str) -> bool:
 
 def _same_choice(key: str, answer: str) -> bool:
     """Compare the letter of multiple choice: C, (C), `\\text{(C)}` or "C) 42" for the key C."""
-    gold = _CHOICE.fullmatch(_TEXT.sub(r"\1", key).strip(" $."))
+    texts = [_TEXT.sub(r"\1", each).strip(" $.") for each in (key, answer)]
+    if all(map(_CHOICES.fullmatch, texts)):
+        chosen = [re.findall("[A-Z]", each) for each in texts]
+        return sorted(chosen[0]) == sorted(chosen[1])
+    gold = _CHOICE.fullmatch(texts[0])
     if gold is None:
         return False
     said = _CHOSEN.match(_TEXT.sub(r"\1", answer).strip(" $*"))
     if said is None:
+        return False
+    if _OTHER_CHOICE.search(_TEXT.sub(r"\1", answer).strip(" $*"), said.end()):
         return False
     letter = said[1] or said[2] or said[3]
     return letter == gold[1] or (said[1] is not None and "(" in key and letter.upper() == gold[1])
@@ -183,14 +236,22 @@ def _letter(unit: str) -> str:
 
 
 def _units_differ(gold: str, answer: str) -> bool:
-    """Return whether both name an abbreviated unit, and not the same: 5 cm and 5 km."""
-    short = [each.lower().rstrip("s.") for each in (gold, answer) if each and len(each) <= 3]
-    return len(short) == 2 and short[0] != short[1]
+    """Return whether both name a unit that is known, and not the same: 5 cm and 5 km, dollars and cents."""
+    known = [_known_unit(each) for each in (gold, answer)]
+    return None not in known and known[0] != known[1]
 
 
-def _reads(text: str, letter_unit: str = "") -> list[_Read]:
+def _known_unit(text: str) -> Any:
+    word = text.lower().strip(" .")
+    money = _MONEY.get(word) or word.removesuffix("s")
+    if money in _CURRENCIES:
+        return money
+    return unit(symbols(text.replace(".", " "))) if text else None
+
+
+def _reads(text: str, letter_unit: str = "", *, is_key: bool = False) -> list[_Read]:
     found = []
-    for spelling in spellings(text, letter_unit=letter_unit):
+    for spelling in spellings(text, letter_unit=letter_unit, is_key=is_key):
         value = _parsed(spelling.latex)
         if value is not None:
             found.append(_Read(spelling, value))
@@ -203,8 +264,12 @@ def _parsed(latex: str) -> Any:
     quick = _number(latex) if "," not in latex else _numbers(latex)
     if quick is not None:
         return quick
-    whole = _parsed_part(latex)
     parts = _SEPARATOR.split(latex)
+    if 1 < len(parts) <= _MOST_PARTS and all(map(INEQUALITY.search, parts)):
+        found = satisfied([_parsed_part(part) for part in parts], all_of_them=";" not in latex)
+        if found is not None:
+            return found
+    whole = _parsed_part(latex)
     if whole is not None or not 1 < len(parts) <= _MOST_PARTS:
         return whole
     # It reads no list of which one part has two values, such as "x = 1, x = 2 \pm \sqrt{3}".
@@ -254,6 +319,9 @@ def _parsed_part(latex: str) -> Any:
             raise
         except Exception:  # Its grammar and its conversion raise exceptions of all kinds.
             continue
+    if latex.endswith("\\%") and "," not in latex:  # It reads no per cent sign after a bracket.
+        bare = _parsed_part(latex.removesuffix("\\%").strip())
+        return sympy.Mul(bare, PERCENT) if isinstance(bare, sympy.Expr) else None
     if latex.count("\\pm") == 1:
         both = [_parsed_part(tries[-1].replace("\\pm", sign)) for sign in "+-"]
         return None if None in both else FiniteSet(*both)

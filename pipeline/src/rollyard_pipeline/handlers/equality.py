@@ -23,11 +23,20 @@ from sympy.logic.boolalg import BooleanFunction
 DECIMAL_TOLERANCE: Final = 1e-6
 """The relative difference of a decimal approximation, and also the absolute one of two decimals."""
 _EXACT_TOLERANCE: Final = 1e-30
+_FLOAT_TOLERANCE: Final = 1e-14
+"""The relative difference of a number that a program has printed: 0.30000000000000004."""
+_FLOAT_DIGITS: Final = 15
 _ROUNDING: Final = 1 + 1e-9  # 0.333333 differs from 1/3 by exactly the tolerance.
 _DIGITS: Final = 45
 _POINTS: Final = 5
-_PERCENT: Final = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+_LONGEST: Final = 1000
+"""The bits of a denominator whose digits are counted."""
+_LARGEST_BOUND: Final = 12
+"""The least number that is no bound of a sum where one is evaluated."""
+PERCENT: Final = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _CONFIRMED_POINTS: Final = 3
+_ROUNDED_DIGITS: Final = 6
+"""The digits of a decimal that may be a rounded number. `2.5` is an exact one."""
 
 
 def equal(gold: Any, answer: Any) -> bool:
@@ -38,8 +47,9 @@ def equal(gold: Any, answer: Any) -> bool:
         if all(isinstance(each, sympy.Set) for each in solved) and _symbols(gold) == _symbols(answer):
             return equal(*solved)
     if _is_relation(gold) and _is_relation(answer):
-        if _is_value_of_function(gold) and _is_value_of_function(answer) and gold.lhs.func == answer.lhs.func:
-            return equal(gold.rhs, answer.rhs)
+        values = _values_of_function(gold, answer)
+        if values is not None:
+            return equal(*values)
         return _library_equal(gold, answer) and _relations_confirmed(gold, answer)
     gold, answer = _as_set(gold, answer), _as_set(answer, gold)
     if _is_relation(gold) or _is_relation(answer):
@@ -63,16 +73,43 @@ def _values(gold: Any, answer: Any) -> tuple[Any, Any]:
     """Take the right side of an equation where the other answer is none: `x = 5` and 5, `AB = 4` and 4."""
     if isinstance(answer, (sympy.Eq, And)) and not _is_relation(gold):
         answer = _right_side(answer)
-    elif isinstance(gold, (sympy.Eq, And)) and not _is_relation(answer) and _is_name(_first(gold).lhs):
-        gold = _right_side(gold)
+    elif isinstance(gold, (sympy.Eq, And)) and not _is_relation(answer):
+        gold = _stated_by_key(gold)
     return _explicit(gold), _explicit(answer)
+
+
+def _stated_by_key(equation: Any) -> Any:
+    """Return what the expected answer says that something is: of `x = 5`, `5 = x` and `1/2 = 0.5`."""
+    left, right = _first(equation).lhs, _first(equation).rhs
+    if _is_name(left):
+        return _right_side(equation)
+    if not (isinstance(equation, sympy.Eq) and isinstance(left, sympy.Expr)) or _symbols(left):
+        return equation
+    same = isinstance(right, sympy.Symbol) or (not _symbols(right) and equal(left, right))
+    return left if same else equation
 
 
 def _is_name(left: Any) -> bool:
     """Return whether the left side of an equation only names what the right side is: x, AB, f(x), (p, q)."""
     if isinstance(left, (sympy.Tuple, sympy.Interval)):
         return all(map(_is_name, _parts(left)))
-    return isinstance(left, (AppliedUndef, sympy.Abs)) or bool(is_expr_of_only_symbols(left))
+    if isinstance(left, (AppliedUndef, sympy.Abs, sympy.Derivative)):
+        return True
+    return not isinstance(left, sympy.Add) and bool(is_expr_of_only_symbols(left))
+
+
+def _is_value_of(left: Any, right: Any) -> bool:
+    """Return whether the left side of an equation may be what was asked for: x, x + y, AB and cos(A)."""
+    if not _symbols(left) or _is_name(left):
+        return True
+    if isinstance(left, sympy.Function):
+        return all(isinstance(each, sympy.Symbol) for each in left.args)
+    return bool(is_expr_of_only_symbols(left)) and not (right == 0 and _is_polynomial(left))
+
+
+def _is_polynomial(left: Any) -> bool:
+    """Return whether `left` is a sum with a product, as in the equation of a line: ax + by = 0."""
+    return isinstance(left, sympy.Add) and any(len(_symbols(part)) > 1 for part in left.args)
 
 
 def _first(equation: Any) -> Any:
@@ -95,17 +132,37 @@ def _right_side(equation: Any) -> Any:
     if not all(isinstance(part, sympy.Eq) for part in parts):
         return equation
     left, right = parts[0].lhs, parts[-1].rhs
-    names = _symbols(left)
-    if len(names) == 1 and not isinstance(left, (sympy.Symbol, sympy.Abs)) and not left.has(AppliedUndef):
+    if not _is_value_of(left, right):
         return equation
-    if _symbols(right) & names and not isinstance(left, AppliedUndef):
+    if _symbols(right) & _symbols(left) and not isinstance(left, (AppliedUndef, sympy.Derivative)):
         return equation
     return right
 
 
-def _is_value_of_function(thing: Any) -> bool:
-    """Return whether `thing` is an equation such as f(x) = 1, in which the variable's name says nothing."""
-    return isinstance(thing, sympy.Eq) and isinstance(thing.lhs, AppliedUndef) and not _symbols(thing.rhs)
+def _values_of_function(gold: Any, answer: Any) -> tuple[Any, Any] | None:
+    """Return the right sides of two definitions of the same function: f(x) = 2x, f(t) = 2t, and y = 2x."""
+    if not (isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)):
+        return None
+    first, second = gold.lhs, answer.lhs
+    if not (_is_function_of_symbols(first) or _is_function_of_symbols(second)):
+        return None
+    if isinstance(first, sympy.Symbol) or isinstance(second, sympy.Symbol):
+        named = first if isinstance(first, sympy.Symbol) else second
+        return (
+            None if _symbols(named) & (_symbols(gold.rhs) | _symbols(answer.rhs)) else (gold.rhs, answer.rhs)
+        )
+    if getattr(first, "func", None) != getattr(second, "func", None) or len(first.args) != len(second.args):
+        return None
+    if not _is_function_of_symbols(first) or not _is_function_of_symbols(second):
+        return None
+    names = dict(zip(second.args, first.args, strict=True))
+    if _symbols(answer.rhs) & _symbols(first) - _symbols(second):
+        return None
+    return gold.rhs, answer.rhs.xreplace(names) if isinstance(answer.rhs, sympy.Basic) else answer.rhs
+
+
+def _is_function_of_symbols(thing: Any) -> bool:
+    return isinstance(thing, AppliedUndef) and all(isinstance(each, sympy.Symbol) for each in thing.args)
 
 
 def _is_relation(thing: Any) -> bool:
@@ -126,10 +183,23 @@ def _as_set(thing: Any, other: Any) -> Any:
         return thing
     if _is_relation(thing) and not isinstance(thing, sympy.Eq):
         return _solutions(thing)
-    if isinstance(thing, sympy.FiniteSet) and thing.args and all(map(_is_inequality, thing.args)):
-        # "x < -1 or x > 1"
-        return sympy.Union(*(_solutions(part) for part in thing.args))
     return thing
+
+
+def satisfied(relations: Sequence[Any], *, all_of_them: bool) -> Any:
+    """Return the set of what satisfies inequalities of one variable, or None if they are no such ones.
+
+    Args:
+        relations: What latex2sympy has read.
+        all_of_them: Whether each must hold ("x > 1 and x < 3"). Where this leaves nothing, one must hold.
+    """
+    if not all(map(_is_inequality, relations)) or len(set().union(*map(_symbols, relations))) != 1:
+        return None
+    sets = [_solutions(each) for each in relations]
+    if not all(isinstance(each, sympy.Set) for each in sets):
+        return None
+    both = sympy.Intersection(*sets) if all_of_them else sympy.EmptySet
+    return sympy.Union(*sets) if both == sympy.EmptySet else both
 
 
 def _is_inequality(thing: Any) -> bool:
@@ -217,7 +287,10 @@ def _matrices_equal(gold: Any, answer: Any) -> bool:
 
 
 def _library_equal(gold: Any, answer: Any) -> bool:
-    return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    try:
+        return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    except RecursionError:
+        return False
 
 
 def _relations_confirmed(gold: Any, answer: Any) -> bool:
@@ -257,13 +330,13 @@ def expressions_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool | None:
     names = sorted(_symbols(gold) | _symbols(answer))
     if not names:
         return _numbers_equal(gold, answer, approximate)
-    return _same_at_points(gold, answer, names, DECIMAL_TOLERANCE if any(approximate) else _EXACT_TOLERANCE)
+    return _same_at_points(gold, answer, names, _tolerance(gold, answer, approximate))
 
 
 def _percent(expression: sympy.Expr) -> sympy.Expr | None:
     """Return the number before a per cent sign."""
-    if isinstance(expression, sympy.Mul) and _PERCENT in expression.args:
-        return sympy.Mul(*(part for part in expression.args if part != _PERCENT))
+    if isinstance(expression, sympy.Mul) and PERCENT in expression.args:
+        return sympy.Mul(*(part for part in expression.args if part != PERCENT))
     return None
 
 
@@ -284,7 +357,8 @@ def _symbols(expression: Any) -> set[str]:
 
 def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool | None:
     exact = [_rational(each) for each in (gold, answer)]
-    if None not in exact and (exact[0] == exact[1] or not any(approximate)):
+    tolerance = _tolerance(gold, answer, approximate)
+    if None not in exact and (exact[0] == exact[1] or tolerance == _EXACT_TOLERANCE):
         return bool(exact[0] == exact[1])
     values = _value(gold, {}), _value(answer, {})
     if None in values:
@@ -293,17 +367,46 @@ def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool 
         return bool(values[0] == values[1])
     if not all(value.is_number and value.is_finite for value in values):
         return False
-    if not any(approximate):
-        return _close(*values, _EXACT_TOLERANCE)
     if all(map(_is_literal, exact)) and abs(values[0] - values[1]) > DECIMAL_TOLERANCE:
         # 16386.17 is no approximation of 16386.16, and 1000000008.0 is none of 1000000007.
         return False
-    return _close(*values, DECIMAL_TOLERANCE)
+    return _close(*values, tolerance)
 
 
 def _rational(number: Any) -> sympy.Rational | None:
     value = number.doit() if isinstance(number, sympy.Expr) else number
     return value if isinstance(value, sympy.Rational) else None
+
+
+def _tolerance(gold: Any, answer: Any, approximate: Sequence[bool]) -> float:
+    """Return the relative difference that two expressions may have, of which some have decimals."""
+    if not any(approximate):
+        return _EXACT_TOLERANCE
+    if all(map(_may_be_rounded, (gold, answer))):
+        return DECIMAL_TOLERANCE
+    digits = (_digits(each) for side in (gold, answer) for each in side.atoms(sympy.Rational))
+    return _FLOAT_TOLERANCE if max(digits, default=0) >= _FLOAT_DIGITS else _EXACT_TOLERANCE
+
+
+def _may_be_rounded(expression: Any) -> bool:
+    """Return whether a decimal may only be near to this: it has no short one, or is one of six digits."""
+    if expression.has(sympy.Function, sympy.NumberSymbol, sympy.Sum, sympy.Product, sympy.Integral):
+        return True
+    if any(not power.exp.is_integer for power in expression.atoms(sympy.Pow)):
+        return True
+    numbers = [*expression.atoms(sympy.Rational), *map(_rational, sympy.Mul.make_args(expression))]
+    return any(
+        each is not None and _digits(each) >= _ROUNDED_DIGITS for each in [*numbers, _rational(expression)]
+    )
+
+
+def _digits(number: sympy.Rational) -> int:
+    """Return how many digits a decimal has between its zeros; integers count as short."""
+    if number.q == 1:
+        return 0
+    if not _is_literal(number) or number.q.bit_length() > _LONGEST:
+        return _ROUNDED_DIGITS
+    return len(str(abs(number.p) * 10 ** (number.q.bit_length()) // number.q).strip("0"))
 
 
 def _is_literal(number: sympy.Rational | None) -> bool:
@@ -321,10 +424,12 @@ def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: flo
     """Compare at points of both signs, so that |x| is not x. Points where neither has a value say nothing."""
     seeded = random.Random(0)
     compared = 0
+    bounds = sorted(_bounds(gold) | _bounds(answer))
     for _ in range(4 * _POINTS):
         point = {name: sympy.Rational(seeded.randrange(-4000, 4000), 1009) for name in names}
         if compared >= 2:
             point = {name: abs(value) for name, value in point.items()}
+        point.update({name: sympy.Integer(seeded.randrange(1, _LARGEST_BOUND)) for name in bounds})
         values = _value(gold, point), _value(answer, point)
         if None in values:
             return None
@@ -341,6 +446,12 @@ def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: flo
     return True if compared >= _CONFIRMED_POINTS else None
 
 
+def _bounds(expression: Any) -> set[str]:
+    """Return the variables between whose values a sum or a product runs."""
+    sums = expression.atoms(sympy.Sum, sympy.Product)
+    return {name for each in sums for limit in each.limits for end in limit[1:] for name in _symbols(end)}
+
+
 def _value(expression: Any, point: dict[str, Any]) -> Any:
     """Return the value of an expression at a point, as sympy's number, or None if sympy finds none."""
     given = {
@@ -349,7 +460,7 @@ def _value(expression: Any, point: dict[str, Any]) -> Any:
     }
     try:
         value = expression.xreplace(given).doit().evalf(_DIGITS)
-    except (TypeError, ValueError, NotImplementedError, ArithmeticError, AttributeError):
+    except (TypeError, ValueError, NotImplementedError, ArithmeticError, AttributeError, RecursionError):
         return None
     return None if value.free_symbols else value
 

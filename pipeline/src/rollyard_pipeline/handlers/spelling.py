@@ -6,6 +6,7 @@ variable. What can be read in two ways (`1,234` may be one number or two) has se
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ _SIGNS: Final = str.maketrans(
         "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
         "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
         "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "±": r"\pm ", "≈": r"\approx ", "∶": ":", "⁄": "/",
+        "…": r"\ldots ", "¢": r"\text{cents}", "✓": "", "✔": "", "✅": "", "或": " or ", "且": " and ",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
         "（": "(", "）": ")", "，": ",", "、": ",", "；": ";", "：": ":", "％": "%", "＝": "=",
@@ -29,9 +31,11 @@ _RAISED: Final = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _RAISED_SIGNS: Final = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
 _ROOT: Final = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\w+))")
 
+_MONEY: Final = re.compile(r"(?:\\?\$|\\(euro|yen)\b|([€¥₹₽₩]))\s*[\d.]")
 _CURRENCY: Final = re.compile(r"\\?\$|\\(?:euro|pounds|yen)\b|[€£¥₹₽₩]|\b(?:USD|EUR|Rs\.?)(?![A-Za-z])")
 _LAYOUT: Final = re.compile(
-    r"\\(?:displaystyle|textstyle|limits|left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\!|\\phantom\{[^{}]*\}"
+    r"\\(?:displaystyle|textstyle|limits|left|right|[bB]igg?[lr]?|bf|rm|[lL]arge|LARGE|[hH]uge|checkmark)"
+    r"(?![A-Za-z])|\\!|\\phantom\{[^{}]*\}"
 )
 _NO_COMMAND: Final = r"(?![A-Za-z])"
 _SPACES: Final = re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad|enspace|thinspace|hspace\{[^{}]*\})|~")
@@ -45,7 +49,25 @@ _SCIENTIFIC: Final = re.compile(r"(?<![\w\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\
 _POWER: Final = re.compile(r"\^\s*(-?\d{2,}|-\d)")
 _INDEX: Final = re.compile(r"_(\w)(?=\s)")
 _FUNCTIONS: Final = "pi|sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan"
+
+
+def _of_two(match: re.Match[str]) -> str:
+    """Return the greatest common divisor of variables as a variable: latex2sympy takes it for 1."""
+    two = sorted((match[2], match[3]))
+    return match[0] if "".join(two).isdigit() else f"{match[1][0]}_{{{two[0]}x{two[1]}}}"
+
+
 _WORD_SIGNS: Final = (
+    (re.compile(r"\.{3,}|\\(?:l|c|d)?dots[bc]?" + _NO_COMMAND), r"\\ldots "),
+    (re.compile(rf"([,+*<-]|\\(?:cdot|times|le)(?![A-Za-z]))\s*\\ldots{_NO_COMMAND}"), r"\1 \\Upsilon "),
+    (re.compile(r"\\operatorname\*?\{(\w+)\}"), r"\\\1 "),
+    (re.compile(r"\\(gcd|lcm)\s*\((\w+)\s*,\s*(\w+)\)"), _of_two),
+    (re.compile(r"\\lg" + _NO_COMMAND), r"\\log_{10} "),
+    (re.compile(r"\\(mathbb|vec|overrightarrow)\s+([A-Za-z])"), r"\\\1{\2}"),
+    (re.compile(r"\\(max|min)\s*\\\{([^{}]*)\\\}"), r"\\\1(\2)"),
+    (re.compile(r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-([^{}+-]*)\}"), r"-\\sqrt[\1]{\2}"),
+    (re.compile(r"\^\s*(?:\\prime\b|\{\s*((?:\\prime\s*)+)\})"), lambda m: "'" * max(m[0].count("prime"), 1)),
+    (re.compile(r"(?<=[A-Za-z])(?<!\\)('+)"), lambda m: "_{" + "p" * len(m[1]) + "}"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\{"), r"\\sqrt{"),
     (re.compile(r"(?<![A-Za-z\\])(?:sqrt|Sqrt)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -57,9 +79,7 @@ _WORD_SIGNS: Final = (
     (re.compile(r"!=|\\neq" + _NO_COMMAND), r"\\ne "),
     (re.compile(r"(?<=[\])])\s*U\s*(?=[\[(])"), r"\\cup "),
     (re.compile(r"\\varnothing" + _NO_COMMAND), r"\\emptyset "),
-    (re.compile(r"\\operatorname\{(\w+)\}"), r"\\\1 "),
     (re.compile(r"\\(?:colon)" + _NO_COMMAND), ":"),
-    (re.compile(r"\\l?[cd]dots" + _NO_COMMAND), r"\\ldots "),
     (re.compile(r"\\langle\s*(.*?)\s*\\rangle"), r"(\1)"),
 )  # fmt: skip
 _DEGREES_OF: Final = re.compile(
@@ -70,7 +90,30 @@ _BUILDER: Final = re.compile(r"^\\\{\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*
 _TEXT: Final = re.compile(
     r"\\(?:text(?:rm|bf|it|normal|sf|tt|up)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|bf|rm)\s*\{([^{}]*)\}"
 )
-_LABEL: Final = re.compile(r"^\s*\\text\{[^{}]*\}\s*(?:=|:|\\approx)\s*")
+_STYLED: Final = re.compile(
+    r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|bm|bf|underline)\s*\{(.*)\}", re.DOTALL
+)
+_TEXTS_OVER: Final = re.compile(
+    r"\\frac\{\\text\{([^{}]*)\}\}\{\\text\{([^{}]*)\}\}|\\text\{([^{}]*)\}\s*/\s*\\text\{([^{}]*)\}"
+)
+_LABEL: Final = re.compile(
+    r"^\s*\\text\{(?:[^{}]*\}\s*(?:=|:|\\approx)|\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*\}\s*:?)\s*",
+    re.IGNORECASE,
+)
+_ALIGNED: Final = re.compile(
+    r"\\begin\{(aligned|align\*?|split|gathered|gather\*?)\}(.*?)\\end\{\1\}|\\begin\{(cases)\}([^&]*?)\\end\{cases\}",
+    re.DOTALL,
+)
+_SCALE: Final = re.compile(
+    r"(?<=\d)\s*(?:(\\text\{)\s*)?(hundred|thousand|[mb]illion|trillion)s?\b(?:\s*(\}))?(?!\s*ths?\b)",
+    re.IGNORECASE,
+)
+_ZEROS: Final = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_TEMPERATURE: Final = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])\s*\}?\s*$")
+_RELATION: Final = re.compile(r"[=<>]|\\[lg]eq?(?![A-Za-z])|\\ne(?![A-Za-z])")
+INEQUALITY: Final = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])")
+_LOGICAL: Final = re.compile(r"\\(lor|vee|land|wedge)(?![A-Za-z])")
+_OR: Final = re.compile(r"\\text\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _ALTERNATIVES: Final = re.compile(
     r"\s*,?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
     r"|(?<=[\d)\]}])\s*(?:and|or)\s*(?=[A-Z\d(\\-]))\s*"
@@ -82,26 +125,46 @@ _PERCENT: Final = re.compile(
 _GROUPED: Final = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
 _MARKED: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:\s*(?:\{\s*,\s*\}|,\\!|\\,)\s*\d{3})+)(?![\d,])")
 _SPACED: Final = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+)(?![\d,])")
-_DECIMAL_COMMA: Final = re.compile(r"^([^\d,]*\d+),(\d{2,}|\d+(?=\s*\\?%))([^\d,]*)$")
+_DECIMAL_COMMA: Final = re.compile(r"^([^\d,()\[\]{}]*\d+),(\d{2,}|\d+(?=\s*\\?%))([^\d,()\[\]{}]*)$")
 _MIXED: Final = re.compile(
     r"(?<![\w.^_{}/)])(\d{1,40})"
     r"(?:\s*\\frac\s*\{(\d{1,40})\}\s*\{(\d{1,40})\}|\s+(\d{1,40})\s*/\s*(\d{1,40})(?![\d.]))"
 )
-_SIDE_BY_SIDE: Final = re.compile(r"\d\s+\.?\d")
+_SIDE_BY_SIDE: Final = re.compile(r"(?<![\^_\d.])(?<![\^_]-)\d[\d.]*\s+\.?\d")
+_NO_READING: Final = re.compile(
+    r"\d\s+(?!mod\b)[A-Za-z]{2,}\s+[-+]?\d|[\d)}]'|\\(?:gcd|lcm)\b[^)]*[a-z]|^\s*!|\\prime|[)\]}]\s*'"
+)
+"""What latex2sympy reads as something else: "0 to 24" as a product, and derivatives as what they are of."""
+_UNLIKE: Final = re.compile(r"^(?:[A-Za-z]\s*=)?\s*(\d+)\s*(?:\\approx|=)\s*(\d+)\s*$")
+"""Two whole numbers of which one cannot stand for the other."""
 _BRACKET: Final = re.compile(r"\\\{|\\\}|[()\[\]]")
 
-_UNIT_TEXT: Final = re.compile(r"\s*\\text\{([^{}]*)\}(?:\s*\^\s*(?:\d|\{-?\d\}))?\s*$")
+_UNIT_TEXT: Final = re.compile(r"\s*\\text\{([^{}]*)\}((?:\s*\^\s*(?:\d|\{-?\d\}))?)\s*$")
 _UNIT_WORDS: Final = re.compile(
-    r"(?<=[\d}%)])\s+((?:[A-Za-z]{3,}\.?[ -]?)+(?:\^\s*\{?\d\}?)?)(?:per\s+\w+)?\s*$"
+    r"(?<=[\d}%)])\s+((?:[A-Za-z]{3,}\.?[ -]?)+((?:\^\s*\{?\d\}?)?)(?:per\s+\w+)?)\s*$"
 )
 _ABBREVIATIONS: Final = (
     "mm|cm|dm|km|nm|mg|kg|ml|mL|dl|cl|ms|hr|hrs|min|mins|sec|secs|ft|yd|mi|lb|lbs|oz|mph|kph|km/h|m/s|kmh|cc|"
     "cents?|deg|units?|sq|MB|GB|KB|Hz|kHz|MHz|kW|kJ|eV|Pa|kPa|am|pm|in"
 )
 _UNIT_SHORT: Final = re.compile(
-    rf"(?<=[\d}}%)])\s*(?:sq\.?\s+|cu\.?\s+)?({_ABBREVIATIONS})\.?(?:\s*\^\s*\{{?\d\}}?)?\s*$"
+    rf"(?<=[\d}}%)])\s*((?:sq\.?\s+|cu\.?\s+)?(?:{_ABBREVIATIONS}))\.?((?:\s*\^\s*\{{?\d\}}?)?)\s*$"
 )
-_NO_UNITS: Final = frozenset({"and", "or", "sin", "cos", "tan", "log", "mod", "infinity", "percent", "sqrt"})
+_NO_UNITS: Final = frozenset({
+    "and", "or", "sin", "cos", "tan", "log", "mod", "infinity", "percent", "sqrt", "is", "are", "was", "be",
+    "isn't", "not", "no", "never", "wrong", "incorrect", "than", "too", "if", "unless", "when", "where",
+    "else", "but", "except", "maybe", "perhaps", "possibly", "plus", "minus", "factorial", "dozen",
+    "dozens", "score", "hundred", "hundreds", "thousand", "thousands", "million", "millions", "billion",
+    "trillion", "hundredths", "halves", "half", "thirds", "third", "fourths", "quarters", "fifths",
+    "sixths", "sevenths", "eighths", "ninths", "tenths",
+})  # fmt: skip
+"""Words that say something of a number, so that it is another one."""
+_OTHERWISE: Final = _NO_UNITS - {"sin", "cos", "tan", "log", "mod", "half"} | {
+    "all",
+    "any",
+    "every",
+    "except",
+}
 _ROUGHLY: Final = re.compile(r"^(?:[Aa](?:bout|pproximately)|[Rr]oughly|[Ee]xactly|\\approx|≈|\\sim)\s*")
 
 
@@ -120,39 +183,56 @@ class Spelling:
     how: str = ""
 
 
-def spellings(text: str, *, letter_unit: str = "") -> list[Spelling]:
+def spellings(text: str, *, letter_unit: str = "", is_key: bool = False) -> list[Spelling]:
     """Return the readings of an answer, the plain one first; none if it has no reading.
 
     Args:
         text: The answer, as written.
         letter_unit: A unit of one letter that the other answer names, which is then no variable here.
+        is_key: Whether it is the expected answer, in which a comma is no decimal point.
     """
     plain = _signs(text)
     plain, unit = _without_unit(plain, letter_unit)
+    unit = unit or _currency(text)
     found = [Spelling(_numbers(plain), unit)]
     apart = _numbers(plain, fused=False)
     if apart != found[0].latex:
         found.append(Spelling(apart, unit, "by taking numbers between commas apart"))
-    comma = _DECIMAL_COMMA.match(plain)
+    comma = None if is_key else _DECIMAL_COMMA.match(plain)
     if comma is not None and not _GROUPED.search(plain):
         point = f"{comma[1]}.{comma[2]}{comma[3]}"
         found.append(Spelling(_numbers(point), unit, "by taking the comma for a decimal point"))
-    return [each for each in found if each.latex and not _SIDE_BY_SIDE.search(each.latex)]
+    return [each for each in found if each.latex and _is_readable(each.latex)]
+
+
+def _is_readable(latex: str) -> bool:
+    unlike = _UNLIKE.search(latex)
+    words = {word for text in re.findall(r"\\text\{([^{}]*)\}", latex) for word in text.lower().split()}
+    return (
+        not words & _OTHERWISE
+        and not _SIDE_BY_SIDE.search(latex)
+        and not _NO_READING.search(latex)
+        and (unlike is None or int(unlike[1][-40:]) == int(unlike[2][-40:]))
+    )
+
+
+def _currency(text: str) -> str:
+    sign = _MONEY.search(text)
+    return (sign[1] or sign[2] or "$") if sign is not None else ""
 
 
 def _signs(text: str) -> str:
     """Return the answer with one spelling for each sign, command and kind of space."""
     text = _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_SIGNS) + "}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text).translate(_SIGNS)
+    text = _ALIGNED.sub(_row, text)
     if "matrix" not in text and "array" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = _FRACTION.sub(r"\\frac", text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = _TEXT.sub(r"\\text{\1}", text)
-    whole = _TEXT.fullmatch(text.strip())
-    if whole is not None and any(map(str.isdigit, whole[1])):
-        text = whole[1]
-    text = _MARKED.sub(_joined, text)
+    text = _without_style(_TEXT.sub(r"\\text{\1}", text))
+    text = _TEXTS_OVER.sub(lambda match: rf"\text{{{match[1] or match[3]}/{match[2] or match[4]}}}", text)
+    text = _SCALE.sub(_power_of_ten, _MARKED.sub(_joined, text))
     text = _CURRENCY.sub("", _LAYOUT.sub(" ", text))
     text = _SPACES.sub(" ", text).replace("\n", " ").strip()
     text = _REPEATING.sub(_fraction_of_repeating, text)
@@ -161,10 +241,40 @@ def _signs(text: str) -> str:
         text = pattern.sub(sign, text)
     text = _INDEX.sub(r"_{\1}", _POWER.sub(r"^{\1}", text))
     text = _PERCENT.sub(r"\\%", text)
-    text = _DEGREES.sub("", _DEGREES_OF.sub(r"\1(\\frac{\2 \\pi}{180})", text))
-    text = _BUILDER.sub(r"\2", text.strip())
+    text = _TEMPERATURE.sub(r"\\text{°\1}", _DEGREES_OF.sub(r"\1(\\frac{\2 \\pi}{180})", text))
+    text = _BUILDER.sub(r"\2", _DEGREES.sub("", text).strip())
     text = _LABEL.sub("", _ROUGHLY.sub("", text))
-    return _ALTERNATIVES.sub(" , ", text).rstrip(" .,;:").lstrip(" ,;:")
+    return _listed(text).rstrip(" .,;:").lstrip(" ,;:")
+
+
+def _listed(text: str) -> str:
+    """Return the answer with a comma for each "and" and "or"; "or" between inequalities is a semicolon."""
+    if _LOGICAL.search(text) and all(map(_RELATION.search, _LOGICAL.split(text)[::2])):
+        text = _LOGICAL.sub(lambda match: " or " if match[1] in ("lor", "vee") else " and ", text)
+    if INEQUALITY.search(text):
+        text = _OR.sub(" ; ", text)
+    return _ALTERNATIVES.sub(" , ", text)
+
+
+def _row(match: re.Match[str]) -> str:
+    """Return the lines of an environment as one: a calculation, or a list."""
+    lines = [line.strip() for line in (match[2] or match[4]).replace("&", "").split("\\\\")]
+    return re.sub(r"\s*,?\s*,\s*=", " =", " , ".join(line.rstrip(",. ") for line in lines if line))
+
+
+def _without_style(text: str) -> str:
+    """Return a formula without the commands around all of it. Words keep theirs."""
+    while (whole := _STYLED.fullmatch(text.strip())) is not None and re.search(r"\d|\\", whole[1]):
+        depths = itertools.accumulate((sign == "{") - (sign == "}") for sign in whole[1])
+        if min(depths) < 0:
+            break
+        text = whole[1]
+    return text
+
+
+def _power_of_ten(match: re.Match[str]) -> str:
+    power = rf" \times 10^{{{_ZEROS[match[2].lower()]}}} "
+    return power if match[1] is None or match[3] else power + match[1]
 
 
 def _without_unit(text: str, letter_unit: str) -> tuple[str, str]:
@@ -174,13 +284,19 @@ def _without_unit(text: str, letter_unit: str) -> tuple[str, str]:
         if bare != text:
             return bare, letter_unit
     match = _UNIT_TEXT.search(text)
-    # "5 \\text{ or 6}" is no number with a unit.
-    if match is not None and text[: match.start()].strip() and not any(map(str.isdigit, match[1])):
-        return text[: match.start()].strip(), match[1].strip()
-    match = _UNIT_SHORT.search(text) or _UNIT_WORDS.search(text)
-    if match is not None and not _NO_UNITS & set(match[1].split()):
-        return text[: match.start()].strip(), match[1].strip()
+    if match is None or not text[: match.start()].strip():
+        match = _UNIT_SHORT.search(text) or _UNIT_WORDS.search(text)
+    if match is not None and _is_unit(match[1]):
+        return text[: match.start()].strip(), re.sub(r"[{}\s]+", " ", match[1] + match[2]).strip()
     return text, ""
+
+
+def _is_unit(words: str) -> bool:
+    """Return whether words after a number only say of what it is: neither "or 6" nor "squared"."""
+    found = re.findall(r"[a-z']+", words.lower())
+    if not found or re.search(r"(?<![\^{-])\d|[,;]", words) or found[0] in ("squared", "cubed"):
+        return words.strip() == "°"
+    return not _NO_UNITS & set(found)
 
 
 def _joined(match: re.Match[str]) -> str:

@@ -203,6 +203,13 @@ ROWS: list[tuple[str, str, int]] = [
     (r"\mathbb{R}", r"\boxed{\mathbb R}", 1), (r"33\frac13\%", r"\boxed{\frac13}", 1),
     (r"\lg 2", r"\boxed{\log_{10} 2}", 1), (r"\max\{a,b\}", r"\boxed{\max(b,a)}", 1),
     (r"\arctan 2", r"\boxed{\operatorname{arctan}(2)}", 1), ("1,-2", "1 或 -2", 1),
+    ("60", r"\boxed{60\text{元}}", 1), ("25元", r"\boxed{25}", 1),
+    ("(3,4)", r"\boxed{\{(3,4)\}}", 1), (r"\text{(E)}", r"\boxed{\displaystyle E}", 1),
+    ("f(x)=x+1", r"\boxed{f(x)=x+1 \text{ for all } x}", 1),
+    (r"\frac{\pi}{4}+k\pi (k\in\mathbb{Z})", r"\boxed{k\pi+\frac\pi4}", 1),
+    # Words with numbers are a text, and no number.
+    ("5 feet 3 inches", r"\boxed{5}", 0), ("5 (or 6 if x is negative)", r"\boxed{6}", 0),
+    (r"n\text{ is a multiple of }3", r"\boxed{3}", 0),
     # The same text is equal, whatever it says.
     (r"A\cup B", r"\boxed{A \cup B}", 1), (r"AB\parallel CD", r"\boxed{AB \parallel CD}", 1),
     (r"\begin{cases}x+1 & x>0\\ x-1 & x\le 0\end{cases}",

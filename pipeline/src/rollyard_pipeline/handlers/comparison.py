@@ -28,10 +28,11 @@ _SHOWN: Final = 300
 """The number of characters of an answer, from its end, that people are shown."""
 
 _TEXT: Final = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_BLANKS: Final = re.compile(r"(?<!\\)\\[ ,;:!]|~")
+_BLANKS: Final = re.compile(r"(?<!\\)\\[ ,;:!]|~|\\(?:display|text)style(?![A-Za-z])")
 _LOOSE: Final = re.compile(r"(?<!\w)\s+|\s+(?!\w)")
 """Spaces that do not stand between letters and digits."""
 _WORDS: Final = re.compile(r"[^\W\d_]+(?:[ ',.\-]+[^\W\d_]+)*")
+_WORD: Final = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{3,}(?![A-Za-z}])")
 _CHOICE: Final = re.compile(r"\(?([A-Z])\)?")
 _CHOICES: Final = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)\(?[A-Z]\)?)+")
 _OTHER_CHOICE: Final = re.compile(
@@ -88,7 +89,7 @@ def compare(gold: str, text: str) -> tuple[bool | None, str]:
     keys = statements(gold)[-1:] or [Statement(gold.strip(), "")]
     answers = statements(text)
     key = keys[0].text
-    readable = _is_words(key) or bool(_reads(key, is_key=True))
+    readable = _is_words(key) or _is_prose(key) or bool(_reads(key, is_key=True))
     if not readable and not any(_same_text(key, answer.text) for answer in answers):
         return None, _cut(key)
     if not answers:
@@ -208,6 +209,11 @@ def _is_words(text: str) -> bool:
     return _WORDS.fullmatch(inside) is not None and (len(inside) > 1 or "\\" in text or "(" in text)
 
 
+def _is_prose(text: str) -> bool:
+    """Return whether words stand in a text, as in "5 feet 3 inches": what is no formula is a text then."""
+    return _WORD.search(_TEXT.sub(r" \1 ", text)) is not None
+
+
 def _may_be_product(text: str) -> bool:
     """Return whether a word may be a product of variables: `xy`, and neither `Yes` nor `ABC`."""
     return len(text) <= 3 and text.isalpha() and text.islower()
@@ -215,17 +221,16 @@ def _may_be_product(text: str) -> bool:
 
 def _same_choice(key: str, answer: str) -> bool:
     """Compare the letter of multiple choice: C, (C), `\\text{(C)}` or "C) 42" for the key C."""
-    texts = [_TEXT.sub(r"\1", each).strip(" $.") for each in (key, answer)]
+    texts = [_TEXT.sub(r"\1", _BLANKS.sub(" ", each)).strip(" $.") for each in (key, answer)]
     if all(map(_CHOICES.fullmatch, texts)):
         chosen = [re.findall("[A-Z]", each) for each in texts]
         return sorted(chosen[0]) == sorted(chosen[1])
     gold = _CHOICE.fullmatch(texts[0])
     if gold is None:
         return False
-    said = _CHOSEN.match(_TEXT.sub(r"\1", answer).strip(" $*"))
-    if said is None:
-        return False
-    if _OTHER_CHOICE.search(_TEXT.sub(r"\1", answer).strip(" $*"), said.end()):
+    text = _TEXT.sub(r"\1", _BLANKS.sub(" ", answer)).strip(" $*")
+    said = _CHOSEN.match(text)
+    if said is None or _OTHER_CHOICE.search(text, said.end()):
         return False
     letter = said[1] or said[2] or said[3]
     return letter == gold[1] or (said[1] is not None and "(" in key and letter.upper() == gold[1])

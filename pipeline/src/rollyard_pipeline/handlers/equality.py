@@ -54,6 +54,7 @@ def equal(gold: Any, answer: Any) -> bool:
     gold, answer = _as_set(gold, answer), _as_set(answer, gold)
     if _is_relation(gold) or _is_relation(answer):
         return False
+    gold, answer = _only_element(gold, answer), _only_element(answer, gold)
     if isinstance(gold, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
         return _matrices_equal(gold, answer)
     if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
@@ -239,6 +240,17 @@ def _ray(relation: Any) -> sympy.Set | None:
         if above
         else sympy.Interval(-sympy.oo, bound, True, strict)
     )
+
+
+def _only_element(thing: Any, other: Any) -> Any:
+    """Return the point in a set of one point that is compared with a point."""
+    if (
+        isinstance(thing, sympy.FiniteSet)
+        and len(thing) == 1
+        and isinstance(other, (sympy.Tuple, sympy.Interval))
+    ):
+        return next(iter(thing))
+    return thing
 
 
 def _is_collection(thing: Any) -> bool:

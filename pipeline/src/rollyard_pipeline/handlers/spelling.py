@@ -40,7 +40,7 @@ _LAYOUT: Final = re.compile(
 _NO_COMMAND: Final = r"(?![A-Za-z])"
 _SPACES: Final = re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad|enspace|thinspace|hspace\{[^{}]*\})|~")
 _FRACTION: Final = re.compile(r"\\[dtc]?frac" + _NO_COMMAND)
-_SHORT_FRACTION: Final = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
+_SHORT_FRACTION: Final = re.compile(r"\\frac\s*(\d|\\pi)\s*(\d)(?!\d)")
 _DOUBLED: Final = re.compile(r"\\\\(?=[A-Za-z{}$()\[\]])")
 _REPEATING: Final = re.compile(
     r"(?<!\d)(\d{0,40})\.(\d{0,40})(?:\\(?:overline|bar|dot)\s*\{(\d{1,40})\}|\\dot\s*(\d))"
@@ -112,6 +112,11 @@ _ZEROS: Final = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trill
 _TEMPERATURE: Final = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])\s*\}?\s*$")
 _RELATION: Final = re.compile(r"[=<>]|\\[lg]eq?(?![A-Za-z])|\\ne(?![A-Za-z])")
 INEQUALITY: Final = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])")
+_FOR_ALL: Final = re.compile(
+    r"\s*\(\s*[A-Za-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?\s*\)\s*$"
+    r"|\s*,?\s*\\text\{,?\s*for (?:all|any|every|each)(?: real| integers?| positive| numbers?)*\s*\}"
+    r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?)?\s*$"
+)
 _LOGICAL: Final = re.compile(r"\\(lor|vee|land|wedge)(?![A-Za-z])")
 _OR: Final = re.compile(r"\\text\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _ALTERNATIVES: Final = re.compile(
@@ -140,6 +145,7 @@ _UNLIKE: Final = re.compile(r"^(?:[A-Za-z]\s*=)?\s*(\d+)\s*(?:\\approx|=)\s*(\d+
 _BRACKET: Final = re.compile(r"\\\{|\\\}|[()\[\]]")
 
 _UNIT_TEXT: Final = re.compile(r"\s*\\text\{([^{}]*)\}((?:\s*\^\s*(?:\d|\{-?\d\}))?)\s*$")
+_UNIT_CHINESE: Final = re.compile(r"(?<=[\d}%)])\s*([\u4e00-\u9fff]{1,4})()\s*$")
 _UNIT_WORDS: Final = re.compile(
     r"(?<=[\d}%)])\s+((?:[A-Za-z]{3,}\.?[ -]?)+((?:\^\s*\{?\d\}?)?)(?:per\s+\w+)?)\s*$"
 )
@@ -159,6 +165,7 @@ _NO_UNITS: Final = frozenset({
     "sixths", "sevenths", "eighths", "ninths", "tenths",
 })  # fmt: skip
 """Words that say something of a number, so that it is another one."""
+_CHINESE_NUMBERS: Final = frozenset("零一二两三四五六七八九十百千万亿半倍分之多不非没无或和且至到")
 _OTHERWISE: Final = _NO_UNITS - {"sin", "cos", "tan", "log", "mod", "half"} | {
     "all",
     "any",
@@ -243,7 +250,7 @@ def _signs(text: str) -> str:
     text = _PERCENT.sub(r"\\%", text)
     text = _TEMPERATURE.sub(r"\\text{°\1}", _DEGREES_OF.sub(r"\1(\\frac{\2 \\pi}{180})", text))
     text = _BUILDER.sub(r"\2", _DEGREES.sub("", text).strip())
-    text = _LABEL.sub("", _ROUGHLY.sub("", text))
+    text = _LABEL.sub("", _ROUGHLY.sub("", _FOR_ALL.sub("", text)))
     return _listed(text).rstrip(" .,;:").lstrip(" ,;:")
 
 
@@ -285,7 +292,7 @@ def _without_unit(text: str, letter_unit: str) -> tuple[str, str]:
             return bare, letter_unit
     match = _UNIT_TEXT.search(text)
     if match is None or not text[: match.start()].strip():
-        match = _UNIT_SHORT.search(text) or _UNIT_WORDS.search(text)
+        match = _UNIT_SHORT.search(text) or _UNIT_WORDS.search(text) or _UNIT_CHINESE.search(text)
     if match is not None and _is_unit(match[1]):
         return text[: match.start()].strip(), re.sub(r"[{}\s]+", " ", match[1] + match[2]).strip()
     return text, ""
@@ -293,6 +300,8 @@ def _without_unit(text: str, letter_unit: str) -> tuple[str, str]:
 
 def _is_unit(words: str) -> bool:
     """Return whether words after a number only say of what it is: neither "or 6" nor "squared"."""
+    if re.fullmatch("[\u4e00-\u9fff]{1,4}", words.strip()):
+        return not set(words) & _CHINESE_NUMBERS
     found = re.findall(r"[a-z']+", words.lower())
     if not found or re.search(r"(?<![\^{-])\d|[,;]", words) or found[0] in ("squared", "cubed"):
         return words.strip() == "°"

@@ -141,14 +141,63 @@ async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
         ("\\[ x + 1 \\]", "x + 1"),
         ("`7`", "7"),
         ("The day is Monday.", "The day is Monday"),
+        ("<answer>24</answer>", "24"),
+        ("<answer>It is 24.</answer> Bye.", "24"),
+        ("<answer>3</answer> <answer>\\boxed{4}</answer>", "3, \\boxed{4}"),
+        ("<answer>3</answer> or <answer>4</answer>", "3, 4"),
+        ('{"answer": 24}', "24"),
+        ("```\n24\n```", "24"),
+        ("**24** apples", "24 apples"),
+        ("- **Total:** 24", "24"),
+        ("=> 24", "24"),
+        ("A: 24", "24"),
+        ("#### -\\frac{7}{12}", "-\\frac{7}{12}"),
+        ("\\begin{align*}\nx&=12+12\\\\\n&=24.\n\\end{align*}", "24"),
+        ("The roots are 1, 2, and 3.", "1, 2, and 3"),
+        ("The vertex of it is (3, -4).", "(3, -4)"),
+        ("She makes 9 * $2 = $18", "$18"),
+        ("She sells 9 eggs for $2 each, so she makes $18.", "$18"),
+        ("He made a profit of $70,000 on the $80,000 house.", "$70,000"),
+        ("7 are red, so 5 are blue", "5"),
+        ("The answer is 24, not 25", "24"),
+        ("the answer is 24 since each of the 12 pairs has 2", "24"),
+        ("James runs 540 meters (3 sprints × 3 times × 60 meters).", "540"),
+        ("There are exactly $24$ pairs $(a,b)$ with $a<b$.", "24"),
+        ("The minimum value is $24$, attained at $x=3$", "24"),
+        ("5 apples, which cost $10", "5"),
+        ("The correct option is E", "E"),
+        ("So the answer is option E", "E"),
+        ("#### E", "E"),
+        ("It will be Saturday.", "Saturday"),
+        ("所以x的值为60。", "60"),
+        ("答：一共60人。", "60"),
+        ("綜上，答案為60。", "60"),
+        ("$x=1$或$x=2$", "x=1 , x=2"),
     ],
 )
 def test_where_the_answer_stands(text: str, found: str) -> None:
     assert statements(text)[0].text == found
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is not 24", "greater than 24", "at most 24", "x is not equal to 24", "anything but 24",
+        "negative 24", "minus 24", "square root of 24", "one over 24", "half of 24", "a multiple of 24",
+        "24 plus one", "It is 24 or more.", "It has 24 apples or more.", "It is 24 less than 30.", "0 to 24",
+        "I have 3 apples and 7 pears.", "It's 4 or it's 5", "4 unless it is 5", "The answer is on page 24.",
+        "The answer is $4$ or maybe $5$", "The answer is $4$ if n is odd and $5$ if even",
+        r"\boxed{\text{not }5}", r"\boxed{24\text{ less than }x}", "so the function is f = 3y + 2 in this case",
+        "x 不等于 5。", "答案不是5。", "I doubt that it is Saturday.",
+    ],
+)  # fmt: skip
+def test_a_number_that_is_not_what_a_sentence_states(text: str) -> None:
+    assert [each.words for each in statements(text)] == [True]
+
+
 def test_boxes_that_stand_together_are_also_a_list() -> None:
-    assert [each.text for each in statements("\\boxed{2} and \\boxed{3}")] == ["3", "2, 3"]
+    assert [each.text for each in statements("\\boxed{2} \\boxed{3}")] == ["3", "2, 3"]
+    assert [each.text for each in statements("$\\boxed{2}$, or $\\boxed{3}$")] == ["2, 3"]
     apart = "\\boxed{2} was the first try: it is no solution at all \\boxed{3}"
     assert [each.text for each in statements(apart)] == ["3"]
     assert statements("") == statements("   \n ") == []
@@ -206,7 +255,7 @@ class Breaking:
         self.asked.append((gold, answer, seconds))
         if self.ends:
             raise self.ends.pop(0)("it ended")
-        return Judgement(True)
+        return Judgement(True, answered=bool(answer))
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,21 @@ ROWS: list[tuple[str, str, int]] = [
      r"\boxed{\begin{cases}x+1&x>0\\x-1&x\le 0\end{cases}}", 1),
     (r"\textcircled{1}\textcircled{3}", r"\boxed{\textcircled{1}\textcircled{3}}", 1),
     ("甲", r"\boxed{甲}", 1),
+
+    # An expected answer that is a sentence is words, and not the number in it.
+    ("All integers n divisible by 4", "4", 0), ("n is a power of 2", "2", 0), ("May 5", "5", 0),
+    ("No such n exists for n > 2", "2", 0), ("two circles of radius 5", "5", 0),
+    ("5 (or 6 if x < 0)", "5", 0),
+    ("f(x)=0 and f(x)=x^2 for all x", "0", 0), (r"All odd n with $n\ge3$", r"n\ge3", 0),
+    (r"\text{All }n\text{ except }n=2", "2", 0),
+    ("No such n exists for n > 2", "No such n exists for n > 2.", 1),
+    ("All integers n divisible by 4", r"\boxed{\text{all integers }n\text{ divisible by }4}", 1),
+    ("$125$ miles", "125", 1), ("18 dollars per day", "18", 1),
+    (r"\text{Saturday}", "It will be Saturday.", 1),
+    ("4", r"\boxed{3} or \boxed{4}", 0), ("4", r"$\boxed{3}$, $\boxed{4}$", 0),
+    ("3, 4", r"\boxed{3} or \boxed{4}", 1),
+    ("5", "<answer>5</answer>", 1), ("5", "<answer>4</answer><answer>5</answer>", 0), ("60", "60元", 1),
+    ("1 或 -2", "x = 1 or x = -2", 1), ("甲", "甲", 1), ("甲", "乙", 0), ("3", "so f = 3y + 2 in this case", 0),
 ]  # fmt: skip
 
 

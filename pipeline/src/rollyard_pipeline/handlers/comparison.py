@@ -17,7 +17,7 @@ from math_verify.parser import parse_latex_cached
 
 from rollyard_pipeline.handlers.equality import PERCENT, equal, satisfied
 from rollyard_pipeline.handlers.spelling import INEQUALITY, Spelling, spellings
-from rollyard_pipeline.handlers.statements import Statement, statements
+from rollyard_pipeline.handlers.statements import Statement, expected, statements
 from rollyard_pipeline.handlers.units import symbols, unit
 
 # Units are removed in `spelling`: math-verify takes letters such as t, h and m for units, too.
@@ -86,22 +86,31 @@ def compare(gold: str, text: str) -> tuple[bool | None, str]:
     Instead of the first, it returns None if the expected answer is neither words nor a formula that can be
     read, and then the expected answer.
     """
-    keys = statements(gold)[-1:] or [Statement(gold.strip(), "")]
-    answers = statements(text)
-    key = keys[0].text
-    readable = _is_words(key) or _is_prose(key) or bool(_reads(key, is_key=True))
+    wanted, answers = expected(gold), statements(text)
+    key = wanted.text
+    readable = wanted.words or _is_words(key) or _is_prose(key) or bool(_reads(key, is_key=True))
     if not readable and not any(_same_text(key, answer.text) for answer in answers):
         return None, _cut(key)
     if not answers:
         return False, f"There is no answer.\nexpected: {_cut(key)}"
     why = f"compared answer: {_cut(answers[0].text)} ({answers[0].where})\nexpected: {_cut(key)}"
     for answer in answers:
-        how = _equal_how(key, answer.text)
+        how = _stated_how(wanted, answer)
         if how is not None:
             said = f"{_cut(answer.text)} ({answer.where})"
             return True, f"compared answer: {said}\nexpected: {_cut(key)}\nequal{how}"
     unread = "" if _is_words(key) or _reads(answers[0].text) else ": the answer cannot be read as a formula"
     return False, f"{why}\ndifferent{unread}"
+
+
+def _stated_how(wanted: Statement, answer: Statement) -> str | None:
+    """Return how two statements are equal, as `_equal_how` does. Words are equal to the same words only."""
+    key, texts = wanted.text, (answer.text, answer.whole)
+    if not wanted.words and not answer.words:
+        return _equal_how(key, answer.text)
+    if wanted.words or _is_words(key):
+        return " as text" if _as_words(key) in map(_as_words, texts) else None
+    return " by their letter" if _same_choice(key, answer.text) else None
 
 
 def _cut(text: str) -> str:

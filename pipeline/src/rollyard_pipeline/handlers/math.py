@@ -9,7 +9,6 @@ from rollyard_crds.task import Task
 
 from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-from rollyard_pipeline.handlers.statements import statements
 from rollyard_pipeline.handlers.verifier import Judgement, KeyUnreadable, Verifiers, VerifierTimeout
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
@@ -20,11 +19,11 @@ _LONGEST: Final = 65_536  # Characters. The answer stands at the end of what the
 class MathHandler(Handler):
     r"""Returns reward 1.0 for the right answer, else 0.0.
 
-    The answer comes from `submit` or from the last assistant message: the last `\boxed{…}`, what follows
-    `####` or "answer is", else the last line. `task.answer` may be a whole solution that ends with `#### n`,
-    as in GSM8K. An answer that cannot be compared in time scores 0, with the reason VerifyTimeout and the
-    component `verify_timeout`. An answer that kills the process which compares it also scores 0, with the
-    reason AnswerUnusable.
+    The answer comes from `submit` or from the last assistant message: `<answer>…</answer>`, the last
+    `\boxed{…}`, what follows `####` or "answer is", else the last sentence. `task.answer` may be a whole
+    solution that ends with `#### n`, as in GSM8K. An answer that cannot be compared in time scores 0, with the reason
+    VerifyTimeout and the component `verify_timeout`. An answer that kills the process which compares it also
+    scores 0, with the reason AnswerUnusable.
     """
 
     needs_sandbox = False
@@ -49,7 +48,7 @@ class MathHandler(Handler):
         if not gold:
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
         said = ctx.final_text[-_LONGEST:]
-        answered = {"answered": float(bool(statements(said)))}
+        answered = {"answered": 1.0}  # What takes too long to compare is an answer.
         try:
             verdict = await self._compare(gold, said, ctx.timeout)
         except VerifierTimeout:
@@ -63,7 +62,7 @@ class MathHandler(Handler):
             await self._compare(gold, gold, ctx.timeout)
             return Evaluation(0.0, answered, ANSWER_UNUSABLE)
         ctx.show(verdict.why)
-        return Evaluation(float(verdict.equal), answered)
+        return Evaluation(float(verdict.equal), {"answered": float(verdict.answered)})
 
     async def _compare(self, gold: str, answer: str, timeout: float) -> Judgement:
         """Return whether the answers are equal, with a second try in a fresh process if the first one dies.

@@ -8,59 +8,152 @@ stated ("is 5", "= 5", "gives 5") counts; where none is stated, there is no answ
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 _LAST: Final = 32_768  # Characters. The answer stands at the end.
 _LONGEST: Final = 4096  # Characters. No answer is longer than this.
 _MOST_BOXES: Final = 64
+_MOST_SENTENCES: Final = 8  # From the end of the text.
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
 _CLOSE: Final = 10  # Characters between boxes that belong together, as in math-verify.
 _NEAR: Final = 70  # The same where a separator stands between them.
 _SEPARATOR: Final = re.compile(r"\b(?:and|or)\b|[,;]")
+_JOINED: Final = re.compile(
+    r"(?:\s|\$|\\[()\[\]]|\\q?quad|\\[,;: ])*+(?:\\text\s?\{\s*(?:and|or)\s*\}|and|or|[,;，、或和])"
+    r"(?:\s|[$,]|and|or|\\[()\[\]]|\\q?quad|\\[,;: ]|\\text\s?\{\s*(?:and|or)\s*\})*+"
+)
 
 _HASHES: Final = re.compile(r"####[ \t]{0,8}([^#\n][^\n]{0,4096})")
-_HASHED_NUMBER: Final = re.compile(r"[-+−$€£\\(\[{]*\.?\d[^A-Za-z\n]*(?:[A-Za-z%°\\][^\n]{0,40})?")
+_HASHED_NUMBER: Final = re.compile(
+    r"[-+−$€£\\(\[{]*\.?\d[^A-Za-z\n]*(?:[A-Za-z%°\\][^\n]{0,40})?|\(?[A-Z]\)?\.?"
+)
+_ENVIRONMENT: Final = re.compile(r"\{[a-z]{1,12}\*?\}")
 _NUMBERED_HEADING: Final = re.compile(r"\d+[.):]\s")
 _ANSWER_IS: Final = re.compile(
-    r"\banswers?\b[*_]{0,3}(?:[^\n.:=：]{0,60}?\s(?:is|are)\b|\s{0,4}(?:is|are|[:=：]))[*_]{0,3}\s{0,8}[:：]?[*_]{0,3}"
-    r"|答案\s{0,4}(?:是|为|應為|：|:)\s{0,4}[:：]?",
+    r"\b(?:answers?|(?:correct|right|best)\s(?:option|choice|letter))\b[*_]{0,3}"
+    r"(?:[^\n.:=：]{0,60}?\s(?:is|are)\b|\s{0,4}(?:is|are|[:=：]))[*_]{0,3}\s{0,8}[:：]?[*_]{0,3}"
+    r"|答案\s{0,4}(?:是|[应應]?[为為]|：|:)\s{0,4}[:：]?",
     re.IGNORECASE,
 )
 _FINAL: Final = re.compile(r"final answer is:?\s{0,4}(?:\$|\\[(\[]|-?\d)", re.IGNORECASE)
 _HOPE: Final = re.compile(r"[.,]?\s{0,4}I hope it is correct.{0,2000}", re.IGNORECASE | re.DOTALL)
 _TOKEN: Final = re.compile(r"<\|[^|>\n]{1,40}\|>.{0,20}")
-
-_MATH: Final = re.compile(
-    r"\$\$(?P<a>(?:[^$\\]|\\.){1,4096})\$\$|(?<!\\)\$(?P<b>(?:[^$\\\n]|\\[^\n]){1,4096})\$"
-    r"|\\\((?P<c>.{1,4096}?)\\\)|\\\[(?P<d>.{1,4096}?)\\\]",
-    re.DOTALL,
+_FENCE: Final = re.compile(r"^[ \t]{0,3}(?:```|~~~)[ \t]*\w*[ \t]*$", re.MULTILINE)
+_STRONG: Final = re.compile(r"(?<![A-Za-z\d_)\]}*\\])\*\*(?=[^\s*])([^*\n]{1,1000})\*\*(?![A-Za-z\d_(*])")
+_ALIGNED: Final = re.compile(
+    r"\\begin\{(align\*?|aligned|gather\*?|eqnarray\*?)\}"
+    r"((?:[^\\]|\\[^e]|\\e(?!nd\b)){1,4096})\\end\{\1\}\s*(\\\]|)\.?"
 )
-_JOINT: Final = re.compile(r"[\s\"']*(?:,?\s*(?:and|or)|[,;])[\s\"']*")
-_AFTER_MATH: Final = re.compile(r"\s*(?:\\?%|percent\b|percentage\b|pct\b)", re.IGNORECASE)
-_SENTENCE_END: Final = re.compile(r"(?<=[^A-Z\s])[.。!！?？](?=\s|$|\*)|[。！\n]")
-_COMMAND: Final = re.compile(
-    r"\\text\{[^{}]*\}|\\[A-Za-z]+"
-    r"|\b(?:sqrt|sin|cos|tan|log|ln|pi|inf|infinity|and|or|percent|pct)\b"
+_JSON: Final = re.compile(
+    r"\{\s{0,20}\"(?:final[_ ])?answer\"\s{0,20}:\s{0,20}"
+    r"(?:\"([^\"\\{}]{1,400})\"|([^\"{}\[\],]{1,400}))\s{0,20}\}\s*$"
 )
-_PROSE: Final = re.compile(
-    r"[A-Za-z]{2,}[,;:]?\s+(?:[a-z]+\s+)*[$€£]?[A-Za-z]{2,}|[A-Za-z]{2,}\s?[,;:]?\s+[$€£]?\d"
-    r"|[\u4e00-\u9fff]|[A-Za-z]'s\b"
-)
-_NUMBER: Final = (
-    r"(?<![\w.])[-+−]?[$€£]?\d(?:[\d,\u2009\u202f ]*\d)?(?:[.,]\d+)*(?:\s*/\s*\d+)?"
-    r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
-)
-_NUMBERS: Final = re.compile(rf"{_NUMBER}(?:(?:\s*,\s*(?:and\s+|or\s+)?|\s*\b(?:and|or)\s+){_NUMBER})*")
-_REMARK: Final = re.compile(r"[\s,;(\u2013-]*\b(?:not|because|since|as|which|when|where|so|but)\b")
-"""The end of an answer: "7, not 8"."""
-_STATED: Final = re.compile(
-    r"(?:=|:|'s|\b(?:is|are|equals?|equal to|be|was|were|gives?|gets?|got|makes?|yields?|has|have|by|only"
-    r"|exactly|approximately|about|total of|pays?|costs?|needs?|earns?)\b)\s*(?:\w+\s+)?$",
+_TAG: Final = ("<answer>", "</answer>")
+_LEADING: Final = re.compile(
+    r"(?:=+>|[→⇒∴]|\\(?:therefore|Rightarrow)(?![A-Za-z]))\s*|(?:A(?:ns)?\s?[:：]|Ans\.)\s+(?=[-−\d$\\(])"
+    r"|(?:option|choice|letter)\s+(?=\(?[A-Z]\)?\W*$)",
     re.IGNORECASE,
 )
+"""What stands before an answer and is no part of it."""
+
+_MATH: Final = re.compile(
+    r"\$\$(?P<a>(?:[^$\\]|\\.){1,4096})\$\$"
+    # As in Pandoc: "$2 = $18" holds prices.
+    r"|(?<!\\)\$(?P<b>\s(?:[^$\\\n]|\\[^\n]){0,4096}|(?!\s)(?:[^$\\\n]|\\[^\n]){1,4096}(?<!\s))\$(?!\d)"
+    r"|\\\((?P<c>(?:[^\\]|\\[^()]){1,4096})\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]]){1,4096})\\\]",
+    re.DOTALL,
+)
+_JOINT: Final = re.compile(r"[\s\"']*(?:,?\s*(?:and|or)|[,;，；、或和与與及])[\s\"']*")
+_AFTER_MATH: Final = re.compile(r"\s*(?:\\?%|percent\b|percentage\b|pct\b)", re.IGNORECASE)
+_SENTENCE_END: Final = re.compile(r"(?<=[^A-Z\s])[.。!！?？](?=\s|$|\*)|[。！\n]")
+_TEXT: Final = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox)\s?\{([^{}]*)\}")
+_COMMAND: Final = re.compile(
+    r"\\[A-Za-z]+"
+    r"|\b(?:sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|pi|inf|infinity|and|or|mod"
+    r"|percent|pct)\b"
+)
+_PROSE: Final = re.compile(
+    r"(?<![A-Za-z])[A-Za-z]{2,}+[,;:]?\s{1,20}(?:[a-z]\s{1,20}){0,3}[$€£]?[A-Za-z]{2}"
+    r"|(?<![A-Za-z])[A-Za-z]{2,}+\s?[,;:]?\s{1,20}[$€£]?\d"
+    r"|[\u4e00-\u9fff](?<![或且和与與及])|[A-Za-z]'s\b"
+)
+_QUANTITY: Final = re.compile(r"((?:\\[A-Za-z]+|[^A-Za-z\u4e00-\u9fff\\]|\\[^A-Za-z])*)([^\d=<>\\]*)")
+_NO_UNITS: Final = re.compile(
+    r"\b(?:if|when|or|unless|except|for|where|with|is|are|not|but|than|to|by|because|since|as|which|that"
+    r"|only|at|from|and|plus|minus|times|squared|cubed|factorial)\b",
+    re.IGNORECASE,
+)
+_NUMBER: Final = (
+    r"[-+−]?[$€£]?(?:\d{1,400}(?:[,\u2009\u202f ]\d{3}(?!\d)){0,99}(?:[.,]\d{1,400})?|\.\d{1,400})"
+    r"(?:\s{1,4}\d{1,40}\s?/\s?\d{1,40}|\s?/\s?\d{1,40}|\s?[×x*]\s?10\^?\{?[-−]?\d{1,4}\}?)?"
+    r"(?:\s?\\?%|\s(?:percent|pct|hundred|thousand|million|billion|trillion|dozen)\b)?"
+)
+_NO_WORD: Final = r"(?<![^\W\u4e00-\u9fff])(?<!\.)"
+_COMMA: Final = r"(?:\s?[,，、]\s?(?:and\s|or\s)?|\s?\b(?:and|or)\s|\s?[或和]\s?)"
+_NUMBERS: Final = re.compile(
+    rf"{_NO_WORD}(?:[(\[]\s?{_NUMBER}(?:\s?,\s?{_NUMBER}){{1,20}}\s?[)\]]"
+    rf"|{_NUMBER}(?:{_COMMA}{_NUMBER}){{0,400}})"
+)
+_STATED: Final = re.compile(
+    r"(?:[=:：]|'s|[为為是有得共]|等[于於]|\b(?:is|are|equals?|equal to|be|was|were|gives?|gets?|got|makes?"
+    r"|yields?|by|only|exactly|approximately|about|total of|pays?|costs?|needs?|earns?|so|thus|hence"
+    r"|therefore|then|(?:profit|sum|cost|price|value|amount) of)\b)"
+    r"\s*(?:(?:an?|the|now|just|thus|then|therefore|simply|indeed|roughly|also)\s+)?"
+    r"[*_\"'(]{0,3}$",
+    re.IGNORECASE,
+)
+_DENIED: Final = re.compile(
+    r"(?:(?:\b(?:not|never|cannot|neither|nor)|n['’]t)(?:\s+(?:an?|the|be|equals?|to|exactly|really|actually"
+    r"|always|simply|just|only|quite|as|many|much|about|answer|right|correct|is|even|necessarily))*"
+    r"|\b(?:than|(?:at|the)\s+(?:most|least)|(?:up|close|next|prior|raised|not)\s+to|under|over|above|below"
+    r"|beyond|within|between|from|until|till|before|after|nearly|almost|negative|minus|plus|times|modulo|mod"
+    r"|root|square|cube|double|twice|triple|thrice|half|(?:anything|everything|nothing|all)\s+but|except"
+    r"|excluding|besides|item|page|step|line|row|column|section|chapter|equation|figure|question|problem|unless|either|maybe|perhaps|possibly|otherwise|else|or|versus|vs"
+    r"|(?:multiplied|divided|divisible|multiply|divide)\s+by)(?:\s+(?:an?|the))?"
+    r"|(?<!total)(?<!value)(?<!profit)(?<!cost)(?<!price)(?<!result)(?<!answer)(?<!amount)(?<!length)"
+    r"(?<!area)(?<!volume)(?<!speed)(?<!rate)(?<!distance)(?<!average)(?<!probability)(?<!maximum)"
+    r"(?<!minimum)\s+of"
+    r"|[<>≤≥≠~^_*/×·÷(√+]|\d\s*[-−–]"
+    r"|不[是为為]|不等[于於]|非|至[少多]|最[多少]|超[过過]|[大小][于於]|不[到足]|或者?|除以|乘以|[加减減负負从從到])"
+    r"\s*[*_\"']{0,3}$",
+    re.IGNORECASE,
+)
+"""The end of what stands before a number or formula that is not what the sentence states."""
+_CHANGED: Final = re.compile(
+    r"\s*(?:!\s*\S|[\^_²³]|[-−–]\s*[\d(\\$]|-\w|[+*/×·÷=<>≤≥≠]\s*[\w(\\$-]"
+    r"|(?!(?:kg|km|cm|mm|ml|mL|lbs?|min|hrs?|am|pm|th|st|nd|rd|cents?)\b|c?m[²³])(?<=\d)[A-Za-z(]"
+    r"|(?:[A-Za-z]+\s+)?(?:(?:or|and)\s+(?:more|less|fewer|above|up|below|higher|lower|greater|under|over)\b"
+    r"|at\s+(?:most|least)\b|(?:is|are|was)\s+(?:not|wrong|incorrect|impossible|too|false|excluded)\b"
+    r"|(?:is|are|was)n['’]t|(?:or|unless)\b)"
+    r"|(?:[A-Za-z]+\s+)?(?:less|more|fewer|greater|smaller|larger)\s+than\b|(?:squared|cubed|factorial|plus|minus|times|divided|multiplied|modulo|mod|over\s+\w+)\b|不[是对對行])",
+    re.IGNORECASE,
+)
+"""The beginning of what stands after such a number or formula."""
+_NAMED: Final = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s)?\b(?:it|this|that)\s(?:is|was|(?:will|would|must)\sbe)\s([A-Za-z]+)[.!]?$",
+    re.IGNORECASE,
+)
+_CONJUNCTIONS: Final = str.maketrans(
+    {"或": " or ", "且": " and ", "和": " and ", "与": " and ", "與": " and ", "及": " and "}
+)
+_CHINESE_UNIT: Final = re.compile(r"^((?:\\?\$)?-?\d[\d.,/]*\$?)\s?([\u4e00-\u9fff]{1,4})$")
+_REMARK: Final = re.compile(r"(?<=[A-Za-z%])\s\([^()$\\]{0,200}[=×*+][^()$\\]{0,200}\)[.。]?$")
+_HEDGE: Final = re.compile(
+    r"\b(?:or|unless|otherwise|else|maybe|perhaps|possibly|alternatively|versus|vs)\b|\band\s*$|或"
+    r"|^\s*(?:to|through|[-−–—&/|]|\.{2,3}|到|至)\s*$",
+    re.IGNORECASE,
+)
+"""What stands between two values of which neither is stated."""
+_CASES: Final = re.compile(r"\bif\b.{0,200}\b(?:if|otherwise|else)\b", re.IGNORECASE | re.DOTALL)
+_ASIDE: Final = re.compile(
+    r"\b(?:which(?!\s+is\b)|attained|achieved|reached|occurs|occurring|when|where|for|at|if|since|because|with|using"
+    r"|given|whose|while|instead|compared|from|not)\b|\bin\s*$",
+    re.IGNORECASE,
+)
+"""What leads to a value beside the answer: "attained at x = 3"."""
 
 
 @dataclass(frozen=True)
@@ -70,36 +163,108 @@ class Statement:
     Attributes:
         text: The answer.
         where: Where it stands, for people.
+        whole: The box or the sentence that it was taken from, or "" if that is the answer.
+        words: Whether it is words, which equal only the same words.
     """
 
     text: str
     where: str
+    whole: str = ""
+    words: bool = False
 
 
 def statements(text: str) -> list[Statement]:
     r"""Return the answer of a text, or none if there is none.
 
-    There are two only where a text has several boxes: the last box, and the list of the last boxes that stand
-    together (`\boxed{2} and \boxed{3}`).
+    There are two only where boxes stand close together (`\boxed{2} \boxed{3}`): the last box, and the list of
+    them. Boxes that "and", "or" or a comma joins are the list alone.
     """
-    text = _TOKEN.sub("", text[-_LAST:]).strip()
-    boxes = [_stated(box) if _is_prose(box) else box for box in _boxes(text)]
+    text = _STRONG.sub(r"\1", _FENCE.sub("", _TOKEN.sub("", text[-_LAST:]))).strip()
+    tagged = _tagged(text)
+    if tagged is not None:
+        return tagged
+    json = _JSON.search(text[-_LONGEST:])
+    if json is not None:
+        return [dataclasses.replace(each, where="in JSON") for each in statements(json[1] or json[2])]
+    text = _without_rows(text)
+    boxes, joined = _boxes(text)
     mark = _last_mark(text)
     if boxes and not (mark is not None and mark.final and mark.place > text.rfind("\\boxed")):
-        last = Statement(boxes[-1], "in the last box")
-        together = Statement(", ".join(boxes), "in all boxes together")
-        return [last] if len(boxes) == 1 else [last, together]
+        last = _of_box(boxes[-1])
+        together = Statement(", ".join(_of_box(box).text for box in boxes), "in all boxes together")
+        return [last] if len(boxes) == 1 else [together] if joined else [last, together]
     if mark is not None:
-        found = _stated(mark.text, first=True)
-        if found:
-            return [Statement(found, mark.where)]
+        found = _stated(mark.text, mark.where, first=True)
+        if found.text:
+            return [found]
     found = _of_sentences(text)
-    return [Statement(found, "at the end of the text")] if found else []
+    return [found] if found.text else []
 
 
-def _boxes(text: str) -> list[str]:
-    """Return the content of the last box and, before it, of those boxes that stand together with it."""
+def expected(gold: str) -> Statement:
+    r"""Return the expected answer: what a solution states in a box or after `####` or "answer is", else all.
+
+    A sentence ("All n > 2") is words, and not the number in it.
+    """
+    text = gold[-_LAST:]
+    marked = bool(_BOX.search(text)) or _last_mark(text) is not None
+    found = statements(text)[-1:] if marked else []
+    if found:
+        return found[0]
+    text = plain(gold)
+    return Statement(text, "", words=not _is_quantity(text) and _is_prose(_without_commands(text)))
+
+
+def _tagged(text: str) -> list[Statement] | None:
+    """Return what stands in `<answer>…</answer>` or, where several stand together, their list."""
+    opening, closing = _TAG
     found: list[str] = []
+    before = text
+    while len(found) < _MOST_BOXES:
+        end = before.rfind(closing)
+        start = before.rfind(opening, 0, max(end, 0))
+        rest = before[end + len(closing) :]
+        if start < 0 or (rest.strip() and not _JOINT.fullmatch(rest) if found else _BOX.search(rest)):
+            break
+        found.insert(0, before[start + len(opening) : end].strip())
+        before = before[:start]
+    if len(set(found)) > 1:
+        return [Statement(", ".join(found), "in <answer>")]
+    return (
+        [dataclasses.replace(each, where="in <answer>") for each in statements(found[0])] if found else None
+    )
+
+
+def _without_rows(text: str) -> str:
+    """Return the text with the last row of a calculation (`&= 24`) instead of the `align` at its end."""
+    start = text.rfind("\\begin{")
+    match = _ALIGNED.fullmatch(text, start) if start >= 0 else None
+    if match is None:
+        return text
+    row = re.split(r"\\\\(?![A-Za-z])", match[2].strip().removesuffix("\\\\"))[-1].replace("&", "").strip()
+    if not row.startswith("="):
+        return text
+    before = text[:start].rstrip()
+    before = before.removesuffix("\\[") if match[3] else before
+    return before + "\n$$" + row[1:].strip() + "$$"
+
+
+def _of_box(box: str) -> Statement:
+    where = "in the last box"
+    shown = _TEXT.sub(r" \1 ", box)
+    if _is_quantity(box) or not _is_prose(_without_commands(box)):
+        return Statement(_in_latin(box), where)
+    mark = _last_mark(shown)
+    return _stated(shown if mark is None else mark.text, where, first=True, whole=box)
+
+
+def _boxes(text: str) -> tuple[list[str], bool]:
+    """Return the content of the last box and, before it, of those boxes that stand together with it.
+
+    Also return whether nothing but "and", "or" and commas stands between them.
+    """
+    found: list[str] = []
+    joined = True
     next_start: int | None = None
     openings = list(_BOX.finditer(text))[-_MOST_BOXES:]
     for opening in reversed(openings):
@@ -115,13 +280,14 @@ def _boxes(text: str) -> list[str]:
             near = len(between) < _NEAR and content != found[0] and _SEPARATOR.search(between)
             if len(between) >= _CLOSE and not near:
                 break
+            joined = joined and (_JOINED.fullmatch(between) is not None or content in ("", found[0]))
         if content and found[:1] != [content]:
             found.insert(0, content)
         next_start = opening.start() if found else None
     if not found and openings:  # The text ended within its box.
         rest = text[openings[-1].end() :].partition("\n")[0].strip()
-        return [rest[:_LONGEST]] if rest else []
-    return found
+        return ([rest[:_LONGEST]] if rest else []), False
+    return found, joined
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -147,116 +313,175 @@ class _Mark:
 def _last_mark(text: str) -> _Mark | None:
     """Return what follows the last "answer is" or GSM8K's `####`, up to the end of its line.
 
-    `####` also begins a heading of Markdown. It is GSM8K's mark where a number follows.
+    `####` also begins a heading of Markdown. It is GSM8K's mark where a number or a letter follows.
     """
-    marks = [
-        _Mark(match.start(), match[1], "after '####'", False)
-        for match in _HASHES.finditer(text)
-        if _HASHED_NUMBER.fullmatch(match[1].strip()) and not _NUMBERED_HEADING.match(match[1])
-    ]
-    marks += [
-        _Mark(
-            match.start(),
-            text[match.end() :].lstrip(" \t*_\n\r>"),
-            "after 'answer is'",
-            _FINAL.match(text, max(0, match.start() - 6)) is not None,
-        )
-        for match in _ANSWER_IS.finditer(text)
-    ]
-    if not marks:
+    hashes = [match for match in _HASHES.finditer(text) if _is_hashed(match[1].strip())][-1:]
+    stated = list(_ANSWER_IS.finditer(text))[-1:]
+    last = max((*hashes, *stated), key=lambda match: match.start(), default=None)
+    if last is None:
         return None
-    last = max(marks, key=lambda mark: mark.place)
-    found = last.text
+    final = last in stated and _FINAL.match(text, max(0, last.start() - 6)) is not None
+    found = last[1] if last in hashes else text[last.end() :].lstrip(" \t*_\n\r>")
     if not found.startswith(("\\[", "$$", "\\begin")):
         found = found.partition("\n")[0]
-    return dataclasses.replace(last, text=_HOPE.sub("", found[:_LONGEST]))
+    where = "after '####'" if last in hashes else "after 'answer is'"
+    return _Mark(last.start(), _HOPE.sub("", found[:_LONGEST]), where, final)
 
 
-def _of_sentences(text: str) -> str:
+def _is_hashed(text: str) -> bool:
+    if _HASHED_NUMBER.fullmatch(text):
+        return not _NUMBERED_HEADING.match(text)
+    return re.search(r"[A-Za-z]{3}|[\u4e00-\u9fff]|:$", _ENVIRONMENT.sub("", _COMMAND.sub("", text))) is None
+
+
+def _of_sentences(text: str) -> Statement:
     """Return what the last sentence of a text states; one without a number ("Well done!") is skipped."""
     text = _HOPE.sub("", text)
-    last_line = text.rpartition("\n")[2]
-    if not text.endswith(("\\]", "$$")) and not _is_sentence(last_line):
-        return plain(last_line)
-    for sentence in _sentences_backwards(text[-_LONGEST:]):
-        found = _stated(sentence)
-        if found and re.search(r"\d|\\", found):
-            return found
-    return plain(last_line)
+    last_line = text.rpartition("\n")[2][-_LONGEST:]
+    where = "at the end of the text"
+    prose = _is_sentence(last_line)
+    if prose or text.endswith(("\\]", "$$")):
+        for sentence in _sentences(text[-_LONGEST:])[-_MOST_SENTENCES:][::-1]:
+            found = _stated(sentence, where)
+            if found.text and re.search(r"\d|\\", found.text):
+                return found
+    named = _NAMED.fullmatch(next(reversed(_sentences(last_line)), ""))
+    if prose and named is None:
+        return Statement(plain(last_line), where, words=True)
+    return _stated(last_line if named is None else named[0], where)
 
 
-def _sentences_backwards(text: str) -> Iterator[str]:
-    """Yield the sentences of the last paragraph, the last one first. Formulas are not split."""
-    inside = [match.span() for match in _MATH.finditer(text)]
-    found = {match.end() for match in _SENTENCE_END.finditer(text)}
-    found = {end for end in found if not any(start < end < stop for start, stop in inside)}
-    ends = sorted({*found, len(text)})
-    starts = [0, *ends[:-1]]
-    for start, end in list(zip(starts, ends, strict=True))[-8:][::-1]:
-        if text[start:end].strip():
-            yield text[start:end].strip()
+def _sentences(text: str) -> list[str]:
+    """Return the sentences of a text. Formulas are not split."""
+    inside = iter(match.span() for match in _MATH.finditer(text))
+    start, stop = next(inside, (len(text), len(text)))
+    ends = []
+    for match in _SENTENCE_END.finditer(text):
+        while stop <= match.end() - 1 and stop < len(text):
+            start, stop = next(inside, (len(text), len(text)))
+        if not start < match.end() < stop:
+            ends.append(match.end())
+    parts = [text[i:j].strip() for i, j in itertools.pairwise([0, *ends, len(text)])]
+    return [part for part in parts if part]
 
 
-def _stated(text: str, *, first: bool = False) -> str:
+def _stated(text: str, where: str, *, first: bool = False, whole: str = "") -> Statement:
     """Return what one sentence states: all of it if it is no prose, else its formula or its number.
 
     Args:
         text: The sentence.
-        first: Whether it follows "answer is", so that a formula at its beginning is the answer.
+        where: Where it stands.
+        first: Whether it follows "answer is", so that a value at its beginning is the answer.
+        whole: What it was taken from.
     """
     text = text.strip()
-    formulas = _formulas(text)
-    if first and formulas and not text[: formulas[0][0]].strip(" *_\"'"):
-        return formulas[0][1]
-    leading = _NUMBERS.match(text) if first else None
-    if leading is not None and _REMARK.match(text, leading.end()):
-        return leading[0].strip(" ,")
-    if not _is_sentence(text):
-        return plain(text)
-    if first:
-        text = next((part for part in reversed(list(_sentences_backwards(text)))), text)
-        formulas = _formulas(text)
-        if not _is_sentence(text):
-            return plain(text)
-    masked = _MATH.sub(lambda match: "\x00" * len(match[0]), text)
-    number = _stated_number(masked)
-    if formulas and (number is None or formulas[-1][0] > number[0]):
-        return formulas[-1][1]
-    return number[1] if number is not None else plain(text)
+    whole = plain(whole or text)
+    sentence = text
+    if first and _is_sentence(text):
+        sentence = next(iter(_sentences(text)), text)
+    sentence = _without_remark(sentence)
+    values = _values(sentence)
+    if not _is_sentence(sentence):
+        lone = len(values) == 1 and values[0].formula and plain(sentence) == plain(sentence[: values[0].end])
+        return (
+            values[0].said(where, whole)
+            if lone and not values[0].start
+            else Statement(plain(sentence), where, whole)
+        )
+    value = _chosen(sentence, values, first=first)
+    if value is not None:
+        return value.said(where, whole)
+    named = _NAMED.fullmatch(sentence)
+    return Statement(plain(sentence if named is None else named[1]), where, whole, words=True)
 
 
-def _formulas(text: str) -> list[tuple[int, str]]:
-    """Return the formulas of a text with their places; those that "and", "or" or a comma joins are one."""
-    found: list[tuple[int, str]] = []
-    end = -1
+def _without_remark(text: str) -> str:
+    """Return a sentence without the calculation in parentheses at its end."""
+    match = _REMARK.search(text)
+    return text if match is None or _HEDGE.search(match[0]) else text[: match.start()]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A formula or a number in a sentence, or a list of them that "and", "or" or commas join."""
+
+    start: int
+    end: int
+    text: str
+    formula: bool
+
+    def said(self, where: str, whole: str) -> Statement:
+        return Statement(self.text, where, whole)
+
+
+def _values(text: str) -> list[_Value]:
+    found: list[_Value] = []
     for match in _MATH.finditer(text):
         content = plain(next(part for part in match.groups() if part is not None))
         percent = _AFTER_MATH.match(text, match.end())
         content += r"\%" if percent is not None and "%" not in content else ""
-        if found and _JOINT.fullmatch(text, end, match.start()):
-            found[-1] = (found[-1][0], f"{found[-1][1]} , {content}")
+        end = match.end() if percent is None else percent.end()
+        if found and _JOINT.fullmatch(text, found[-1].end, match.start()):
+            last = found.pop()
+            found.append(_Value(last.start, end, f"{last.text} , {content}", True))
         else:
-            found.append((match.start(), content))
-        end = match.end()
-    return found
+            found.append(_Value(match.start(), end, content, True))
+    masked = _MATH.sub(lambda match: "\x00" * len(match[0]), text)
+    found += [
+        _Value(match.start(), match.end(), match[0].strip(" ,"), False) for match in _NUMBERS.finditer(masked)
+    ]
+    return sorted(found, key=lambda value: value.start)
 
 
-def _stated_number(text: str) -> tuple[int, str] | None:
-    """Return the number of a sentence with its place: the only one, or the last one that is stated."""
-    found = [(match.start(), match[0].strip(" ,")) for match in _NUMBERS.finditer(text)]
-    if len(found) == 1:
-        return found[0]
-    said = [each for each in found if _STATED.search(text[: each[0]])]
-    return said[-1] if said else None
+def _chosen(text: str, values: list[_Value], *, first: bool) -> _Value | None:
+    """Return the value that a sentence states, or None: the last one that is, else the only one."""
+    ends = [0, *(value.end for value in values)]
+    gaps = [text[end : value.start] for end, value in zip(ends, values, strict=False)]
+    if first and values and not gaps[0].strip(" *_\"'"):
+        chosen = 0
+    else:
+        main = [place for place, gap in enumerate(gaps) if not _ASIDE.search(gap)]
+        stated = [place for place in main if _is_stated(text, values[place])]
+        stated = [place for place in stated if not _is_denied(text, values[place])]
+        formulas = [place for place, value in enumerate(values) if value.formula]
+        rest = [place for place in main if place in formulas] or formulas
+        lone = [0] if len(values) == 1 else main if len(main) == 1 else []
+        if not stated and not rest and not lone:
+            return None
+        chosen = (stated or rest or lone)[-1]
+    value = values[chosen]
+    hedged = any(map(_HEDGE.search, gaps[max(chosen, 1) : chosen + 2])) or _CASES.search(text, value.end)
+    return None if hedged or _is_denied(text, value) else value
+
+
+def _is_denied(text: str, value: _Value) -> bool:
+    before = text[max(0, value.start - 60) : value.start]
+    return bool(_DENIED.search(before) or _CHANGED.match(text, value.end))
+
+
+def _is_stated(text: str, value: _Value) -> bool:
+    if value.formula and "=" in value.text:
+        return True
+    return value.start == 0 or _STATED.search(text[max(0, value.start - 60) : value.start]) is not None
+
+
+def _without_commands(text: str) -> str:
+    return _TEXT.sub(r" \1 ", text).replace("$", "")
 
 
 def _is_prose(text: str) -> bool:
     return _PROSE.search(_COMMAND.sub(" ", text)) is not None
 
 
+def _is_quantity(text: str) -> bool:
+    r"""Return whether a text is a number or formula and then its unit, as `5\text{ square units}`."""
+    match = _QUANTITY.fullmatch(_without_commands(text).strip())
+    return match is not None and re.search(r"\d", match[1]) is not None and not _NO_UNITS.search(match[2])
+
+
 def _is_sentence(text: str) -> bool:
     """Return whether words stand beside a formula or a number."""
-    if _is_prose(text):
+    if _is_prose(_TEXT.sub(" ", text)):
         return True
     outside = _MATH.sub(" ", text)
     return outside != text and re.search(r"[A-Za-z]{2,}", _COMMAND.sub(" ", outside)) is not None
@@ -264,14 +489,19 @@ def _is_sentence(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Return an answer without the signs around it: Markdown, quotes, dollars, the full stop."""
-    text = text.strip()
+    text = _LEADING.sub("", text.strip(), count=1) if _LEADING.match(text.strip()) else text.strip()
     before = None
     while before != text:
         before = text
-        text = text.strip().strip("*`_\"'").strip().rstrip(".。,;").strip()
-        if len(text) > 1 and text[0] == text[-1] == "$":
+        text = text.strip().strip("*`_\"'").strip().rstrip(".。,;✅✓✔").strip()
+        if len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text.strip("$"):
             text = text.strip("$")
         for start, end in (("\\(", "\\)"), ("\\[", "\\]")):
             if text.startswith(start) and text.endswith(end) and text.count(start) == 1:
                 text = text[2:-2]
-    return text[:_LONGEST]
+    return _in_latin(text[:_LONGEST])
+
+
+def _in_latin(text: str) -> str:
+    """Return an answer with English for Chinese conjunctions, and with a Chinese unit as text of LaTeX."""
+    return _CHINESE_UNIT.sub(r"\1\\text{\2}", text.strip()).translate(_CONJUNCTIONS)

@@ -3,8 +3,8 @@
 math-verify builds on sympy, whose simplification can run for hours on a short hostile input and cannot be
 interrupted in a thread. A comparison that exceeds its limit is therefore ended with its process.
 `python -m rollyard_pipeline.handlers.verifier` is the child. It reads the JSON line
-`{"gold": …, "answer": …}` and writes the JSON line `{"equal": …, "why": …}`, or `{"unreadable": …}` where the
-expected answer can be read in no way.
+`{"gold": …, "answer": …}` and writes the JSON line `{"equal": …, "why": …, "answered": …}`, or
+`{"unreadable": …}` where the expected answer can be read in no way.
 
 sympy's own `sympify` and `parse_expr` evaluate what they read as Python. Texts of the policy therefore reach
 the parser of LaTeX only, latex2sympy's, which has a grammar of its own.
@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from rollyard_pipeline.errors import VerifierFailed
 from rollyard_pipeline.handlers.child_processes import ChildProcesses, begin_child
+from rollyard_pipeline.handlers.statements import statements
 
 _MEMORY: Final = 2 << 30  # The size of a child's address space in bytes.
 
@@ -43,10 +44,12 @@ class Judgement:
     Attributes:
         equal: Whether the answers are equal.
         why: How each was read, for people.
+        answered: Whether there is an answer.
     """
 
     equal: bool
     why: str = ""
+    answered: bool = True
 
 
 class Verifiers:
@@ -74,7 +77,8 @@ class Verifiers:
         answered = await self._children.ask({"gold": gold, "answer": answer}, seconds)
         if "unreadable" in answered:
             raise KeyUnreadable(f"the expected answer cannot be read: {answered['unreadable']}")
-        return Judgement(bool(answered.get("equal")), str(answered.get("why", "")))
+        found = bool(answered.get("answered"))
+        return Judgement(bool(answered.get("equal")), str(answered.get("why", "")), found)
 
     async def close(self) -> None:
         """End every child."""
@@ -85,7 +89,9 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     from rollyard_pipeline.handlers.comparison import compare
 
     equal, why = compare(request["gold"], request["answer"])
-    return {"unreadable": why} if equal is None else {"equal": equal, "why": why}
+    if equal is None:
+        return {"unreadable": why}
+    return {"equal": equal, "why": why, "answered": bool(statements(request["answer"]))}
 
 
 def main() -> None:

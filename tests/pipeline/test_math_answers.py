@@ -187,7 +187,7 @@ def test_where_the_answer_stands(text: str, found: str) -> None:
         "24 plus one", "It is 24 or more.", "It has 24 apples or more.", "It is 24 less than 30.", "0 to 24",
         "I have 3 apples and 7 pears.", "It's 4 or it's 5", "4 unless it is 5", "The answer is on page 24.",
         "The answer is $4$ or maybe $5$", "The answer is $4$ if n is odd and $5$ if even",
-        r"\boxed{\text{not }5}", r"\boxed{24\text{ less than }x}", "so the function is f = 3y + 2 in this case",
+        r"\boxed{\text{not }5}", r"\boxed{24\text{ less than }x}", "so f is f = 3y + 2 in this case",
         "x 不等于 5。", "答案不是5。", "I doubt that it is Saturday.",
     ],
 )  # fmt: skip

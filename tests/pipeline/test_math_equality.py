@@ -230,7 +230,8 @@ ROWS: list[tuple[str, str, int]] = [
     ("4", r"\boxed{3} or \boxed{4}", 0), ("4", r"$\boxed{3}$, $\boxed{4}$", 0),
     ("3, 4", r"\boxed{3} or \boxed{4}", 1),
     ("5", "<answer>5</answer>", 1), ("5", "<answer>4</answer><answer>5</answer>", 0), ("60", "60元", 1),
-    ("1 或 -2", "x = 1 or x = -2", 1), ("甲", "甲", 1), ("甲", "乙", 0), ("3", "so f = 3y + 2 in this case", 0),
+    ("1 或 -2", "x = 1 or x = -2", 1), ("甲", "甲", 1), ("甲", "乙", 0),
+    ("3", "so f = 3y + 2 in this case", 0),
 ]  # fmt: skip
 
 

@@ -130,7 +130,8 @@ async def test_an_answer_that_breaks_its_comparison_scores_0(handler: MathHandle
         "1, ", "a 1 ",
         "is 1 or ", ". ", "I hope it is correct", "<|", "-$", "答案",
         "\\[", "\\frac", "final answer is ", "*", "A", "answer is A", "答案是", "is 1 ", "aa 1 ",
-        "1 h 1 min ", "**", "**a", "<answer>", "</answer>", "\\begin{align}", "{\"answer\": ", "(1, ", "$1 ", "and ", "或",
+        "1 h 1 min ", "**", "**a", "<answer>", "</answer>", "\\begin{align}",
+        "{\"answer\": ", "(1, ", "$1 ", "and ", "或",
     ],
 )  # fmt: skip
 def test_where_an_answer_stands_is_found_in_little_time(part: str) -> None:

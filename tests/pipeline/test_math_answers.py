@@ -188,7 +188,8 @@ def test_where_the_answer_stands(text: str, found: str) -> None:
         "I have 3 apples and 7 pears.", "It's 4 or it's 5", "4 unless it is 5", "The answer is on page 24.",
         "The answer is $4$ or maybe $5$", "The answer is $4$ if n is odd and $5$ if even",
         r"\boxed{\text{not }5}", r"\boxed{24\text{ less than }x}", "so f is f = 3y + 2 in this case",
-        "x 不等于 5。", "答案不是5。", "I doubt that it is Saturday.",
+        "x 不等于 5。", "答案不是5。", "I doubt that it is Saturday.", "The ratio is 5:6.", "nowhere near 24",
+        "She is 5 feet 6 inches tall.", "The odds are 1 in 5",
     ],
 )  # fmt: skip
 def test_a_number_that_is_not_what_a_sentence_states(text: str) -> None:

@@ -21,9 +21,9 @@ class MathHandler(Handler):
 
     The answer comes from `submit` or from the last assistant message: `<answer>…</answer>`, the last
     `\boxed{…}`, what follows `####` or "answer is", else the last sentence. `task.answer` may be a whole
-    solution that ends with `#### n`, as in GSM8K. An answer that cannot be compared in time scores 0, with the
-    reason VerifyTimeout and the component `verify_timeout`. An answer that kills the process which compares it
-    also scores 0, with the reason AnswerUnusable.
+    solution that ends with `#### n`, as in GSM8K. An answer that cannot be compared in time scores 0, with
+    the reason VerifyTimeout and the component `verify_timeout`. An answer that kills the process which
+    compares it also scores 0, with the reason AnswerUnusable.
     """
 
     needs_sandbox = False

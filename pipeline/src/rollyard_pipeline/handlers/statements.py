@@ -109,21 +109,21 @@ _DENIED: Final = re.compile(
     r"(?:(?:\b(?:not|never|cannot|neither|nor)|n['’]t)(?:\s+(?:an?|the|be|equals?|to|exactly|really|actually"
     r"|always|simply|just|only|quite|as|many|much|about|answer|right|correct|is|even|necessarily))*"
     r"|\b(?:than|(?:at|the)\s+(?:most|least)|(?:up|close|next|prior|raised|not)\s+to|under|over|above|below"
-    r"|beyond|within|between|from|until|till|before|after|nearly|almost|negative|minus|plus|times|modulo|mod"
+    r"|beyond|within|between|from|until|till|before|after|near|nearly|almost|negative|minus|plus|times|modulo|mod"
     r"|root|square|cube|double|twice|triple|thrice|half|(?:anything|everything|nothing|all)\s+but|except"
     r"|excluding|besides|item|page|step|line|row|column|section|chapter|equation|figure|question|problem|unless|either|maybe|perhaps|possibly|otherwise|else|or|versus|vs"
     r"|(?:multiplied|divided|divisible|multiply|divide)\s+by)(?:\s+(?:an?|the))?"
     r"|(?<!total)(?<!value)(?<!profit)(?<!cost)(?<!price)(?<!result)(?<!answer)(?<!amount)(?<!length)"
     r"(?<!area)(?<!volume)(?<!speed)(?<!rate)(?<!distance)(?<!average)(?<!probability)(?<!maximum)"
     r"(?<!minimum)\s+of"
-    r"|[<>≤≥≠~^_*/×·÷(√+]|\d\s*[-−–]"
+    r"|[<>≤≥≠~^_*/×·÷(√+]|\d\s*[-−–]|\d\s?:"
     r"|不[是为為]|不等[于於]|非|至[少多]|最[多少]|超[过過]|[大小][于於]|不[到足]|或者?|除以|乘以|[加减減负負从從到])"
     r"\s*[*_\"']{0,3}$",
     re.IGNORECASE,
 )
 """The end of what stands before a number or formula that is not what the sentence states."""
 _CHANGED: Final = re.compile(
-    r"\s*(?:!\s*\S|[\^_²³]|[-−–]\s*[\d(\\$]|-\w|[+*/×·÷=<>≤≥≠]\s*[\w(\\$-]"
+    r"\s*(?:!\s*\S|[\^_²³]|:\s?\d|[-−–]\s*[\d(\\$]|-\w|[+*/×·÷=<>≤≥≠]\s*[\w(\\$-]"
     r"|(?!(?:kg|km|cm|mm|ml|mL|lbs?|min|hrs?|am|pm|th|st|nd|rd|cents?)\b|c?m[²³])(?<=\d)[A-Za-z(]"
     r"|(?:[A-Za-z]+\s+)?(?:(?:or|and)\s+(?:more|less|fewer|above|up|below|higher|lower|greater|under|over)\b"
     r"|at\s+(?:most|least)\b|(?:is|are|was)\s+(?:not|wrong|incorrect|impossible|too|false|excluded)\b"
@@ -143,6 +143,7 @@ _CHINESE_UNIT: Final = re.compile(r"^((?:\\?\$)?-?\d[\d.,/]*\$?)\s?([\u4e00-\u9f
 _REMARK: Final = re.compile(r"(?<=[A-Za-z%])\s\([^()$\\]{0,200}[=×*+][^()$\\]{0,200}\)[.。]?$")
 _HEDGE: Final = re.compile(
     r"\b(?:or|unless|otherwise|else|maybe|perhaps|possibly|alternatively|versus|vs)\b|\band\s*$|或"
+    r"|^\s*(?:feet|foot|ft|hours?|hrs?|minutes?|min|dollars|pounds|degrees|in|against|out\s+of)\s*$"
     r"|^\s*(?:to|through|[-−–—&/|]|\.{2,3}|到|至)\s*$",
     re.IGNORECASE,
 )
@@ -212,7 +213,9 @@ def expected(gold: str) -> Statement:
     if found:
         return found[0]
     text = plain(gold)
-    return Statement(text, "", words=not _is_quantity(text) and _is_prose(_without_commands(text)))
+    shown = _without_commands(text)
+    prose = _is_prose(shown) or re.search(r"\b(?:if|unless|except|otherwise)\b", shown) is not None
+    return Statement(text, "", words=prose and not _is_quantity(text))
 
 
 def _tagged(text: str) -> list[Statement] | None:

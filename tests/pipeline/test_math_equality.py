@@ -156,6 +156,7 @@ ROWS: list[tuple[str, str, int]] = [
     (r"\$5", r"\boxed{5 \text{ cents}}", 0), (r"\$5", r"\boxed{5\text{ dollars}}", 1),
     (r"5\text{ cm}", r"\boxed{5\text{ inches}}", 0), (r"5\text{ cm}^2", r"\boxed{5\text{ cm}^3}", 0),
     (r"5\text{ cm}^2", r"\boxed{5\text{ square centimeters}}", 1), ("5 hours", "5 hrs", 1),
+    ("5 seconds", "5 sec", 1),
     ("60", r"\boxed{60\frac{\text{km}}{\text{h}}}", 1), ("60", r"\boxed{60\,\mathrm{km}/\mathrm{h}}", 1),
     ("60 mph", r"\boxed{60\,\mathrm{km}/\mathrm{h}}", 0), ("60", r"\boxed{60\ \mathrm{cm^2}}", 1),
     (r"7^\circ C", r"\boxed{7}", 1), ("7°C", r"\boxed{7°F}", 0), ("75", r"\boxed{75¢}", 1),

@@ -29,8 +29,8 @@ _SHOWN: Final = 300
 
 _TEXT: Final = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _BLANKS: Final = re.compile(r"(?<!\\)\\[ ,;:!]|~|\\(?:display|text)style(?![A-Za-z])")
-_LOOSE: Final = re.compile(r"(?<!\w)\s+|\s+(?!\w)")
-"""Spaces that do not stand between letters and digits."""
+_LOOSE: Final = re.compile(r"(?<![\w,])\s+|(?<!,)\s+(?!\w)")
+"""Spaces that stand neither between letters and digits nor after a comma."""
 _WORDS: Final = re.compile(r"[^\W\d_]+(?:[ ',.\-]+[^\W\d_]+)*")
 _WORD: Final = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{3,}(?![A-Za-z}])")
 _CHOICE: Final = re.compile(r"\(?([A-Z])\)?")
@@ -109,7 +109,7 @@ def _stated_how(wanted: Statement, answer: Statement) -> str | None:
     if not wanted.words and not answer.words:
         return _equal_how(key, answer.text)
     if wanted.words or _is_words(key):
-        return " as text" if _as_words(key) in map(_as_words, texts) else None
+        return " as text" if any(_same_text(key, text) for text in texts) else None
     return " by their letter" if _same_choice(key, answer.text) else None
 
 

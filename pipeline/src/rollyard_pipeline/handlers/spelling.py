@@ -48,7 +48,7 @@ _REPEATING: Final = re.compile(
 _SCIENTIFIC: Final = re.compile(r"(?<![\w\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w)")
 _POWER: Final = re.compile(r"\^\s*(-?\d{2,}|-\d)")
 _INDEX: Final = re.compile(r"_(\w)(?=\s)")
-_FUNCTIONS: Final = "pi|sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan"
+_FUNCTIONS: Final = r"pi|sin|cos|tan|cot|sec(?!\.?\s*$)|csc|ln|log|arcsin|arccos|arctan"
 
 
 def _of_two(match: re.Match[str]) -> str:

@@ -109,7 +109,8 @@ def _stated_how(wanted: Statement, answer: Statement) -> str | None:
     if not wanted.words and not answer.words:
         return _equal_how(key, answer.text)
     if wanted.words or _is_words(key):
-        return " as text" if any(_same_text(key, text) for text in texts) else None
+        words = _as_words(key, folded=True)
+        return " as text" if any(_as_words(text, folded=True) == words for text in texts) else None
     return " by their letter" if _same_choice(key, answer.text) else None
 
 

@@ -15,6 +15,7 @@ import pytest
 from rollyard_crds import RolloutJobSpec, Task, TaskListError, parse_lines
 from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.task_formats.contests import CONTEST_PREFIX
 from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import ANSWER
 from rollyard_pipeline.handlers.code import handler as handler_module
@@ -176,6 +177,66 @@ async def test_functions(sandbox: tuple[ExecClient, str], program: str, reward: 
     case = {"input": "[1, 2]\n2", "output": "[3, 2]"}
     tests = {"entry_point": "add", "cases": [case], "compare": "numeric"}
     assert (await scored(sandbox, program, tests)).reward == reward
+
+
+SUM = "print(sum(map(int, input().split())))"
+DEPTH = "def depth(n): return n and depth(n - 1)\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Imports as LiveCodeBench has them.
+        f"assert pow(2, -1, 7) == 4\n{SUM}", f"{DEPTH}assert depth(50_000) == 0\n{SUM}",
+        "from functools import lru_cache\n@lru_cache(None)\n" + DEPTH + f"depth(30_000)\n{SUM}",
+        f"deepcopy([json.loads('1')])[0] ^ xor(1, 1)\nassert ascii_lowercase[0] == 'a'\n{SUM}",
+        f"def f(a: List[int]) -> Optional[int]: pass\nassert Counter('aa')['b'] == mean([0]) == 0\n{SUM}",
+        f"from __future__ import annotations\ndef f(a: Unknown): pass\n{SUM}",
+        # The process is the program's.
+        "import fileinput\nfor line in fileinput.input(): print(sum(map(int, line.split())))",
+        f"import sys\nassert sys.argv == ['solution.py']\n{SUM}", f"__file__.encode()\n{SUM}",
+        f"import pickle\nclass A: pass\npickle.loads(pickle.dumps(A()))\n{SUM}",
+        f"def f(): pass\nfrom __main__ import f\n{SUM}",
+        f"import sys\nsys.stdin.read()\nsys.stdin.seek(0)\n{SUM}",
+    ],
+)  # fmt: skip
+async def test_programs_of_contests(sandbox: tuple[ExecClient, str], program: str) -> None:
+    cases = [{"input": "1 2", "output": "3"}]
+    rows = {
+        "livecodebench": {"question_content": "?", "public_test_cases": cases},
+        "verl": {**VERL, "reward_model": {"ground_truth": cases}},
+    }
+    for name, row in rows.items():
+        (task,) = parse_lines([json.dumps(row)], TaskSource(url="x", format=name))
+        assert (await scored(sandbox, program, task)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "reward"),
+    [
+        # The prefix has a function of the wanted name, too, which is no answer.
+        ("", 0), ("# nothing", 0), ("class Solution:\n    def other(self): pass", 0),
+        ("class Solution:\n    def gcd(self, a, b): return a and self.gcd(b % a, a) or b", 1),
+        ("class Solution:\n    def gcd(self, a, b): return gcd(a, b)", 1),
+        ("class Solution:\n    def gcd(self, a, b): return 1", 0), ("from math import gcd", 1),
+        ("def gcd(a, b): return math.gcd(a, b)", 1), ("def gcd(a, b): return 1", 0),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    n: 'A'\nfrom math import gcd", 1),
+        ("import pickle\nclass A: pass\ndef gcd(a, b): return pickle.dumps(A()) and 2", 1),
+    ],
+)  # fmt: skip
+async def test_functions_of_contests(sandbox: tuple[ExecClient, str], program: str, reward: float) -> None:
+    for prefix in (CONTEST_PREFIX, "from math import *\nimport math\nclass Solution:\n    gcd = gcd\n"):
+        case = {"input": "4\n6", "output": "2"}
+        tests = {"entry_point": "gcd", "prefix": prefix, "cases": [case]}
+        assert (await scored(sandbox, program, tests)).reward == reward
+
+
+async def test_a_method_completes_a_task_of_humaneval(sandbox: tuple[ExecClient, str]) -> None:
+    prefix = 'def add(a, b):\n    """Add."""\n'
+    tests = {"entry_point": "add", "prefix": prefix, "cases": [{"program": "assert add(1, 2) == 3"}]}
+    method = "class Solution:\n    def add(self, a, b): return a {} b"
+    assert (await scored(sandbox, method.format("+"), tests)).reward == 1.0
+    assert (await scored(sandbox, method.format("-"), tests)).reward == 0.0
 
 
 async def test_a_checker(sandbox: tuple[ExecClient, str]) -> None:
@@ -437,7 +498,7 @@ def test_programs_are_taken_from_answers() -> None:
     assert program_of("```\nfirst\n```\n```py\nlast\n```\n").text == "last\n"
     prefix = 'import math\n\ndef f(x):\n    """Double."""\n'
     assert whole_program(prefix, "    return 2 * x\n", "f").text == f"{prefix}    return 2 * x\n"
-    assert whole_program(prefix, "def f(x): return x\n", "f").text.startswith(prefix)
+    assert whole_program(prefix, "def f(x): return x\n", "f").prefix.startswith(prefix)
 
 
 MBPP = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rollyard_crds.task_formats.contests import CONTEST_PREFIX
 from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
 from rollyard_crds.task_formats.pickled_text import PickleRefused, pickled_text
@@ -32,7 +33,7 @@ class LiveCodeBenchFormat(TaskFormat):
             if starter
             else "Write a Python program that reads standard input and writes standard output."
         )
-        tests = {"entry_point": name, "prefix": _IMPORTS, "cases": given, "compare": "numeric"}
+        tests = {"entry_point": name, "prefix": CONTEST_PREFIX, "cases": given, "compare": "numeric"}
         found: dict[str, Any] = {
             "prompt": f"{row.text('question_content')}\n\n{ask}",
             "tests": {key: value for key, value in tests.items() if value is not None},
@@ -41,19 +42,6 @@ class LiveCodeBenchFormat(TaskFormat):
         if row.values.get("question_id") is not None:
             found["id"] = task_id("livecodebench", row.values["question_id"])
         return found
-
-
-_IMPORTS = """\
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from typing import *
-"""
-"""What solutions of contests expect to be imported."""
 
 
 def _cases(row: Row, field: str) -> list[dict[str, str]]:

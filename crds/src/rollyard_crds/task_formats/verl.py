@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final
 
+from rollyard_crds.task_formats.contests import CONTEST_PREFIX
 from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
 
@@ -73,7 +74,8 @@ def _tests(reward: Row) -> dict[str, Any] | None:
 
 
 def _code_tests(cases: Iterable[tuple[str, str]], **tests: Any) -> dict[str, Any]:
-    return {"cases": [{"input": one, "output": two} for one, two in cases], "compare": "numeric", **tests}
+    listed = [{"input": one, "output": two} for one, two in cases]
+    return {"prefix": CONTEST_PREFIX, "cases": listed, "compare": "numeric", **tests}
 
 
 def _lines(value: Any) -> str:

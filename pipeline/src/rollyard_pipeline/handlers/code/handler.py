@@ -25,7 +25,7 @@ from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.code import shown
 from rollyard_pipeline.handlers.code.assertions import placed_test, plain_test
 from rollyard_pipeline.handlers.code.compare import difference, same_result, same_text
-from rollyard_pipeline.handlers.code.programs import needed, whole_program
+from rollyard_pipeline.handlers.code.programs import AnswerProgram, needed, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
 
@@ -72,7 +72,7 @@ class CodeHandler(Handler):
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
         # Reading a hostile answer may take a second, in which the worker has others to serve.
         program = await asyncio.to_thread(whole_program, tests.prefix, ctx.final_text, tests.entry_point)
-        trial = _Trial(ctx, tests, program.text)
+        trial = _Trial(ctx, tests, program)
         passed, failure = 0, ""
         for number, case in enumerate(tests.cases, 1):
             if await trial.passes(case):
@@ -103,7 +103,7 @@ class _Trial:
 
     ctx: StageContext
     tests: CodeTests
-    source: str
+    program: AnswerProgram
     timed_out: bool = False
     why: str = ""
     trace: str = ""
@@ -213,7 +213,8 @@ class _Trial:
         """Return what a process with the policy's program says, or None unless it ends in time and with 0."""
         place = await self._private("policy")
         limit = min(self.tests.time_limit_seconds, self.ends - time.monotonic())
-        result = await self._run(what, {**request, "source": self.source}, place.tmp, limit)
+        source = {"prefix": self.program.prefix, "source": self.program.text}
+        result = await self._run(what, {**request, **source}, place.tmp, limit)
         if result is None or result.timed_out:
             self.timed_out, self.why = True, "the program did not end in time"
             return None

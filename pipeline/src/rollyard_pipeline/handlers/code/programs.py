@@ -26,10 +26,12 @@ class AnswerProgram:
     Attributes:
         text: The program.
         place: The part of the answer that it is, for people.
+        prefix: A program that runs before it, with the same names.
     """
 
     text: str
     place: str
+    prefix: str = ""
 
 
 def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
@@ -69,7 +71,7 @@ def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
 
 
 def whole_program(prefix: str, text: str, entry_point: str | None) -> AnswerProgram:
-    """Return the program to run.
+    """Return the program to run, and what runs before it.
 
     Where the prefix begins the function that the policy has to complete, its answer may be the whole function
     or the rest of it. It is the whole one if it is a program that defines the name.
@@ -79,7 +81,7 @@ def whole_program(prefix: str, text: str, entry_point: str | None) -> AnswerProg
         return program
     if entry_point is None or not _begins(prefix, entry_point) or defines(program.text, entry_point):
         # The helpers of the prefix stay there. Its last function may have no body yet.
-        return replace(program, text=f"{completed(prefix)}\n\n{program.text}")
+        return replace(program, prefix=completed(prefix))
     return replace(program, text=f"{prefix}{program.text}")
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_DEPTH = 60
 MAX_ITEMS = 200_000
 MAX_TRACE = 2000
+STACK = 256 << 20
 ONLY_AST = 0x400  # The value of ast.PyCF_ONLY_AST.
 
 
@@ -119,10 +120,24 @@ def compiled(program: Any, name: str) -> Any:
     return compile(program, name, "exec", dont_inherit=True)
 
 
-def run(source: str, name: str, names: dict[str, Any], out: int) -> None:
-    """Run the policy's program. If it raises an exception, end the process, and write the traceback."""
+def module(name: str) -> dict[str, Any]:
+    """Return the names of a new module, which programs can import."""
+    sys.modules[name] = new = type(sys)(name)
+    new.__dict__.update({"__builtins__": builtins, "__file__": "solution.py"})
+    return new.__dict__
+
+
+def run(programs: dict[str, str], names: dict[str, Any], out: int) -> None:
+    """Run programs of the policy. If one raises an exception, end the process, and write the traceback.
+
+    Args:
+        programs: The programs by the names of their files.
+        names: The names that they use and define.
+        out: The descriptor for the traceback.
+    """
     try:
-        exec(compiled(source, name), names)
+        for name, source in programs.items():
+            exec(compiled(source, name), names)
     except SystemExit as ended:
         if ended.code not in (None, 0):
             os.dup2(out, 2)
@@ -148,15 +163,17 @@ def call(request: dict[str, Any], out: int) -> None:
 
     A call that is a text is an expression, for which the program and the setup code have made objects.
     """
-    names: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
-    run(request["source"], "solution.py", names, out)
-    name = request["entry_point"]
-    function = names.get(name)
-    if function is None:
-        function = getattr(names["Solution"](), name)
+    names, name = module("solution"), request["entry_point"]
+    run({"prefix.py": request["prefix"]}, names, out)
+    # What the prefix has of these names is no answer, but the policy's program may use it.
+    given = {each: names.pop(each) for each in ("Solution", name) if each in names}
+    run({"solution.py": request["source"]}, names, out)
+    its = names.get("Solution")
+    function = getattr(its(), name) if its is not None and hasattr(its, name) else names[name]
+    names.update({**given, **names})
     if request["setup"]:
         names[name] = names["candidate"] = function
-        run(request["setup"], "setup.py", names, out)
+        run({"setup.py": request["setup"]}, names, out)
     shown = False
     for each in request["calls"]:
         try:
@@ -330,6 +347,11 @@ def main(what: str, request: dict[str, Any]) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     if what in ("call", "run"):
+        sys.argv[:] = ["solution.py"]
+        # Deep recursion needs more than the usual 8 MiB, and the stack of the first thread grows in place.
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        stack = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
         # However many processes the policy's program starts, the exec server gets its share of the time.
         os.nice(10)
     if what == "run":
@@ -340,7 +362,10 @@ def main(what: str, request: dict[str, Any]) -> None:
         os.lseek(given, 0, os.SEEK_SET)
         os.dup2(given, 0)
         os.dup2(out, 1)
-        run(request["source"], "solution.py", {"__name__": "__main__", "__builtins__": builtins}, out)
+        # The file that Python has opened itself takes standard input for a pipe, which it was.
+        how = {"encoding": sys.stdin.encoding, "errors": sys.stdin.errors, "closefd": False}
+        sys.stdin = sys.__stdin__ = os.fdopen(0, **how)
+        run({"prefix.py": request["prefix"], "solution.py": request["source"]}, module("__main__"), out)
         return
     if what == "call":
         call(request, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import sys
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ CHECKED = {
     "compare": "checker",
     "checker": "def check(input, output, expected): return output.strip() == expected",
 }
+CHECKER = {"compare": "checker", "checker": "def check(input, output, expected): return output == expected"}
 RIGHT = "def f(i): return i * i + 17\nif __name__ == '__main__': print(f(int(input())))"
 
 SEARCH = """
@@ -270,6 +272,46 @@ def f(i):
     # The search would have found it, had it been there.
     leaks = {**tests, "setup": "made = [3, 4159265358]"}
     assert await reward(sandbox, searches, leaks) == 1.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"v": ' + "[" * 2500 + "]" * 2500 + "}", '{"v": {"x": []}}', '{"v": {"x": ["Decimal", "no"]}}',
+        '{"v": {"x": ["Fraction", {"l": [{"i": "1a"}, {"i": "0"}]}]}}',
+        '{"v": {"x": ["defaultdict", {"l": []}]}}',
+        '{"v": {"x": ["os", "system"]}}', '{"v": {"o": "object"}}', '{"v": {"x": {"o": 1}}}',
+    ],
+)  # fmt: skip
+async def test_no_result_that_is_forged_keeps_the_worker_from_a_verdict(
+    sandbox: tuple[ExecClient, str], said: str
+) -> None:
+    """Versions of Python differ in how deep a value may be that JSON and marshal take."""
+    forges = f"""
+import os, sys
+frame = sys._getframe()
+while "out" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["out"], {said.encode()!r})
+os._exit(0)
+"""
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(6000)
+    try:
+        for program in (
+            "assert f(3) == 26",
+            "given = [f(3)]\nassert given == [26]",
+            "given = [f(3)]\nassert given",
+        ):
+            tests = {"entry_point": "f", "cases": [{"program": program}]}
+            deserves_nothing(await reward(sandbox, forges, tests))
+        for tests in (
+            {**CALLED, "cases": CALLED["cases"][:1]},
+            {**CALLED, **CHECKER, "cases": CALLED["cases"][:1]},
+        ):
+            deserves_nothing(await reward(sandbox, forges, tests))
+    finally:
+        sys.setrecursionlimit(usual)
 
 
 async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClient, str]) -> None:

@@ -6,6 +6,9 @@ A case is one line, and a new one needs no more.
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict, deque
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -186,6 +189,13 @@ def test_outputs(output: str, expected: str, exact: bool, numeric: bool) -> None
         (1.5, 10**400, False, False),
         ([10**5000], [10**5000], True, True), ([10**5000], [10**5000 + 1], False, False),
         (2**53 + 1, 2.0**53, False, True),
+        (Fraction(1, 2), 0.5, True, True), (Fraction(1, 3), 0.3333333333, False, True),
+        (Fraction(1000000008), 1000000007, False, False), (Fraction(1), True, False, False),
+        (Fraction(10**50 + 1, 10**50), 1, False, True), (Fraction(1, 10), 0.1, True, True),
+        (Fraction(1, 3), 0.333, False, False), (Decimal("0.50"), 0.5, True, True),
+        (Decimal("0.1"), 0.1, True, True), (Decimal("NaN"), 0.5, False, False),
+        (Decimal("1e999999"), 0.5, False, False), (Counter("a"), {"a": 1}, True, True),
+        (defaultdict(int, a=1), {"a": 1}, True, True), (deque([1]), [1], False, False),
         ((1, 2), [1, 2], True, True), ({1: 2}, {"1": 2}, False, False), ("a b", "a  b", False, False),
     ],
 )  # fmt: skip

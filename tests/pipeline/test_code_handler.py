@@ -231,6 +231,37 @@ async def test_functions_of_contests(sandbox: tuple[ExecClient, str], program: s
         assert (await scored(sandbox, program, tests)).reward == reward
 
 
+@pytest.mark.parametrize(
+    ("result", "assertion", "reward"),
+    [
+        # Types of the standard library are what they are; the test of any other object fails.
+        ("Fraction(0)", "f(1) != 0", 0), ("Fraction(1, 2)", "f(1) == 0.5", 1),
+        ("Fraction(1, 2)", "f(1) == 1", 0),
+        ("Decimal('0.5')", "f(1) == 0.5", 1), ("Decimal('0.1')", "f(1) == 0.1", 0), ("deque()", "f(1)", 0),
+        ("deque()", "not f(1)", 1), ("deque([1])", "list(f(1)) == [1]", 1), ("deque([1])", "f(1) == [1]", 0),
+        ("{1: 2}.keys()", "set(f(1)) == {1}", 1), ("{1: 2}.values()", "list(f(1)) == [2]", 1),
+        ("{1: 2}.items()", "list(f(1)) == [(1, 2)]", 1), ("{1: 2}.keys()", "f(1) == [1]", 0),
+        ("defaultdict(int)", "f(1)[9] == 0", 1), ("defaultdict(int)", "f(1) == {9: 0}", 0),
+        ("defaultdict(lambda: 3)", "f(1) == {}", 1), ("defaultdict(lambda: 0)", "f(1)[9] == 0", 0),
+        ("Counter('aab')", "f(1)['c'] == 0", 1), ("Counter('aab')", "f(1) == {'a': 2, 'b': 1}", 1),
+        ("OrderedDict(a=1)", "f(1) == {'a': 1}", 1),
+        ("Red.R", "f(1) == 'red'", 1), ("Red.R", "f(1) == 'Red.R'", 0),
+        ("Falsy()", "f(1)", 0), ("Falsy()", "f(1) != 2", 0), ("Falsy()", "f(1) is not None", 0),
+        ("[Falsy()]", "len(f(1)) == 1", 0), ("Falsy", "callable(f(1)) or True", 0),
+    ],
+)  # fmt: skip
+async def test_objects_that_a_function_returns(
+    sandbox: tuple[ExecClient, str], result: str, assertion: str, reward: float
+) -> None:
+    program = (
+        "from collections import *\nfrom decimal import *\nfrom enum import Enum\nfrom fractions import *\n"
+        "class Red(str, Enum): R = 'red'\nclass Falsy:\n    def __bool__(self): return False\n"
+        f"def f(x): return {result}"
+    )
+    tests = {"entry_point": "f", "cases": [{"program": f"assert {assertion}"}]}
+    assert (await scored(sandbox, program, tests)).reward == reward
+
+
 async def test_a_method_completes_a_task_of_humaneval(sandbox: tuple[ExecClient, str]) -> None:
     prefix = 'def add(a, b):\n    """Add."""\n'
     tests = {"entry_point": "add", "prefix": prefix, "cases": [{"program": "assert add(1, 2) == 3"}]}

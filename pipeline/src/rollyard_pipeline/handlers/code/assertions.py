@@ -277,7 +277,7 @@ def _is_idle(statement: ast.stmt) -> bool:
 
 
 def _awkward(value: Any) -> bool:
-    """Return whether an encoded value holds an iterator, or could take long to be made or compared."""
+    """Return whether an encoded value could take long to be made or compared, or holds no plain data only."""
     waiting, seen = [value], 0
     while waiting:
         each = waiting.pop()
@@ -289,7 +289,7 @@ def _awkward(value: Any) -> bool:
         elif isinstance(each, dict):
             for mark, content in each.items():
                 hashed = mark in ("s", "z", "d") and isinstance(content, list)
-                if mark == "y" or (hashed and len(content) > _MOST_HASHED):
+                if mark in ("y", "x", "o") or (hashed and len(content) > _MOST_HASHED):
                     return True
                 waiting.append(content)
     return False

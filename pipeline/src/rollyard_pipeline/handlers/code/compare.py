@@ -21,6 +21,8 @@ _ROUNDED: Final = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 _HALF: Final = Decimal("0.5")
 _LONGEST_FLOAT: Final = 32
 """The most characters of a float that a sandbox reports."""
+_LONGEST_DECIMAL: Final = 1000
+"""The most digits of an exact fraction that is compared with a number."""
 _MOST_BITS: Final = 1024
 """The size of an integer in bits beyond which no float is near to it."""
 
@@ -109,11 +111,13 @@ def same_result(encoded: Any, expected: Any, tolerance: float | None) -> bool:
     decides how it compares.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: The result is not in this form.
+        ValueError, TypeError, LookupError, RecursionError: The result is not in this form.
     """
     if not isinstance(encoded, dict):
         return type(encoded) is type(expected) and bool(encoded == expected)
     ((mark, content),) = encoded.items()
+    if mark == "x":
+        return _same_library(content[0], content[1], expected, tolerance)
     if mark in ("l", "t"):
         return (
             isinstance(expected, list)
@@ -134,6 +138,32 @@ def same_result(encoded: Any, expected: Any, tolerance: float | None) -> bool:
     return (
         mark == "f" and len(content) <= _LONGEST_FLOAT and _same_number(float(content), expected, tolerance)
     )
+
+
+def _same_library(name: Any, data: Any, expected: Any, tolerance: float | None) -> bool:
+    """Return whether a value of a type of the standard library is the expected JSON value."""
+    if name in ("OrderedDict", "Counter"):
+        return same_result(data, expected, tolerance)
+    if name == "defaultdict":
+        return same_result(data["l"][1], expected, tolerance)
+    if isinstance(expected, bool) or not isinstance(expected, int | float) or not _is_float(expected):
+        return False
+    wanted = Decimal(repr(expected))
+    if name == "Decimal" and isinstance(data, str) and len(data) <= _LONGEST_DECIMAL:
+        given = Decimal(data, _ROUNDED)
+        return given.is_finite() and (
+            given == expected or _near(given, wanted, tolerance, whole=isinstance(expected, int))
+        )
+    if name != "Fraction" or any(len(part["i"]) > _LONGEST_DECIMAL for part in data["l"]):
+        return False
+    above, below = (int(part["i"], 16) for part in data["l"])
+    other = wanted.as_integer_ratio()
+    if below <= 0 or above * other[1] == other[0] * below:
+        return below > 0
+    if tolerance is None:
+        return False
+    given = _ROUNDED.divide(Decimal(above), Decimal(below))
+    return _near(given, wanted, tolerance, whole=isinstance(expected, int))
 
 
 def _same_number(given: int | float, expected: int | float, tolerance: float | None) -> bool:

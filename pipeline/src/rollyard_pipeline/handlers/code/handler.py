@@ -135,7 +135,7 @@ class _Trial:
                 right += right[0]
             try:
                 return any(same_result(results[0]["v"], each, tolerance) for each in right)
-            except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            except (ValueError, TypeError, LookupError, RecursionError, OverflowError):
                 return False
         output = await self._policys("run", {"input": case.input})
         if output is None:
@@ -202,6 +202,9 @@ class _Trial:
         self.why = "the program did not report what its function returns"
         try:
             results = [json.loads(line) for line in output.splitlines()]
+            marshal.dumps(
+                [[[[results]]]], _MARSHAL
+            )  # The judge gets them, which a deeper value would prevent.
         except (ValueError, RecursionError):
             return None
         known = [result for result in results if isinstance(result, dict)]
@@ -299,7 +302,7 @@ def _packed(source: str) -> tuple[bytes, bytes, str]:
     return MAGIC_NUMBER, marshal.dumps(compile(source, "sandboxed.py", "exec", dont_inherit=True)), source
 
 
-_JUDGES: Final = frozenset({"Anything", "Unanswered", "check", "judge", "tolerant"})
+_JUDGES: Final = frozenset({"Anything", "Unanswered", "check", "judge", "has_object", "tolerant"})
 _SOURCE: Final = files(__package__).joinpath("sandboxed.py").read_text(encoding="utf-8")
 _AUTHORS: Final = _packed(_SOURCE)
 """The programs that run in the sandbox, which need nothing that is installed there."""

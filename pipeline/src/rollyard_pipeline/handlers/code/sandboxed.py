@@ -39,7 +39,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)  # The text of an enumeration's member is another one.
     if isinstance(value, int):
         return {"i": format(int(value), "x")}
     if isinstance(value, float):
@@ -50,6 +50,9 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"b": bytes(value).hex()}
     if isinstance(value, range):
         return {"r": [encode(part) for part in (value.start, value.stop, value.step)]}
+    found = None if type(value) in PLAIN else library(value)
+    if found is not None:
+        return {"x": [found[0], encode(found[1], depth + 1)]}
     if isinstance(value, dict):
         return {"d": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]}
     for kind, mark in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
@@ -66,6 +69,64 @@ def encode(value: Any, depth: int = 0) -> Any:
                 return {"o": "endless"}
         return {"y": items}
     return {"o": type(value).__name__}
+
+
+def library(value: Any) -> tuple[str, Any] | None:
+    """Return the name of a type of the standard library, and plain data that make this value, or None."""
+    for each, kind in (("keys", type({}.keys())), ("values", type({}.values())), ("items", type({}.items()))):
+        if isinstance(value, kind):
+            return each, list(value)
+    for of, names in LIBRARY.items():
+        for each in names:
+            kind = getattr(sys.modules.get(of), each, None)
+            if not isinstance(kind, type) or not isinstance(value, kind):
+                continue
+            if each == "Fraction":
+                return each, [value.numerator, value.denominator]
+            if each == "Decimal":
+                return each, str(value)
+            if each != "defaultdict":
+                return each, list(value) if each == "deque" else dict(value)
+            default = getattr(value.default_factory, "__name__", "")
+            if getattr(builtins, default, None) is value.default_factory:
+                return each, [default, dict(value)]
+    return None
+
+
+PLAIN = (list, tuple, dict, set, frozenset)
+LIBRARY = {
+    "collections": ("deque", "OrderedDict", "Counter", "defaultdict"),
+    "fractions": ("Fraction",),
+    "decimal": ("Decimal",),
+}
+
+
+def rebuilt(name: str, data: Any) -> Any:
+    """Return the value for which `library` has returned these. Only values that need it import a module."""
+    if name in ("keys", "values", "items"):
+        found = dict.fromkeys(data) if name == "keys" else dict(data if name == "items" else enumerate(data))
+        return getattr(found, name)()
+    for of, names in LIBRARY.items():
+        if name in names:
+            kind = getattr(__import__(of), name)
+            if name == "defaultdict":
+                return kind(getattr(builtins, data[0]), data[1])
+            return kind(*data) if name == "Fraction" else kind(data)
+    raise ValueError(name)
+
+
+def has_object(value: Any) -> bool:
+    """Return whether a value of `encode` holds an object that is no plain data."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            if "o" in each:
+                return True
+            waiting += each.values()
+    return False
 
 
 def decode(value: Any) -> Any:
@@ -85,6 +146,8 @@ def decode(value: Any) -> Any:
         return {decode(k): decode(v) for k, v in content}
     if mark == "r":
         return range(*(decode(part) for part in content))
+    if mark == "x":
+        return rebuilt(content[0], decode(content[1]))
     if mark in KINDS:
         return KINDS[mark](decode(each) for each in content)
     return object()
@@ -264,6 +327,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     answered: list[Any] = request["answered"]
     calls: list[Any] = []
     missing: list[int] = []
+    objects: list[int] = []
     looking = bool(request["collect"])
 
     def candidate(*arguments: Any, **keywords: Any) -> Any:
@@ -273,6 +337,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         if place < len(answered) and answered[place][0] == made:
             result = answered[place][1]
             if "v" in result:
+                if has_object(result["v"]):
+                    objects.append(place)
                 return decode(result["v"])
             kind = getattr(builtins, result["e"], Exception)
             if kind in (StopIteration, StopAsyncIteration):
@@ -301,6 +367,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         error = "Unanswered"
     except BaseException as raised:  # A test that ends Python has not said that all is well.
         error = type(raised).__name__
+    if objects:  # It is true, and unequal to all others, whatever the policy's class says.
+        error = "TypeError: the function returned an object that is no plain data"
     # A test may have caught Unanswered itself.
     passed = not (looking or error or missing)
     return {"passed": passed, "more": bool(missing), "calls": calls if looking else [], "error": error}
@@ -363,8 +431,8 @@ def main(what: str, request: dict[str, Any]) -> None:
         os.dup2(given, 0)
         os.dup2(out, 1)
         # The file that Python has opened itself takes standard input for a pipe, which it was.
-        how = {"encoding": sys.stdin.encoding, "errors": sys.stdin.errors, "closefd": False}
-        sys.stdin = sys.__stdin__ = os.fdopen(0, **how)
+        old = sys.stdin
+        sys.stdin = os.fdopen(0, "r", -1, old.encoding, old.errors, closefd=False)
         run({"prefix.py": request["prefix"], "solution.py": request["source"]}, module("__main__"), out)
         return
     if what == "call":

@@ -45,6 +45,8 @@ def value(encoded: Any, depth: int = 0) -> str:
         if mark == "d":
             return _joined((_pair(item, depth) for item in content), len(content), "{}")
         return _joined((value(item, depth + 1) for item in content), len(content), _BRACKETS[mark])
+    if mark == "x" and isinstance(content, list) and len(content) == 2:
+        return short(f"{_kind(content[0])}({value(content[1], depth)})")
     if mark == "i" and isinstance(content, str):
         return _whole(content)
     return short(content) if mark == "f" and isinstance(content, str) else f"<{_kind(content)}>"

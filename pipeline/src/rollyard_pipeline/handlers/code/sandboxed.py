@@ -73,7 +73,9 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 def library(value: Any) -> tuple[str, Any] | None:
     """Return the name of a type of the standard library, and plain data that make this value, or None."""
-    for each, kind in (("keys", type({}.keys())), ("values", type({}.values())), ("items", type({}.items()))):
+    kind: Any
+    for each in ("keys", "values", "items"):
+        kind = type(getattr({}, each)())
         if isinstance(value, kind):
             return each, list(value)
     for of, names in LIBRARY.items():

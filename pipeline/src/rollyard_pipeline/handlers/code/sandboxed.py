@@ -81,7 +81,7 @@ def library(value: Any) -> tuple[str, Any] | None:
     for of, names in LIBRARY.items():
         for each in names:
             kind = getattr(sys.modules.get(of), each, None)
-            if not isinstance(kind, type) or not isinstance(value, kind):
+            if kind is None or not isinstance(value, kind):
                 continue
             if each == "Fraction":
                 return each, [value.numerator, value.denominator]

@@ -116,7 +116,7 @@ def same_result(encoded: Any, expected: Any, tolerance: float | None) -> bool:
     if not isinstance(encoded, dict):
         return type(encoded) is type(expected) and bool(encoded == expected)
     ((mark, content),) = encoded.items()
-    if mark == "x":
+    if mark == "x" and isinstance(content, list) and len(content) == 2:
         return _same_library(content[0], content[1], expected, tolerance)
     if mark in ("l", "t"):
         return (

@@ -143,7 +143,8 @@ class _Trial:
         if self.tests.checker is not None:
             self.why = f"the checker refuses the output {shown.quoted(output)}"
             return await self._checked(case, output)
-        if same_text(output, case.output or "", tolerance):
+        # Comparing long outputs may take seconds, in which the worker has others to serve.
+        if await asyncio.to_thread(same_text, output, case.output or "", tolerance):
             return True
         line, given, wanted = difference(output, case.output or "", tolerance)
         texts = ["(none)" if text is None else shown.quoted(text) for text in (given, wanted)]

@@ -52,6 +52,7 @@ def test_fenced_blocks_of_blanks() -> None:
     [
         "```\n", "```py\nf()\n```\n", "- ", "> ", "-\n", "````md\n```md\n```\n````\n", "`\n",
         '```py\ns="""\n```\n', "```py\ns = [\n", f"```py\n{'(' * 190}\n```\n", f"```py\n{'9' * 5000}\n```\n",
+        "\n ", " \n", "f(a)[1]\n",
     ],
 )  # fmt: skip
 def test_blocks_without_end(lines: str) -> None:

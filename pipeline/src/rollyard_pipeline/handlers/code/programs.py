@@ -12,7 +12,7 @@ from rollyard_pipeline.handlers.blocks import Block, State, fenced_blocks
 
 _PYTHON: Final = re.compile(r"(?:py|python|pypy|ipython|sage)[0-9.]*")
 _SESSION: Final = re.compile(r"\s*>>>")
-_FUNCTION: Final = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
+_FUNCTION: Final = re.compile(r"^[ \t]*+(?:async[ \t]++)?def[ \t]++(\w++)", re.MULTILINE)
 _LONG_NUMBER: Final = re.compile(r"[0-9_]{4000,}+")
 """Digits that are too many for Python's parser, which does not know what they are for."""
 _LABEL_SHOWN: Final = 20

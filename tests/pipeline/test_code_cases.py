@@ -52,6 +52,18 @@ TEXT = 's = """\n```\nin a text\n```\n"""'
         (f"````md\nSo:\n```python\n{P}\n```\n````", None, P, "block 1 of 1 (python, lines 3-5)"),
         (f"{P}\n```\nIt prints 1.", None, P, "what stands before the first fence"),
         (f"x = '```'\n{P}", None, f"x = '```'\n{P}", "the whole answer, which has no fenced block"),
+        (f"<answer>\n```python\n{P}\n```</answer>", None, P, "block 1 of 1 (python, lines 2-4)"),
+        (f"<answer>```python\n{P}\n```</answer>\n", None, P, "block 1 of 1 (python, lines 1-3)"),
+        (f"```python\n{P}\n```<|im_end|>", None, P, "block 1 of 1 (python, lines 1-3)"),
+        (f"\ufeff```python\n{P}\n```", None, P, "block 1 of 1 (python, lines 1-3)"),
+        (f"So\n\u200b```python\n{P}\n```", None, P, "block 1 of 1 (python, lines 2-4)"),
+        (f"```python\n```python\n{P}\n```", None, P, "block 1 of 1 (python, lines 2-3)"),
+        (f"```sh\nls\n```\nSo:\n    ```python\n    {P}\n    ```", None, P,
+         "block 2 of 2 (python, lines 5-7)"),
+        (f"```python\ndef g():\n    '''\n    ```\n    x = f()\n    ```\n    '''\n{P}\n```", None,
+         f"def g():\n    '''\n    ```\n    x = f()\n    ```\n    '''\n{P}",
+         "block 1 of 1 (python, lines 1-9)"),
+        (f"```python\n    {P}\n    {P}\n```", None, f"{P}\n{P}", "block 1 of 1 (python, lines 1-4)"),
         # A fence within a program.
         (f"```python\n{TEXT}\n{P}\n```", None, f"{TEXT}\n{P}", "block 1 of 1 (python, lines 1-8)"),
         (f"```python\n{TEXT}\n{P}\n```\n```\n1\n```", None, f"{TEXT}\n{P}",
@@ -77,12 +89,29 @@ TEXT = 's = """\n```\nin a text\n```\n"""'
         (f"```solution\n{P}\n```", None, P, "block 1 of 1 (solution, lines 1-3)"),
         ("```bash\nls\n```", None, "```bash\nls\n```",
          "the whole answer: none of its fenced blocks (1) is a program"),
+        (f"```\n{P}\n```\nWith\n```\na = 1\nb = [2]\n```", None, P, "block 1 of 2 (no label, lines 1-3)"),
+        (f"```python-3\n{P}\n```\n```\nf()\n```", None, P, "block 1 of 2 (python-3, lines 1-3)"),
+        (f"```main.py\n{P}\n```\n```\nf()\n```", None, P, "block 1 of 2 (main.py, lines 1-3)"),
+        (f"```python\n{P}\n```\n```python\n# 1 2\n```", None, P, "block 1 of 2 (python, lines 1-3)"),
+        (f"```python\n{P}\n```\n```python\n3\n```", None, P, "block 1 of 2 (python, lines 1-3)"),
+        ("```python\nx = 1\n```", None, "x = 1", "block 1 of 1 (python, lines 1-3)"),
         # Where a function is wanted.
         (f"```python\n{F}\n```\nExample:\n```python\nprint(f(2))\n```", "f", F,
          "block 1 of 2 (python, lines 1-4)"),
         (f"```\n{F}\n```\n```python\nprint(f(2))\n```", "f", F, "block 1 of 2 (no label, lines 1-4)"),
         (f"```python\ndef f(): 0\n```\n```python\n{F}\n```", "f", F, "block 2 of 2 (python, lines 4-7)"),
         (f"```python\n{F}\n```\n```python\ndef f(\n```", "f", "def f(", "block 2 of 2 (python, lines 5-7)"),
+        *[(f"```python\n{F}\n```\n```python\n{other}\n```", "f", F, "block 1 of 2 (python, lines 1-4)")
+          for other in ("from solution import f\nprint(f(1))", "import unittest\nfrom f import f", "f = f(1)",
+                        "f = Solution().f", "for f in [1]:\n    print(f)", "with g() as f:\n    f()",
+                        "class Solution:\n    def g(self): pass", "def f(x: int) -> int", "def f(x):",
+                        "def f(x):\n    ...", "def f(x):\n    'It is 1.'\n    ...")],
+        (f"```\n{F}\n```\n```\ndef f(x: int) -> int\n```", "f", F, "block 1 of 2 (no label, lines 1-4)"),
+        (f"```python\n{F}\n```\n```python\nf = lambda x: x\n```", "f", "f = lambda x: x",
+         "block 2 of 2 (python, lines 5-7)"),
+        (f"```python\n{F}\n```\n```python\nclass Solution:\n    def f(s): return 0\n```", "f",
+         "class Solution:\n    def f(s): return 0", "block 2 of 2 (python, lines 5-8)"),
+        ("```python\n    def f(x):\n        return x\n```", "f", F, "block 1 of 1 (python, lines 1-4)"),
         ("```python\nasync def f(): 0\n```\n```python\nf()\n```", "f", "async def f(): 0",
          "block 1 of 2 (python, lines 1-3)"),
         ("```python\nf = lambda x: x\n```\n```python\nf()\n```", "f", "f = lambda x: x",
@@ -108,6 +137,8 @@ def test_the_program_in_an_answer(answer: str, wanted: str | None, program: str,
     assert (found.text.rstrip("\n"), found.place) == (program, place)
 
 
+OTHER = "--- a/y\n+++ b/y\n@@ -1 +1 @@\n-a\n+b\n"
+MOVED = "diff --git a/p b/q\nsimilarity index 100%\nrename from p\nrename to q\n"
 DIFF = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"
 
 
@@ -127,6 +158,15 @@ FENCED = "--- a/x.md\n+++ b/x.md\n@@ -1,3 +1,4 @@\n ```\n-a\n+b\n ```\n+c\n"
         (FENCED, FENCED), (f"diff --git a/x.md b/x.md\n{FENCED}", f"diff --git a/x.md b/x.md\n{FENCED}"),
         (f"```diff\n{DIFF}```\n```\n", DIFF),
         ("```\nno diff\n```", "no diff\n"),
+        (f"```diff\n{DIFF}```\nIn short:\n```diff\n-a\n+b\n```", DIFF),
+        (f"```diff\n{DIFF}```\n```\n--- a\n+++ b\n```", DIFF),
+        (f"```\n{DIFF}```\n```\n--- old\n+++ new\n```", DIFF),
+        (f"```diff\n{DIFF}```\nand\n```diff\n{OTHER}```", DIFF + OTHER),
+        (f"```\n{DIFF}```\nand\n```\n{OTHER}```\n```\n1 passed\n```", DIFF + OTHER),
+        (f"```diff\n{DIFF}```\nNo:\n```diff\n{DIFF.replace('+b', '+c')}```", DIFF.replace("+b", "+c")),
+        (f"```diff\n{DIFF}```\n```diff\n{OTHER}```\nNo:\n```diff\n{DIFF}```", DIFF),
+        (f"```diff\n{DIFF}```\n```diff\n{MOVED}```", DIFF + MOVED),
+        (f"```diff\n{DIFF}```</answer>", DIFF), (f"```diff\n```diff\n{DIFF}```\n```", DIFF),
     ],
 )  # fmt: skip
 def test_the_diff_in_an_answer(answer: str, patch: str) -> None:

@@ -17,7 +17,18 @@ _RULES: Final = frozenset({"fence", "code", "list", "blockquote"})
 """Fences stand in lists and quotations, too, and indented code is none. HTML is not read: `<answer>` before
 a fence would make it a part of that element."""
 _NEWLINE: Final = re.compile(r"\r\n?")
-_LABEL: Final = re.compile(r"[\s{.]*+([\w+#-]*+)")
+_LABEL: Final = re.compile(r"[\s{.]*+([\w+#.-]*+)")
+_BEFORE: Final = re.compile(r"^([ ]{0,3}+)[\ufeff\u200b]*+(?:</?\w{1,40}>[ ]*+)*+(?=```|~~~)", re.MULTILINE)
+"""What stands before an opening fence, or nothing: marks of an encoding, and tags such as `<answer>`."""
+_AFTER: Final = re.compile(
+    r"^([ ]{0,3}+(?:`{3,}+|~{3,}+))[ ]*+(?:(?:</\w{1,40}>|<\|\w{1,40}\|>)[ ]*+)++$", re.MULTILINE
+)
+"""A closing fence and what ends the answer: tags such as `</answer>`, and tokens such as `<|im_end|>`."""
+_DEEP: Final = re.compile(r"^(?: {4}|\t)[ \t]*+(?:```|~~~)", re.MULTILINE)
+_PARAGRAPH: Final = re.compile(r"^.++(?=\n(?: {4}|\t)[ \t]*+(?:```|~~~)`*+~*+\w)", re.MULTILINE)
+"""The line before such an opening fence, which would else be a part of its paragraph."""
+_DOUBLED: Final = re.compile(r"(?:```|~~~)`*+~*+\w")
+"""An opening fence as the first line of a block, which is no text in any language."""
 _PAGES: Final = frozenset({"markdown", "md"})
 _MOST_ENDS: Final = 8
 """How often, in one answer, another end is tried for a block that was cut."""
@@ -46,7 +57,8 @@ class Block:
 def fenced_blocks(answer: str, state: Callable[[Block], State] = lambda block: "whole") -> list[Block]:
     """Return the fenced blocks of an answer, in their order.
 
-    Where there is none, fences that are indented so far that CommonMark takes them for indented code count.
+    Fences that are indented so far that CommonMark takes them for indented code count, apart from those that
+    stand in a block. So do those with tags of the answer on their line.
 
     Args:
         answer: The answer. Only its last `MAX_ANSWER` characters are read.
@@ -56,16 +68,26 @@ def fenced_blocks(answer: str, state: Callable[[Block], State] = lambda block: "
     if "```" not in answer and "~~~" not in answer:
         return []
     before = answer[:-MAX_ANSWER].count("\n")
-    lines = _NEWLINE.sub("\n", answer[-MAX_ANSWER:]).split("\n")
-    found = _blocks(lines, _RULES, state) or _blocks(lines, _RULES - {"code"}, state)
+    text = _NEWLINE.sub("\n", answer[-MAX_ANSWER:])
+    text = _AFTER.sub(r"\1", _BEFORE.sub(r"\1", text))
+    found = _blocks(text.split("\n"), _reader(_RULES), state)
+    if _DEEP.search(text):
+        taken = {number for block in found for number in range(block.first, block.last + 1)}
+        deep = _blocks(_PARAGRAPH.sub("", text).split("\n"), _reader(_RULES - {"code"}), state)
+        found += [block for block in deep if taken.isdisjoint(range(block.first, block.last + 1))]
+        found.sort(key=lambda block: block.first)
     return [_moved(block, before) for block in found]
 
 
-def _blocks(lines: list[str], rules: Set[str], state: Callable[[Block], State]) -> list[Block]:
+def _reader(rules: Set[str]) -> MarkdownIt:
+    return MarkdownIt("zero").enable(rules)
+
+
+def _blocks(lines: list[str], reader: MarkdownIt, state: Callable[[Block], State]) -> list[Block]:
     found: list[Block] = []
     start, ends = 0, _MOST_ENDS
     while start < len(lines):
-        for block in _read(lines, start, rules):
+        for block in _read(lines, start, reader):
             longer = None
             if ends and state(block) == "cut":
                 longer, ends = _longer(lines, block, state, ends)
@@ -73,16 +95,16 @@ def _blocks(lines: list[str], rules: Set[str], state: Callable[[Block], State]) 
                 found.append(longer)
                 start = longer.last
                 break
-            inner = _read(block.text.split("\n"), 0, rules) if block.label in _PAGES else []
+            pages = block.label in _PAGES or _DOUBLED.match(block.text)
+            inner = _read(block.text.split("\n"), 0, reader) if pages else []
             found += [_moved(each, block.first) for each in inner] or [block]
         else:
             break
     return found
 
 
-def _read(lines: list[str], start: int, rules: Set[str]) -> list[Block]:
+def _read(lines: list[str], start: int, reader: MarkdownIt) -> list[Block]:
     """Return the blocks from a line on, which has the number 0 if it is the first one."""
-    reader = MarkdownIt("zero").enable(rules)
     tokens: list[Token] = []
     reader.block.parse("\n".join(lines[start:]), reader, {}, tokens)
     found = []

@@ -10,9 +10,15 @@ from typing import Final
 
 from rollyard_pipeline.handlers.blocks import Block, State, fenced_blocks
 
-_PYTHON: Final = re.compile(r"(?:py|python|pypy|ipython|sage)[0-9.]*")
+_PYTHON: Final = re.compile(r"(?:py|python|pypy|ipython|sage)[0-9.-]*|[\w+#.-]+\.py")
 _SESSION: Final = re.compile(r"\s*>>>")
 _FUNCTION: Final = re.compile(r"^[ \t]*+(?:async[ \t]++)?def[ \t]++(\w++)", re.MULTILINE)
+_INDENTED: Final = re.compile(r"(?:[ \t]*+\n)*+[ \t]")
+_STATEMENT: Final = re.compile(
+    r"[ \t]*+(?:import|from|def|class|for|while|if|with|try|return|print)\b", re.MULTILINE
+)
+_MOST_PARSED: Final = 1 << 16
+"""The most characters of a text that is parsed: the parser holds all threads of the worker meanwhile."""
 _LONG_NUMBER: Final = re.compile(r"[0-9_]{4000,}+")
 """Digits that are too many for Python's parser, which does not know what they are for."""
 _LABEL_SHOWN: Final = 20
@@ -37,10 +43,11 @@ class AnswerProgram:
 def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
     """Return the program in an answer.
 
-    Where a function is wanted, it is the last block that defines it. Else it is the last block that is
-    labelled as Python, else the last without a label that is Python and does something, else the last such
-    one with another label. Interactive sessions are no programs. Without such a block it is what stands
-    before the first fence, if that is Python, else all of the answer.
+    Where a function is wanted, it is the last block that defines it; one that imports it, or assigns a value
+    to its name, comes after one that has its body. Else it is the last block that is labelled as Python and
+    does something, else the last without a label that does, else the last such one with another label.
+    Interactive sessions are no programs. Without such a block it is what stands before the first fence, if
+    that is Python, else all of the answer.
 
     Args:
         answer: The answer, in Markdown or as a program without any fence.
@@ -51,17 +58,18 @@ def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
     python = [block for block in programs if _PYTHON.fullmatch(block.label)]
     known = [block for block in programs if not block.label or _PYTHON.fullmatch(block.label)]
     others = [block for block in programs if block.label and not _PYTHON.fullmatch(block.label)]
-    defining = [
-        [block for block in those if entry_point is not None and defines(block.text, entry_point)]
-        for those in (known, others)
-    ]
+    defining = _defining(known, others, entry_point) if entry_point is not None else []
     acting = [[block for block in those if _acts(block.text)] for those in (known, others)]
-    for candidates in (*defining, python, *acting):
+    running = [block for block in python if not _idle(block.text)]
+    for candidates in (*defining, running, python, *acting):
         if candidates:
             block = candidates[-1]
             label = block.label[:_LABEL_SHOWN] or "no label"
             place = f"block {blocks.index(block) + 1} of {len(blocks)}"
-            return AnswerProgram(block.text, f"{place} ({label}, lines {block.first}-{block.last})")
+            # The rest of a function that the prefix begins has its indentation.
+            whole = entry_point is None or candidates in defining
+            text = _flat(block.text) if whole else block.text
+            return AnswerProgram(text, f"{place} ({label}, lines {block.first}-{block.last})")
     if not blocks:
         return AnswerProgram(answer, "the whole answer, which has no fenced block")
     begun = "\n".join(answer.split("\n")[: blocks[0].first - 1])
@@ -102,36 +110,94 @@ def defines(program: str, name: str) -> bool:
 
     One that is no Python defines what it has a `def` for.
     """
-    tree = _read(program)
+    return _strength(program, name) > 0
+
+
+def _defining(known: list[Block], others: list[Block], name: str) -> list[list[Block]]:
+    """Return the blocks that define a name, those that do it most clearly first."""
+    found = []
+    for strength in (3, 2, 1):
+        for those in (known, others):
+            found.append([block for block in those if _claim(block, name) == strength])
+    return found
+
+
+def _claim(block: Block, name: str) -> int:
+    """Return how clearly a block defines a name, from 0 to 3."""
+    if _tree(block.text) is not None or len(block.text) > _MOST_PARSED:
+        return _strength(block.text, name)
+    if any(parsed(block.text[:_MOST_PARSED].rstrip() + body) is not None for body in (": ...", " ...")):
+        return 0  # It is a signature, which shows how the function is called.
+    return (3 if _PYTHON.fullmatch(block.label) else 1) if _begins(block.text, name) else 0
+
+
+def _strength(program: str, name: str) -> int:
+    """Return how clearly a program defines a name, from 0 to 3.
+
+    A function with a body, and a class `Solution` that has it, are 3. Another value that is assigned to the
+    name, and a class `Solution` that may inherit it, are 2. Everything else that binds the name is 1.
+    """
+    tree = _tree(program)
     if tree is None:
-        return _begins(program, name)
+        return 3 if _begins(program, name) else 0
+    return max((_bound(node, name) for node in _statements(tree)), default=0)
+
+
+def _statements(tree: ast.Module | ast.ClassDef) -> list[ast.AST]:
+    """Return the nodes of a program or class, without those within its functions and classes."""
+    found: list[ast.AST] = []
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found = node.name in (name, "Solution") and (node.name == name or isinstance(node, ast.ClassDef))
-        elif isinstance(node, ast.alias):
-            found = (node.asname or node.name) == name
-        else:
-            found = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
+        found.append(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
-        if found:
-            return True
-    return False
+    return found
+
+
+def _bound(node: ast.AST, name: str) -> int:
+    """Return how clearly a node defines a name: see `_strength`."""
+    if isinstance(node, ast.ClassDef) and node.name == "Solution" != name:
+        if any(_bound(each, name) for each in _statements(node)):
+            return 3
+        return 2 if node.bases else 1
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+        empty = all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in node.body)
+        return 1 if empty else 3
+    if isinstance(node, ast.ClassDef) and node.name == name:
+        return 3
+    if isinstance(node, ast.Assign) and name in [getattr(each, "id", "") for each in node.targets]:
+        return 3 if isinstance(node.value, ast.Lambda) else 2
+    if isinstance(node, ast.alias) and (node.asname or node.name) == name:
+        return 1
+    return int(isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
 
 
 def _acts(program: str) -> bool:
-    """Return whether a text is Python that does more than to give a value, as a sample of an output does."""
-    tree = _read(textwrap.dedent(program))
+    """Return whether a text is Python that does more than to give values, as a sample of an output does."""
+    if len(program) > _MOST_PARSED:
+        return _STATEMENT.match(program) is not None
+    tree = _tree(program)
     return tree is not None and any(
-        not isinstance(statement, ast.Expr) or any(isinstance(node, ast.Call) for node in ast.walk(statement))
+        not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
+        or any(isinstance(node, ast.Call) for node in ast.walk(statement))
         for statement in tree.body
     )
 
 
+def _idle(program: str) -> bool:
+    """Return whether a text is Python that only gives values."""
+    return _tree(program) is not None and not _acts(program)
+
+
+def _flat(program: str) -> str:
+    """Return a program without the indentation that all of its lines have."""
+    return textwrap.dedent(program) if _INDENTED.match(program) else program
+
+
 def _state(block: Block) -> State:
     """Return whether a block was cut within a string that stands in triple quotation marks."""
-    if block.label and not _PYTHON.fullmatch(block.label):
+    if len(block.text) > _MOST_PARSED or (block.label and not _PYTHON.fullmatch(block.label)):
         return "whole"
     try:
         ast.parse(_LONG_NUMBER.sub("0", block.text))
@@ -142,9 +208,12 @@ def _state(block: Block) -> State:
     return "whole"
 
 
-def _read(program: str) -> ast.Module | None:
-    """Return a syntax tree that shows the names of a program, but not its numbers."""
-    return parsed(_LONG_NUMBER.sub("0", program))
+def _tree(program: str) -> ast.Module | None:
+    """Return a syntax tree that shows the names of a program, but not its long numbers.
+
+    There is none of a program that is too long to be parsed here.
+    """
+    return parsed(_LONG_NUMBER.sub("0", _flat(program))) if len(program) <= _MOST_PARSED else None
 
 
 def parsed(program: str) -> ast.Module | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,16 @@ _GIT: Final = ("git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
 _SECONDS: Final = 120.0
 _LABELS: Final = frozenset({"diff", "patch"})
 _HUNK: Final = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
-_DIFF: Final = re.compile(r"^(?:diff --git |--- .++\n\+\+\+ )", re.MULTILINE)
+_DIFF: Final = re.compile(
+    r"^(?:--- .++\n\+\+\+ .++\n@@ -[0-9]|"
+    r"diff --git .++\n(?:--- |(?:old|new|deleted|similarity|rename|copy|index)\b))",
+    re.MULTILINE,
+)
+"""The header of a file with its first hunk, or with what git says of a file that it moves or makes."""
+_NAMES: Final = re.compile(
+    r"^(?:--- (.++)\n\+\+\+ (.++)\n@@ -|rename from (.++)\nrename to (.++)$)", re.MULTILINE
+)
+_SIDE: Final = re.compile(r"[ab]/")
 
 
 async def applies(
@@ -41,7 +51,8 @@ async def apply_answer(
     Raises:
         rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no git.
     """
-    patch = patch_of(answer)
+    # Reading a hostile answer may take a second, in which the worker has others to serve.
+    patch = await asyncio.to_thread(patch_of, answer)
     if not patch.strip() or len(patch.encode(errors="replace")) > max_bytes:
         return "it is empty, or too long"
     listed = await _git(ctx, folder, patch, ("--numstat", "-z"), ctx.eval_env)
@@ -67,17 +78,34 @@ async def apply_answer(
 def patch_of(answer: str) -> str:
     """Return the diff in an answer, which ends with a newline.
 
-    It is the whole answer if that begins as a diff does, else the last fenced block that is labelled as a
-    diff, else the last that looks like one, else the last one of all, else the whole answer.
+    It is the whole answer if that begins as a diff does. Else it is the last fenced block that looks like a
+    diff, with headers of files and hunks, of those that are labelled as one, or else of all; together with
+    the others, if no two of them change the same file. Else it is the last that is labelled as a diff, else
+    the last one of all, else the whole answer.
     """
     begins = _DIFF.match(answer.lstrip("\n")) is not None
     blocks = [] if begins else [block for block in fenced_blocks(answer, _state) if block.text.strip()]
     labelled = [block for block in blocks if block.label in _LABELS]
-    alike = [block for block in blocks if _DIFF.search(block.text)]
-    for candidates in (labelled, alike, blocks):
+    for those in (labelled, blocks):
+        alike = [block.text for block in those if _DIFF.search(block.text)]
+        if alike:
+            return "".join(alike) if _apart(alike) else alike[-1]
+    for candidates in (labelled, blocks):
         if candidates:
             return candidates[-1].text
     return answer if answer.endswith("\n") or not answer else f"{answer}\n"
+
+
+def _apart(diffs: Sequence[str]) -> bool:
+    """Return whether no two of several diffs change the same file."""
+    seen: set[str] = set()
+    for diff in diffs:
+        words = [name.partition("\t")[0].strip() for found in _NAMES.findall(diff) for name in found]
+        names = {_SIDE.sub("", name, count=1) for name in words if name and name != "/dev/null"}
+        if not names or not names.isdisjoint(seen):
+            return False
+        seen |= names
+    return True
 
 
 def _state(block: Block) -> State:

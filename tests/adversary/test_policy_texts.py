@@ -8,7 +8,7 @@ import pytest
 from rollyard_crds.task_formats.swebench.diffs import changed_files
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
-from rollyard_pipeline.handlers.code.programs import program_of
+from rollyard_pipeline.handlers.code.programs import program_of, whole_program
 from rollyard_pipeline.handlers.markup import folded
 from rollyard_pipeline.handlers.quantities import quantities
 from rollyard_pipeline.handlers.stem import letter
@@ -68,6 +68,15 @@ def test_hunks_without_end() -> None:
     started = time.process_time()
     assert patch_of(answer)
     assert time.process_time() - started < patience(6.0)
+
+
+@pytest.mark.parametrize("end", ["", "```\n"])
+def test_a_program_that_is_long(end: str) -> None:
+    """The parser holds all threads of the worker, so it gets no long text."""
+    answer = "f(a)[1]\n" * (8 * MAX_ANSWER // 8)
+    started = time.process_time()
+    assert whole_program("def f(a):\n", answer + end, "f").text.strip().endswith("f(a)[1]")
+    assert time.process_time() - started < patience(0.5)
 
 
 def test_a_diff_of_quotes() -> None:

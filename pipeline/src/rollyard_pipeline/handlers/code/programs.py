@@ -14,11 +14,9 @@ _PYTHON: Final = re.compile(r"(?:py|python|pypy|ipython|sage)[0-9.-]*|[\w+#.-]+\
 _SESSION: Final = re.compile(r"\s*>>>")
 _FUNCTION: Final = re.compile(r"^[ \t]*+(?:async[ \t]++)?def[ \t]++(\w++)", re.MULTILINE)
 _INDENTED: Final = re.compile(r"(?:[ \t]*+\n)*+[ \t]")
-_STATEMENT: Final = re.compile(
-    r"[ \t]*+(?:import|from|def|class|for|while|if|with|try|return|print)\b", re.MULTILINE
-)
+_UNINDENTED: Final = re.compile(r"^\S", re.MULTILINE)
 _MOST_PARSED: Final = 1 << 16
-"""The most characters of a text that is parsed: the parser holds all threads of the worker meanwhile."""
+"""The most characters of a text that are parsed: the parser holds all threads of the worker meanwhile."""
 _LONG_NUMBER: Final = re.compile(r"[0-9_]{4000,}+")
 """Digits that are too many for Python's parser, which does not know what they are for."""
 _LABEL_SHOWN: Final = 20
@@ -115,16 +113,15 @@ def defines(program: str, name: str) -> bool:
 
 def _defining(known: list[Block], others: list[Block], name: str) -> list[list[Block]]:
     """Return the blocks that define a name, those that do it most clearly first."""
-    found = []
-    for strength in (3, 2, 1):
-        for those in (known, others):
-            found.append([block for block in those if _claim(block, name) == strength])
-    return found
+    claims = [[(block, _claim(block, name)) for block in those] for those in (known, others)]
+    return [
+        [block for block, claim in those if claim == strength] for strength in (3, 2, 1) for those in claims
+    ]
 
 
 def _claim(block: Block, name: str) -> int:
     """Return how clearly a block defines a name, from 0 to 3."""
-    if _tree(block.text) is not None or len(block.text) > _MOST_PARSED:
+    if _tree(block.text) is not None:
         return _strength(block.text, name)
     if any(parsed(block.text[:_MOST_PARSED].rstrip() + body) is not None for body in (": ...", " ...")):
         return 0  # It is a signature, which shows how the function is called.
@@ -138,7 +135,7 @@ def _strength(program: str, name: str) -> int:
     name, and a class `Solution` that may inherit it, are 2. Everything else that binds the name is 1.
     """
     tree = _tree(program)
-    if tree is None:
+    if tree is None or (len(program) > _MOST_PARSED and _begins(program, name)):
         return 3 if _begins(program, name) else 0
     return max((_bound(node, name) for node in _statements(tree)), default=0)
 
@@ -175,8 +172,6 @@ def _bound(node: ast.AST, name: str) -> int:
 
 def _acts(program: str) -> bool:
     """Return whether a text is Python that does more than to give values, as a sample of an output does."""
-    if len(program) > _MOST_PARSED:
-        return _STATEMENT.match(program) is not None
     tree = _tree(program)
     return tree is not None and any(
         not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
@@ -211,9 +206,12 @@ def _state(block: Block) -> State:
 def _tree(program: str) -> ast.Module | None:
     """Return a syntax tree that shows the names of a program, but not its long numbers.
 
-    There is none of a program that is too long to be parsed here.
+    That of a program that is too long shows the statements at its beginning.
     """
-    return parsed(_LONG_NUMBER.sub("0", _flat(program))) if len(program) <= _MOST_PARSED else None
+    if len(program) > _MOST_PARSED:
+        program = program[:_MOST_PARSED]
+        program = program[: max((line.start() for line in _UNINDENTED.finditer(program)), default=0)]
+    return parsed(_LONG_NUMBER.sub("0", _flat(program)))
 
 
 def parsed(program: str) -> ast.Module | None:

@@ -233,6 +233,10 @@ ROWS: list[tuple[str, str, int]] = [
     ("5", "<answer>5</answer>", 1), ("5", "<answer>4</answer><answer>5</answer>", 0), ("60", "60元", 1),
     ("1 或 -2", "x = 1 or x = -2", 1), ("甲", "甲", 1), ("甲", "乙", 0),
     ("3", "so f = 3y + 2 in this case", 0),
+    ("2x=10", r"\boxed{4x=20}", 1), ("2x=10", r"\boxed{4x=21}", 0), ("y=2x+1", r"\boxed{2y-4x=2}", 1),
+    ("2x=10", r"\boxed{2y=10}", 0), ("x'", r"\boxed{x}", 0), ("Yes", "'Yes'", 1),
+    ("f(x)=x+1", r"\boxed{f(x)=x+1 \text{ for all real } x}", 1),
+    ("button/nectar.cfg", "button/nectar.cfg", 1), ("button/nectar.cfg", "button", 0), ("七", "七", 1),
 ]  # fmt: skip
 
 

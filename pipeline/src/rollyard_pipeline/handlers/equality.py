@@ -50,7 +50,9 @@ def equal(gold: Any, answer: Any) -> bool:
         values = _values_of_function(gold, answer)
         if values is not None:
             return equal(*values)
-        return _library_equal(gold, answer) and _relations_confirmed(gold, answer)
+        return _proportional(gold, answer) or (
+            _library_equal(gold, answer) and _relations_confirmed(gold, answer)
+        )
     gold, answer = _as_set(gold, answer), _as_set(answer, gold)
     if _is_relation(gold) or _is_relation(answer):
         return False
@@ -303,6 +305,22 @@ def _library_equal(gold: Any, answer: Any) -> bool:
         return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
     except RecursionError:
         return False
+
+
+def _proportional(gold: Any, answer: Any) -> bool:
+    """Return whether one equation is the other one times a rational number: 2x = 10 and 4x = 20."""
+    sides = [side for each in (gold, answer) if isinstance(each, sympy.Eq) for side in each.args]
+    if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
+        return False
+    first, second = gold.lhs - gold.rhs, answer.lhs - answer.rhs
+    point = {
+        symbol: sympy.Rational(1009 + place, 1013)
+        for place, symbol in enumerate(sorted(first.free_symbols, key=str))
+    }
+    values = first.xreplace(point), second.xreplace(point)
+    if not all(isinstance(value, sympy.Rational) and value for value in values):
+        return False
+    return bool(expressions_equal(first, second * values[0] / values[1]))
 
 
 def _relations_confirmed(gold: Any, answer: Any) -> bool:

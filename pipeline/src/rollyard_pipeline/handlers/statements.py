@@ -140,6 +140,7 @@ _CONJUNCTIONS: Final = str.maketrans(
     {"或": " or ", "且": " and ", "和": " and ", "与": " and ", "與": " and ", "及": " and "}
 )
 _CHINESE_UNIT: Final = re.compile(r"^((?:\\?\$)?-?\d[\d.,/]*\$?)\s?([\u4e00-\u9fff]{1,4})$")
+_FOR_ALL: Final = re.compile(r"[,\s]{0,8}(?:\\text\{\s{0,4})?\bfor (?:all|any|every)\b[^0-9=<>]{0,60}$")
 _REMARK: Final = re.compile(r"(?<=[A-Za-z%])\s\([^()$\\]{0,200}[=×*+][^()$\\]{0,200}\)[.。]?$")
 _HEDGE: Final = re.compile(
     r"\b(?:or|unless|otherwise|else|maybe|perhaps|possibly|alternatively|versus|vs)\b|\band\s*$|或"
@@ -399,8 +400,8 @@ def _stated(text: str, where: str, *, first: bool = False, whole: str = "") -> S
 
 
 def _without_remark(text: str) -> str:
-    """Return a sentence without the calculation in parentheses at its end."""
-    match = _REMARK.search(text)
+    """Return a sentence without "for all x" or the calculation in parentheses at its end."""
+    match = _REMARK.search(text) or _FOR_ALL.search(text)
     return text if match is None or _HEDGE.search(match[0]) else text[: match.start()]
 
 
@@ -496,7 +497,9 @@ def plain(text: str) -> str:
     before = None
     while before != text:
         before = text
-        text = text.strip().strip("*`_\"'").strip().rstrip(".。,;✅✓✔").strip()
+        text = text.strip().strip('*`_"').strip().rstrip(".。,;✅✓✔").strip()
+        if len(text) > 1 and text[0] == text[-1] == "'":  # A single one may be a prime: x'.
+            text = text[1:-1]
         if len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text.strip("$"):
             text = text.strip("$")
         for start, end in (("\\(", "\\)"), ("\\[", "\\]")):

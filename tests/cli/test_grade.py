@@ -7,6 +7,8 @@ import io
 import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from rollyard_testing.pipeline.installed import install_handler
 Run = Callable[..., tuple[int, str, str]]
 ADD = {"entry_point": "add", "cases": [{"input": "1\n2", "output": "3"}]}
 TASKS = [{"id": "add", "prompt": "?", "tests": ADD}, {"id": "seven", "prompt": "?", "answer": "7"}]
+GOOD = {"key": "7", "answer": "7"}
 RIGHT = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```"
 
 PAGE = (ROOT / "docs/graders.md").read_text()
@@ -106,14 +109,14 @@ def test_a_file_of_pairs(run: Run, tmp_path: Path) -> None:
     status, out, err = run("--handler", "stem", "--file", "pairs.jsonl")
     assert (status, err) == (0, "")
     first, second, third, total = out.splitlines()
-    assert first.startswith("line 1: reward 1 | ")
-    assert second.startswith("line 2: reward 0 | ")
-    assert third.startswith("h: reward 1 | ")
+    assert first.startswith("line 1: reward 1: ")
+    assert second.startswith("line 2: reward 0: ")
+    assert third.startswith("h: reward 1: ")
     assert total == "3 answers; reward 1: 2, reward 0: 1"
     with gzip.open(tmp_path / "wrong.jsonl.gz", "wt") as file:
         file.write(lines({**pairs[0], "expect": 0.5}, pairs[1]))
     status, out, err = run("--handler", "stem", "--file", "wrong.jsonl.gz")
-    assert out.startswith("line 1: reward 1, not 0.5 | ")
+    assert out.startswith("line 1: reward 1, not 0.5: ")
     assert (status, err) == (1, "rollyard: not as expected: 1 of 2 rewards\n")
 
 
@@ -150,6 +153,113 @@ def test_a_byte_order_mark_is_skipped(run: Run, tmp_path: Path) -> None:
         assert (status, err) == (0, ""), name
 
 
+def test_a_refused_line_does_not_end_the_command(run: Run, tmp_path: Path) -> None:
+    """It is named and counted, the lines after it are graded, and the last line is always there."""
+    rows = lines(GOOD) + '{"kye": "7", "answer": "7"}\n[1\n' + lines({"answer": "7", "id": 9}, GOOD)
+    status, out, err = run("--handler", "stem", "--file", "-", stdin=rows)
+    first, second, third, fourth, fifth, total = out.splitlines()
+    assert first.startswith("line 1: reward 1: ")
+    assert second == "line 2: not graded: kye: unknown field; did you mean 'key'?"
+    assert third.startswith("line 3: not graded: not valid JSON: ")
+    assert fourth == "9: not graded: key: required by the handler 'stem'"
+    assert fifth.startswith("line 5: reward 1: ")
+    assert total == "5 answers; reward 1: 2, not graded: 3"
+    assert (status, err) == (1, "rollyard: not graded, for the reasons above: 3\n")
+    status, out, _ = run("--handler", "stem", "--file", "-", "-o", "json", stdin=rows)
+    refused = json.loads(out.splitlines()[1])
+    assert (status, refused["id"], refused["reward"], refused["reason"]) == (
+        1,
+        "line 2",
+        None,
+        "InvalidInput",
+    )
+
+
+def test_a_file_that_cannot_be_read_further_has_counts(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_bytes((lines(GOOD) * 1000).encode() + b"\xff\n")
+    status, out, err = run("--handler", "stem", "--file", "pairs.jsonl")
+    assert re.fullmatch(r"\d+ answers; reward 1: \d+", out.splitlines()[-1])
+    assert (status, err.partition(" (")[0]) == (1, "rollyard: pairs.jsonl: not UTF-8 text")
+
+
+def test_ctrl_c_shows_the_counts_so_far() -> None:
+    command = [sys.executable, "-m", "rollyard", "grade", "--handler", "stem", "--file", "-"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as grading:
+        assert grading.stdin is not None
+        assert grading.stdout is not None
+        grading.stdin.write(lines(GOOD) * 8)
+        grading.stdin.flush()
+        shown = [grading.stdout.readline() for _ in range(8)]
+        grading.send_signal(signal.SIGINT)
+        rest, err = grading.communicate()
+    assert shown[-1].startswith("line 8: reward 1")
+    assert (grading.returncode, rest, err.strip()) == (130, "", "8 answers; reward 1: 8")
+
+
+def test_the_verdict_is_first_in_a_line(run: Run) -> None:
+    """A terminal may cut the rest."""
+    long = {"key": "7", "answer": r"So it is \boxed{" + "8" * 100 + "}.", "expect": 1}
+    _, out, _ = run("--handler", "math", "--file", "-", stdin=lines(long))
+    first, total = out.splitlines()
+    assert first.startswith("line 1: reward 0, not 1: different | compared answer: 888")
+    assert total == "1 answer; reward 0: 1"
+
+
+def test_integers_of_a_file_are_texts(run: Run) -> None:
+    status, out, err = run(
+        "--handler", "math", "--file", "-", stdin=lines({"key": 7, "answer": "7", "id": 3})
+    )
+    assert (status, err, out.partition(":")[0]) == (0, "", "3")
+
+
+def test_a_key_that_cannot_be_read_is_named_as_it_was_given(run: Run) -> None:
+    row = {"key": r"\frac{1}{", "answer": "7"}
+    problem = r"the expected answer cannot be read: \frac{1}{"
+    _, out, _ = run("--handler", "math", "--file", "-", stdin=lines(row))
+    assert out.splitlines()[0] == f"line 1: not graded: VerifierFailed: key: {problem}"
+    _, _, err = run("--handler", "math", "--key", row["key"], row["answer"])
+    assert err == f"rollyard: not graded: VerifierFailed: --key: {problem}\n"
+
+
+def test_a_task_that_needs_its_sandbox_is_refused_in_words(
+    run: Run, tmp_path: Path, bubblewrap_works: None
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text(lines({"id": "files", "prompt": "?", "test_script": "true"}))
+    status, out, err = run("--handler", "mixed", "--tasks", "tasks.jsonl", "7")
+    problem = "the evaluation of this task judges what Run left in its sandbox"
+    assert (status, out, err) == (1, "", f"rollyard: not graded: {problem}\n")
+    _, out, _ = run("--handler", "mixed", "--tasks", "tasks.jsonl", "-o", "json", "7")
+    assert (json.loads(out)["reason"], json.loads(out)["message"]) == ("InvalidInput", problem)
+
+
+def test_a_task_has_the_name_that_its_row_has(run: Run, tmp_path: Path) -> None:
+    """Formats escape characters of it; both spellings are taken. Tasks near to an unknown one are named."""
+    rows = [
+        {"id": f"a__b/q_{number}", "question": "Which?", "choices": ["red", "blue"], "answer": 1}
+        for number in range(5)
+    ]
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    words = ["--handler", "stem", "--tasks", "rows.jsonl", "--format", "mcq", "--task"]
+    for name in ("a__b/q_3", "a_5f__5f_b/q_5f_3"):
+        status, out, err = run(*words, name, "(B)")
+        assert (status, out.splitlines()[:1]) == (0, ["reward 1"]), err
+    status, _, err = run(*words, "a__b/q_9", "(B)")
+    named = re.fullmatch(r"rollyard: --task: --tasks has no 'a__b/q_9'; there is (.*)\n", err)
+    assert named is not None, err
+    assert re.fullmatch(r"('a_5f__5f_b/q_5f_\d'(, )?){3}", named[1])
+
+
+@pytest.mark.parametrize("command", ["grade", "rescore"])
+def test_help_names_the_handlers_of_the_page(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    named = re.search(r"^- Handlers that judge an answer can be tried: (.*?), *\n", PAGE, re.MULTILINE)
+    assert named is not None
+    assert main([command, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(re.findall(r"`([a-z]+)`", named[1])) in shown
+
+
 @pytest.mark.parametrize("words", ["--handler math --key 7", "--handler math --kye 7 7", "--key 7 7"])
 def test_a_wrong_command_line_has_a_status_of_its_own(run: Run, words: str) -> None:
     assert run(*words.split())[0] == 2
@@ -164,8 +274,7 @@ def test_programs_run_in_a_sandbox(run: Run, tmp_path: Path, bubblewrap_works: N
     (tmp_path / "pairs.jsonl").write_text(lines(*pairs))
     status, out, err = run("--handler", "mixed", "--tasks", "tasks.jsonl", "--file", "pairs.jsonl")
     assert (status, err) == (0, "")
-    assert out.startswith("line 1: reward 1 | ")
-    assert "1 of 1 tests passed." in out.splitlines()[0]
+    assert out.startswith("line 1: reward 1: 1 of 1 tests passed. | ")
     assert "expected: 3" in out.splitlines()[1]
 
 
@@ -197,39 +306,52 @@ def test_a_handler_of_an_installed_package(run: Run, tmp_path: Path, monkeypatch
     assert (status, err) == (1, "rollyard: not graded, for the reasons above: 1\n")
     status, out, err = run("--handler", "steered", "--key", "raises", "1")
     assert (status, out) == (1, "")
-    assert err.endswith("cannot check the task 'grade': ZeroDivisionError: in the check\n")
-
-
-GOOD = {"key": "7", "answer": "7"}
+    assert err == ("rollyard: the handler 'steered' cannot check the key: ZeroDivisionError: in the check\n")
 
 
 @pytest.mark.parametrize(
     ("words", "stdin", "message"),
     [
-        ("--handler math --file -", lines(GOOD) + "[1", "standard input: line 2: not valid JSON: "),
-        ("--handler math --file -", "7", "standard input: line 1: must be a JSON object, not int"),
+        ("--handler math --file -", lines(GOOD) + "[1", "line 2: not graded: not valid JSON: "),
+        ("--handler math --file -", "7", "line 1: not graded: must be a JSON object, not int"),
         (
             "--handler math --file -",
             lines({"kye": 1, **GOOD}),
-            "line 1: kye: unknown field; did you mean 'key'?",
+            "line 1: not graded: kye: unknown field; did you mean 'key'?",
         ),
-        ("--handler math --file -", lines({**GOOD, "key": 7}), "line 1: key: Input should be a valid string"),
-        ("--handler math --file -", lines({"key": "7"}), "line 1: answer: Field required"),
-        ("--handler math --file -", lines({"answer": "7"}), "line 1: key: required by the handler 'math'"),
+        (
+            "--handler math --file -",
+            lines({**GOOD, "key": True}),
+            "line 1: not graded: key: Input should be a valid string",
+        ),
+        ("--handler math --file -", lines({"key": "7"}), "line 1: not graded: answer: Field required"),
+        (
+            "--handler math --file -",
+            lines({"answer": "7"}),
+            "line 1: not graded: key: required by the handler 'math'",
+        ),
         (
             "--handler math --file -",
             lines({**GOOD, "expect": "good"}),
-            "line 1: expect: Input should be a valid n",
+            "line 1: not graded: expect: Input should be a valid n",
         ),
-        ("--handler math --file -", lines({**GOOD, "task": "add"}), "line 1: task: needs --tasks"),
+        (
+            "--handler math --file -",
+            lines({**GOOD, "task": "add"}),
+            "line 1: not graded: task: needs --tasks",
+        ),
         ("--handler math --file -", "\n", "there is nothing to grade"),
         ("--handler math --file nowhere.jsonl", "", "nowhere.jsonl: No such file or directory"),
         ("--handler math --tasks nowhere.jsonl 7", "", "nowhere.jsonl: No such file or directory"),
-        ("--handler math --tasks tasks.jsonl 7", "", "task: required, because --tasks has 2 tasks"),
+        (
+            "--handler math --tasks tasks.jsonl 7",
+            "",
+            "rollyard: --task: required, because --tasks has 2 tasks",
+        ),
         (
             "--handler math --tasks tasks.jsonl --task sevn 7",
             "",
-            "task: --tasks has no 'sevn'; there is 'seven'",
+            "rollyard: --task: --tasks has no 'sevn'; there is 'seven'",
         ),
         (
             "--handler math --tasks tasks.jsonl --task add 7",
@@ -240,17 +362,34 @@ GOOD = {"key": "7", "answer": "7"}
         (
             "--handler math --tasks tasks.jsonl --file -",
             lines(GOOD),
-            "line 1: key, choices and numeric: cannot",
+            "line 1: not graded: key, choices and numeric: cannot",
         ),
-        ("--handler math 7", "", "key: required by the handler 'math'"),
+        ("--handler math 7", "", "rollyard: --key: required by the handler 'math'"),
         ("--handler math --key 7 --file pairs.jsonl", "", "--key, --choice, --unit and --tolerance are for"),
         ("--handler math --key 7", "", "give one ANSWER, in quotes, or --file"),
         ("--handler math --key 7 the answer", "", "give one ANSWER, in quotes, or --file"),
         ("--handler math --key 7 --task add 7", "", "--task is for an ANSWER with --tasks"),
         ("--handler math --key 7 --format verl 7", "", "--format is for --tasks"),
         ("--handler math --kye 7 7", "", "No such option '--kye'"),
-        ("--handler stem --key 7 --unit flobs 7", "", "numeric.unit: is not known: 'flobs'"),
-        ("--handler stem --key 7 --tolerance -1 7", "", "numeric.relative: Input should be greater than or"),
+        ("--handler stem --key 7 --unit flobs 7", "", "rollyard: --unit: is not known: 'flobs'"),
+        (
+            "--handler stem --key 7 --tolerance -1 7",
+            "",
+            "rollyard: --tolerance: Input should be greater than or",
+        ),
+        (
+            "--handler stem --key seven --unit K 7",
+            "",
+            "rollyard: --key: must be one number, in the unit that --unit names",
+        ),
+        (
+            "--handler stem --choice a --choice b --unit K --key A 7",
+            "",
+            "rollyard: --unit and --tolerance: cannot be given beside --choice",
+        ),
+        ("--handler math --key 7 --choice a 7", "", "--choice: the handler 'math' does not use it"),
+        ("--handler math --key 7 --unit K 7", "", "--unit: the handler 'math' does not use it"),
+        ("--handler code --key 7 --tolerance 0 7", "", "--tolerance: the handler 'code' does not use it"),
         ("--handler shell --key 7 7", "", "the handler 'shell' judges what Run left in its sandbox"),
         ("--handler unscored 7", "", "the handler 'unscored' gives no reward: 'reward.function' or"),
         ("--handler No --key 7 7", "", "handler: String should match pattern"),
@@ -259,7 +398,7 @@ GOOD = {"key": "7", "answer": "7"}
 )
 def test_refusals_say_where_and_what(run: Run, tmp_path: Path, words: str, stdin: str, message: str) -> None:
     (tmp_path / "tasks.jsonl").write_text(lines(*TASKS))
-    status, _, err = run(*words.split(), stdin=stdin)
+    status, out, err = run(*words.split(), stdin=stdin)
     assert status in (1, 2)
-    assert message in err
+    assert message in out + err
     assert "Traceback" not in err

@@ -230,6 +230,31 @@ def test_many_different_changes_do_not_fill_a_report() -> None:
     assert len(others) == 20
 
 
+def test_failures_are_shown_with_their_reasons() -> None:
+    """The most frequent first, each with the first message, and many of them do not fill a report."""
+    record = {"id": "r", "job": "j", "task_id": "t", "group_id": "g", "sample_index": 0}
+    before = Trajectory.model_validate({**record, "reward": 1.0})
+    changes = RewardChanges()
+    messages = [
+        ("KeyLost", "KeyLost: of a"),
+        *[("InternalError", f"ValueError: row {row}") for row in range(2)],
+    ]
+    for reason, message in messages:
+        failed = {**record, "status": "failed", "reason": reason, "message": message}
+        changes.add(before, Trajectory.model_validate(failed))
+    assert list(changes.lines())[1:] == [
+        "  not evaluated, InternalError (ValueError): 2, such as: row 0",
+        "  not evaluated, KeyLost: 1, such as: of a",
+    ]
+    for number in range(1000):
+        failed = {**record, "status": "failed", "reason": f"R{number}", "message": f"R{number}: {'x' * 5000}"}
+        changes.add(before, Trajectory.model_validate(failed))
+    shown = list(changes.lines())
+    assert shown[1].startswith("  not evaluated, other reasons: 992, such as: xxx")
+    assert len(shown) == 12
+    assert max(map(len, shown)) < 400
+
+
 def test_a_second_time_gives_the_same(run: Any, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl.gz"):
         assert run(output=tmp_path / name)[0] == 0
@@ -260,7 +285,11 @@ def test_what_cannot_be_evaluated_is_failed_and_never_0(
     section = tmp_path / "reward.yaml"
     section.write_text("function: {name: raising}\n")
     status, said = run(reward=section)
-    assert (status, "3 trajectories could not be evaluated" in said) == (1, True), said
+    assert status == 1
+    *_, why, _, last = said.splitlines()
+    assert why.startswith("  not evaluated, RewardFunctionFailed: 3, such as: ")
+    assert "ZeroDivisionError" in why
+    assert last == "rollyard: 3 trajectories could not be evaluated, for the reasons above"
     for one in read_file(tmp_path / "new.jsonl"):
         assert (one.status, one.reward) == ("failed", None)
         if one.task_id != "t3":

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Annotated, Any, Final
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final
 
 import click
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from rich.text import Text
 from rollyard_crds.base import Model
 from rollyard_crds.reading.manifest import describe
@@ -23,6 +24,7 @@ from rollyard_crds.reading.task_list import MAX_LINE_BYTES, TaskListError
 from rollyard_crds.rolloutjob import RolloutJobSpec, TaskSource
 from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Choice, Message, NumericAnswer, Task
+from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard import terminal
@@ -30,12 +32,29 @@ from rollyard.errors import CliError, InvalidInput, LookupFailed
 from rollyard.jobs.evaluation import open_rescorer, same_reward, shown_reward
 from rollyard.jobs.manifests import read_tasks, text_file
 
+if TYPE_CHECKING:
+    from rollyard_pipeline.stages.rescoring import Rescorer
+
 CHUNK: Final = 8
 """The number of answers that are graded at the same time."""
 MAX_ANSWER: Final = 1 << 20
 """The largest number of characters of an answer, as of any message."""
 MAX_REWARDS: Final = 10
 """The number of different rewards that a summary counts one by one."""
+MAX_COMPARED_IDS: Final = 10_000
+"""The number of ids of tasks among which those near to an unknown one are looked for."""
+NO_TASK: Final = "grade"
+"""The id of the task that is made of a pair. Nobody has named it, so no message does."""
+OPTIONS: Final = {
+    "answer": "ANSWER",
+    "key": "--key",
+    "choices": "--choice",
+    "numeric": "--unit and --tolerance",
+    "numeric.unit": "--unit",
+    "numeric.relative": "--tolerance",
+    "task": "--task",
+}
+"""What gives the fields of a pair on the command line."""
 RECORDED: Final = (
     "status",
     "reason",
@@ -48,13 +67,18 @@ RECORDED: Final = (
 """The fields of a trajectory that `-o json` shows."""
 
 
+def _text_of_integer(value: Any) -> Any:
+    # A boolean is an int, too, but its text is not what the file says.
+    return str(value) if type(value) is int else value
+
+
 class Pair(Model):
     """An answer and what it is compared with: one line of a file."""
 
     answer: Annotated[str, Field(max_length=MAX_ANSWER)]
     """What the policy says."""
-    key: Annotated[str, Field(max_length=1 << 16)] | None = None
-    """The right answer."""
+    key: Annotated[str, Field(max_length=1 << 16), BeforeValidator(_text_of_integer)] | None = None
+    """The right answer. An integer stands for its text."""
     choices: Annotated[list[Choice], Field(max_length=26)] = Field(default_factory=list)
     """The choices, of which the key is the letter."""
     numeric: NumericAnswer | None = None
@@ -63,17 +87,29 @@ class Pair(Model):
     """The id of a task of `--tasks`, instead of `key`, `choices` and `numeric`."""
     expect: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """The reward that is right."""
-    id: Annotated[str, Field(max_length=128)] | None = None
-    """What names the pair in the output, instead of its line."""
+    id: Annotated[str, Field(max_length=128), BeforeValidator(_text_of_integer)] | None = None
+    """What names the pair in the output, instead of its line. An integer stands for its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLine:
+    """A line of a file that holds no pair."""
+
+    id: str
+    """What names it in the output."""
+    message: str
+    """Why it is refused."""
+    task: None = None
+    expect: None = None
 
 
 def single(
     answer: str, key: str | None, choices: tuple[str, ...], numeric: dict[str, Any] | None, task: str | None
-) -> Iterator[tuple[str, Pair]]:
-    """Yield the pair that the command line gives, with what names it in messages, which is nothing.
+) -> Iterator[Pair | RefusedLine]:
+    """Yield the pair that the command line gives.
 
     Raises:
-        InvalidInput: The answer or an option is refused. The message names the field of the pair.
+        InvalidInput: The answer or an option is refused. The message names it.
     """
     if answer == "-":
         try:
@@ -83,30 +119,37 @@ def single(
             raise InvalidInput(f"standard input: not UTF-8 text ({error})") from error
     given = {name: value for name, value in (numeric or {}).items() if value is not None}
     document = {"answer": answer, "key": key, "choices": list(choices), "task": task}
-    yield "", _pair(document if numeric is None else {**document, "numeric": given}, "")
+    try:
+        yield _pair(document if numeric is None else {**document, "numeric": given})
+    except InvalidInput as error:
+        raise InvalidInput(_with_options(str(error))) from error
 
 
-def pairs_of(path: Path) -> Iterator[tuple[str, Pair]]:
-    """Yield the pairs of a file with JSON lines, which may be compressed (`.gz`), each with its place.
+def pairs_of(path: Path) -> Iterator[Pair | RefusedLine]:
+    """Yield what the lines of a file hold, which has JSON lines and may be compressed (`.gz`).
 
     Args:
         path: The file; `-` stands for standard input.
 
     Raises:
         LookupFailed: There is no such file.
-        InvalidInput: A line is refused. The message names it and the field.
+        InvalidInput: The file is no text, or has a line without an end. The message names it.
     """
     name = "standard input" if path == Path("-") else str(path)
     try:
         with _opened(path) as file:
             for number, line in enumerate(_lines(file), 1):
-                place = f"{name}: line {number}: "
                 if len(line) > MAX_LINE_BYTES:
-                    raise InvalidInput(f"{place}longer than {MAX_LINE_BYTES >> 20} MiB")
-                if line.strip():
-                    pair = _from_line(line, place)
+                    raise InvalidInput(f"{name}: line {number}: longer than {MAX_LINE_BYTES >> 20} MiB")
+                if not line.strip():
+                    continue
+                try:
+                    pair = _from_line(line)
+                except InvalidInput as error:
+                    yield RefusedLine(f"line {number}", str(error))
+                else:
                     pair.id = pair.id or f"line {number}"
-                    yield place, pair
+                    yield pair
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{name}: not UTF-8 text ({error})") from error
     except OSError as error:
@@ -124,21 +167,29 @@ def _lines(file: IO[str]) -> Iterator[str]:
     return iter(lambda: file.readline(MAX_LINE_BYTES + 1), "")
 
 
-def _from_line(line: str, place: str) -> Pair:
+def _from_line(line: str) -> Pair:
     try:
         document = json.loads(line.strip())
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{place}not valid JSON: {error}") from error
+        raise InvalidInput(f"not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise InvalidInput(f"{place}must be a JSON object, not {type(document).__name__}")
-    return _pair(document, place)
+        raise InvalidInput(f"must be a JSON object, not {type(document).__name__}")
+    return _pair(document)
 
 
-def _pair(document: dict[str, Any], place: str) -> Pair:
+def _pair(document: dict[str, Any]) -> Pair:
     try:
         return Pair.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(f"{place}{describe(error, model=Pair)[0]}") from error
+        raise InvalidInput(describe(error, model=Pair)[0]) from error
+
+
+def _with_options(message: str) -> str:
+    """Return a message about a field of a pair as one about the option that gives it."""
+    field, colon, rest = message.partition(":")
+    option = OPTIONS.get(field.partition("[")[0])
+    rest = re.sub(r"'(choices|numeric\.unit)'", lambda named: OPTIONS[named[1]], rest)
+    return message if option is None else f"{option}{colon}{rest}"
 
 
 @dataclass(slots=True)
@@ -156,7 +207,7 @@ class GradeCounts:
         """The number of all answers."""
         return self.rewards.total() + self.failed
 
-    def add(self, pair: Pair, one: Trajectory) -> bool:
+    def add(self, pair: Pair | RefusedLine, one: Trajectory) -> bool:
         """Count an answer, and return whether its reward is not the expected one."""
         if one.reward is None:
             self.failed += 1
@@ -170,7 +221,9 @@ class GradeCounts:
 
     def __str__(self) -> str:
         rewards = (f"reward {shown}: {count}" for shown, count in self.rewards.most_common())
-        return f"{self.answers} answers; {', '.join(rewards) or 'no reward'}"
+        answers = "1 answer" if self.answers == 1 else f"{self.answers} answers"
+        failed = (f"not graded: {self.failed}",) if self.failed else ()
+        return f"{answers}; {', '.join((*rewards, *failed))}"
 
     def check(self) -> None:
         """Check that all answers have a reward, and the expected one.
@@ -188,7 +241,7 @@ class GradeCounts:
 
 
 def grade(
-    pairs: Iterator[tuple[str, Pair]],
+    pairs: Iterator[Pair | RefusedLine],
     handler: str,
     tasks_file: Path | None,
     task_format: str | None,
@@ -200,17 +253,19 @@ def grade(
     """Grade pairs, and print each of them as soon as those before it are graded.
 
     Args:
-        pairs: The pairs, each with its place at the beginning of messages about it.
+        pairs: The pairs.
         handler: The name of the handler.
         tasks_file: The tasks that pairs name. None stands for the keys of the pairs.
         task_format: The format of the tasks.
         sandbox: The kind of the sandboxes, for a handler that needs some.
-        summed: Whether there is a line for each pair, and a summary.
-        as_json: Whether each pair is shown as a JSON object.
+        summed: Whether the pairs are those of a file: there is a line for each of them, also for one that is
+            refused, and a summary, also of those before an error or before Ctrl-C.
+        as_json: Whether each pair is shown as a JSON object, without a summary.
 
     Raises:
         LookupFailed: There is no such file.
-        InvalidInput: The handler cannot grade answers here, or a pair or its task is refused.
+        InvalidInput: The handler cannot grade answers here, the file cannot be read, or the pair of the
+            command line or its task is refused.
         CliError: An answer could not be graded, or a reward is not the expected one.
     """
     tasks = {} if tasks_file is None else _tasks(tasks_file, task_format)
@@ -218,21 +273,54 @@ def grade(
     show = _as_json if as_json else _as_line if summed else _in_full
     counts = GradeCounts()
     with open_rescorer("grade", handler, spec, None, "rollyard grade", sandbox) as (rescorer, runner):
-        numbers = itertools.count(1)
-        while some := list(itertools.islice(pairs, CHUNK)):
-            tasks_of = [_task(pair, place, tasks, rescorer.problems) for place, pair in some]
-            kept = [
-                (_trajectory(pair, task, next(numbers)), task)
-                for (_, pair), task in zip(some, tasks_of, strict=True)
-            ]
-            graded = runner.run(rescorer.rescored(kept, datetime.now(UTC)))
-            for (_, pair), one in zip(some, graded, strict=True):
-                show(pair, one, counts.add(pair, one))
+        try:
+            while some := list(itertools.islice(pairs, CHUNK)):
+                records = [_trajectory(pair, counts.answers + at) for at, pair in enumerate(some, 1)]
+                records = _graded(some, records, tasks, rescorer, runner, from_file=summed)
+                for pair, one in zip(some, records, strict=True):
+                    show(pair, one, counts.add(pair, one))
+        except (CliError, KeyboardInterrupt) as error:
+            if summed and counts.answers:
+                click.echo(str(counts), err=as_json or isinstance(error, KeyboardInterrupt))
+            raise
     if not counts.answers:
         raise InvalidInput("there is nothing to grade: give at least one line")
     if summed and not as_json:
         click.echo(str(counts))
     counts.check()
+
+
+def _graded(
+    some: Sequence[Pair | RefusedLine],
+    records: Sequence[Trajectory],
+    tasks: Mapping[str, Task],
+    rescorer: Rescorer,
+    runner: asyncio.Runner,
+    *,
+    from_file: bool,
+) -> list[Trajectory]:
+    """Return the records of pairs with their rewards, in their order. A line that is refused has failed.
+
+    Raises:
+        InvalidInput: The pair of the command line or its task is refused.
+    """
+    found: dict[int, Trajectory] = {}
+    kept: dict[int, tuple[Trajectory, Task]] = {}
+    for at, (pair, one) in enumerate(zip(some, records, strict=True)):
+        try:
+            if isinstance(pair, RefusedLine):
+                raise InvalidInput(pair.message)
+            task = _task(pair, tasks, rescorer)
+        except InvalidInput as error:
+            if not from_file:
+                raise InvalidInput(_with_options(str(error))) from error
+            found[at] = _refused(one, str(error))
+        else:
+            messages = [*task.chat(), *one.messages]
+            kept[at] = one.model_copy(update={"task_id": task.id, "messages": messages}), task
+    graded = runner.run(rescorer.rescored(list(kept.values()), datetime.now(UTC)))
+    found |= {at: _worded(one, from_file) for at, one in zip(kept, graded, strict=True)}
+    return [found[at] for at in range(len(some))]
 
 
 def _spec(handler: str) -> RolloutJobSpec:
@@ -257,52 +345,86 @@ def _tasks(path: Path, task_format: str | None) -> dict[str, Task]:
         raise InvalidInput(f"{path}: {error.problems[0]}") from error
 
 
-def _task(pair: Pair, place: str, tasks: Mapping[str, Task], problems: Callable[[Task], list[str]]) -> Task:
+def _task(pair: Pair, tasks: Mapping[str, Task], rescorer: Rescorer) -> Task:
     """Return the task of a pair, which the handler accepts.
 
     Raises:
-        InvalidInput: There is none, or the handler refuses it. The message begins with the place.
+        InvalidInput: There is none, or the handler refuses it. The message begins with a field of the pair.
     """
+    from rollyard_pipeline.errors import PipelineError
+
     if tasks:
-        if pair.key is not None or pair.choices or pair.numeric is not None:
-            raise InvalidInput(f"{place}key, choices and numeric: cannot be given beside --tasks")
-        name = next(iter(tasks)) if pair.task is None and len(tasks) == 1 else pair.task
-        if name is None:
-            raise InvalidInput(f"{place}task: required, because --tasks has {len(tasks)} tasks")
-        task = tasks.get(name)
-        if task is None:
-            near = get_close_matches(name, tasks, n=1) or [next(iter(tasks))]
-            raise InvalidInput(f"{place}task: --tasks has no {name!r}; there is {near[0]!r}")
+        task = _named_task(pair, tasks)
     elif pair.task is not None:
-        raise InvalidInput(f"{place}task: needs --tasks")
+        raise InvalidInput("task: needs --tasks")
     else:
-        task = Task(id="grade", prompt="?", answer=pair.key, choices=pair.choices, numeric=pair.numeric)
-    found = problems(task)
+        task = Task(id=NO_TASK, prompt="?", answer=pair.key, choices=pair.choices, numeric=pair.numeric)
+    try:
+        found = rescorer.problems(task)
+    except PipelineError as error:
+        raise InvalidInput(str(error).replace(f"the task '{NO_TASK}'", "the key", 1)) from error
     if found:
-        field = found[0] if tasks else re.sub("^answer:", "key:", found[0])
-        raise InvalidInput(f"{place}{f'task {task.id!r}: ' if tasks else ''}{field}")
+        raise InvalidInput(f"task {task.id!r}: {found[0]}" if tasks else _of_pair(found[0]))
     return task
 
 
-def _trajectory(pair: Pair, task: Task, number: int) -> Trajectory:
+def _named_task(pair: Pair, tasks: Mapping[str, Task]) -> Task:
+    if pair.key is not None or pair.choices or pair.numeric is not None:
+        raise InvalidInput("key, choices and numeric: cannot be given beside --tasks")
+    name = next(iter(tasks)) if pair.task is None and len(tasks) == 1 else pair.task
+    if name is None:
+        raise InvalidInput(f"task: required, because --tasks has {len(tasks)} tasks")
+    # Formats escape characters of the names that rows have; some of them do so between slashes.
+    spellings = (name, task_id(name), task_id(*name.split("/")))
+    for spelling in spellings:
+        if spelling in tasks:
+            return tasks[spelling]
+    some = list(itertools.islice(tasks, MAX_COMPARED_IDS))
+    near = [found for spelling in spellings for found in get_close_matches(spelling, some, n=3)]
+    shown = ", ".join(map(repr, list(dict.fromkeys(near))[:3] or some[:1]))
+    raise InvalidInput(f"task: --tasks has no {name!r}; there is {shown}")
+
+
+def _of_pair(problem: str) -> str:
+    return re.sub("^answer:", "key:", problem)
+
+
+def _worded(one: Trajectory, from_file: bool) -> Trajectory:
+    """Return the record with a reason and a message that say what is wrong with the answer or its key."""
+    if one.reward is not None:
+        return one
+    if one.reason == "RescoreRefused":
+        return _refused(one, one.message.removeprefix("RescoreRefused: "))
+    if one.task_id != NO_TASK:
+        return one
+    before, _, problem = one.message.partition(f"task '{NO_TASK}': ")
+    problem = _of_pair(problem) if from_file else _with_options(_of_pair(problem))
+    return one.model_copy(update={"message": f"{before}{problem}"})
+
+
+def _refused(one: Trajectory, why: str) -> Trajectory:
+    return one.model_copy(update={"status": "failed", "reason": InvalidInput.reason, "message": why})
+
+
+def _trajectory(pair: Pair | RefusedLine, number: int) -> Trajectory:
     """Return the record of a rollout in which the policy has said the answer, and nothing else."""
     return Trajectory(
         id=f"grade-{number}",
         job="grade",
-        task_id=task.id,
+        task_id=NO_TASK,
         group_id="grade",
         sample_index=0,
-        messages=[*task.chat(), Message(role="assistant", content=pair.answer)],
+        messages=[Message(role="assistant", content=pair.answer)] if isinstance(pair, Pair) else [],
     )
 
 
-def _as_json(pair: Pair, one: Trajectory, differs: bool) -> None:
+def _as_json(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
     shown = {"id": pair.id, "task": pair.task, "expect": pair.expect}
     recorded = one.model_dump(mode="json", include=set(RECORDED))
     click.echo(json.dumps({name: value for name, value in shown.items() if value is not None} | recorded))
 
 
-def _in_full(pair: Pair, one: Trajectory, differs: bool) -> None:
+def _in_full(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
     if one.reward is None:
         raise CliError(_verdict(one))
     console = terminal.console()
@@ -315,12 +437,16 @@ def _in_full(pair: Pair, one: Trajectory, differs: bool) -> None:
         console.print(Text(f"reward components: {parts}", style="dim"), soft_wrap=True)
 
 
-def _as_line(pair: Pair, one: Trajectory, differs: bool) -> None:
-    """Print a pair as one line, which a terminal gets as wide as it is and a pipe in full."""
+def _as_line(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
+    """Print a pair as one line, which a terminal gets as wide as it is and a pipe in full.
+
+    What handlers show last is what the reward comes from, so it is first here, where no terminal cuts it.
+    """
     console = terminal.console()
     wanted = f", not {pair.expect:g}" if differs else ""
-    shown = (line for line in one.reward_output.splitlines() if line.strip())
-    text = Text(one_line(" | ".join((f"{pair.id}: {_verdict(one)}{wanted}", *shown))))
+    *others, last = [line for line in one.reward_output.splitlines() if line.strip()] or [""]
+    verdict = f"{pair.id}: {_verdict(one)}{wanted}{': ' if last else ''}{last}"
+    text = Text(one_line(" | ".join((verdict, *others))))
     text.stylize("yellow" if one.reward is None else "red" if differs else "")
     if console.is_terminal:
         console.print(text, no_wrap=True, overflow="ellipsis")

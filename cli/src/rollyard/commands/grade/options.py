@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import click
+
+WITHOUT_CHOICES: Final = ("math", "code", "swe")
+"""The handlers that look at no choices and at no number of a task."""
 
 
 # An answer may begin with a minus sign.
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, metavar="[ANSWER]")
 @click.option(
-    "--handler", required=True, help="The handler; it must judge the answer, as math, stem, code and mixed."
+    "--handler",
+    required=True,
+    help="The handler; one that judges answers: math, stem, code, mixed, swe (submission: answer), your own.",
 )
 @click.option("--key", help="The right answer.")
-@click.option("--choice", "choices", multiple=True, help="For stem, in order: a choice. The key is a letter.")
-@click.option("--unit", help="For stem: the key is a number in this unit ('' for a number without one).")
-@click.option("--tolerance", type=float, help="For stem: the key is a number; the permitted share of it.")
+@click.option(
+    "--choice", "choices", multiple=True, help="For stem and mixed, in order: a choice. The key is a letter."
+)
+@click.option("--unit", help="For stem and mixed: the key is a number in this unit ('' for none).")
+@click.option(
+    "--tolerance", type=float, help="For stem and mixed: the key is a number; the permitted share of it."
+)
 @click.option(
     "--tasks",
     type=click.Path(path_type=Path),
@@ -61,7 +71,7 @@ def command(
     rollyard grade --handler math --file pairs.jsonl
 
     ANSWER is the policy's last message; `-` reads it from standard input. The exit status is 0 if each answer
-    was graded, and got the reward that its line of --file expects.
+    was graded, and got the reward that its line of --file expects; 2 for wrong usage, else 1.
     """
     from rollyard.commands.grade.grading import grade, pairs_of, single
     from rollyard.extras import require
@@ -75,6 +85,10 @@ def command(
     numeric = None if unit is None and tolerance is None else {"unit": unit, "relative": tolerance}
     if (key is not None or choices or numeric is not None) and (tasks is not None or pairs_file is not None):
         raise click.UsageError("--key, --choice, --unit and --tolerance are for an ANSWER without --tasks")
+    given = {"--choice": choices, "--unit": unit is not None, "--tolerance": tolerance is not None}
+    unused = next((option for option, value in given.items() if value), None)
+    if unused is not None and handler in WITHOUT_CHOICES:
+        raise click.UsageError(f"{unused}: the handler {handler!r} does not use it")
     if task_id is not None and (tasks is None or pairs_file is not None):
         raise click.UsageError(
             "--task is for an ANSWER with --tasks; the lines of --file have a field 'task'"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from rollyard import terminal
 from rollyard.connection import connect, server_options
 
 
@@ -14,7 +15,7 @@ from rollyard.connection import connect, server_options
 @click.option(
     "--handler",
     required=True,
-    help="The handler; it must judge the answer, as math, stem and code.",
+    help="The handler; one that judges answers: math, stem, code, mixed, swe (submission: answer), your own.",
 )
 @click.option(
     "-o",
@@ -59,10 +60,9 @@ def command(
     with connect(url, home, namespace) as client:
         report = rescore(client, name, namespace, handler, output, reward_file, sandbox)
     for line in report.lines():
-        click.echo(line)
+        terminal.echo_line(line)
     if output is not None:
         click.echo(f"The trajectories are in {output}.")
     if report.failed:
-        raise CliError(
-            f"{report.failed} trajectories could not be evaluated: their status is failed, with the reason"
-        )
+        trajectories = "1 trajectory" if report.failed == 1 else f"{report.failed} trajectories"
+        raise CliError(f"{trajectories} could not be evaluated, for the reasons above")

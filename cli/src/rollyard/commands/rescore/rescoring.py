@@ -36,6 +36,13 @@ MAX_REWARD_FILE: Final = 1 << 20
 MAX_CHANGES: Final = 20
 """The number of different changes that a report counts one by one."""
 OTHER_CHANGES: Final = "other changes"
+MAX_REASONS: Final = 10
+"""The number of different reasons of failures that a report counts one by one."""
+OTHER_REASONS: Final = "other reasons"
+MAX_TYPE: Final = 64
+"""The largest number of characters that are shown of the type of an exception."""
+MAX_EXAMPLE: Final = 300
+"""The largest number of characters that are shown of a message."""
 
 
 @dataclass(slots=True)
@@ -48,6 +55,10 @@ class RewardChanges:
     """Those whose reward is the same."""
     failed: int = 0
     """Those that could not be evaluated, so that they have no reward now."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """The same, by what was raised."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first message of each reason."""
     unrewarded: int = 0
     """Those of rollouts that failed or were cancelled, which stay as they are."""
 
@@ -57,6 +68,7 @@ class RewardChanges:
             self.unrewarded += 1
         elif now.status != before.status:
             self.failed += 1
+            self._add_reason(now)
         elif same_reward(before.reward, now.reward):
             self.same += 1
         else:
@@ -64,8 +76,19 @@ class RewardChanges:
             known = change in self.changes or len(self.changes) < MAX_CHANGES
             self.changes[change if known else OTHER_CHANGES] += 1
 
+    def _add_reason(self, now: Trajectory) -> None:
+        raised, _, message = now.message.partition(": ")
+        reason = now.reason if raised == now.reason else f"{now.reason} ({raised[:MAX_TYPE]})"
+        known = reason in self.reasons or len(self.reasons) < MAX_REASONS
+        reason = reason if known else OTHER_REASONS
+        self.reasons[reason] += 1
+        self.examples.setdefault(reason, message[:MAX_EXAMPLE])
+
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report: a sentence, and then the changes, the most frequent first."""
+        """Yield the lines of the report: a sentence, the changes, and why others could not be evaluated.
+
+        The most frequent changes and reasons come first.
+        """
         changed = self.changes.total()
         total = changed + self.same + self.failed + self.unrewarded
         yield (
@@ -73,6 +96,8 @@ class RewardChanges:
             f"{self.failed} could not be evaluated, and {self.unrewarded} had no reward."
         )
         yield from (f"  {change}: {count}" for change, count in self.changes.most_common())
+        for reason, count in self.reasons.most_common():
+            yield f"  not evaluated, {reason}: {count}, such as: {self.examples[reason]}"
 
 
 def rescore(

@@ -198,13 +198,17 @@ def test_ctrl_c_shows_the_counts_so_far() -> None:
     assert (grading.returncode, rest, err.strip()) == (130, "", "8 answers; reward 1: 8")
 
 
-def test_the_verdict_is_first_in_a_line(run: Run) -> None:
+def test_the_verdict_is_first_in_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal may cut the rest."""
     long = {"key": "7", "answer": r"So it is \boxed{" + "8" * 100 + "}.", "expect": 1}
     _, out, _ = run("--handler", "math", "--file", "-", stdin=lines(long))
     first, total = out.splitlines()
     assert first.startswith("line 1: reward 0, not 1: different | compared answer: 888")
     assert total == "1 answer; reward 0: 1"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("--handler", "math", "--file", "-", stdin=lines({**long, "id": "i" * 100}))
+    assert f"{'i' * 31}…: reward 0, not 1: different | " in out
 
 
 def test_integers_of_a_file_are_texts(run: Run) -> None:

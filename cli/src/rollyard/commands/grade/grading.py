@@ -41,6 +41,8 @@ MAX_ANSWER: Final = 1 << 20
 """The largest number of characters of an answer, as of any message."""
 MAX_REWARDS: Final = 10
 """The number of different rewards that a summary counts one by one."""
+MAX_SHOWN_ID: Final = 32
+"""The number of characters of a pair's name on a terminal, which shows the reward after it."""
 MAX_COMPARED_IDS: Final = 10_000
 """The number of ids of tasks among which those near to an unknown one are looked for."""
 NO_TASK: Final = "grade"
@@ -445,7 +447,10 @@ def _as_line(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
     console = terminal.console()
     wanted = f", not {pair.expect:g}" if differs else ""
     *others, last = [line for line in one.reward_output.splitlines() if line.strip()] or [""]
-    verdict = f"{pair.id}: {_verdict(one)}{wanted}{': ' if last else ''}{last}"
+    name = pair.id or ""
+    if console.is_terminal and len(name) > MAX_SHOWN_ID:
+        name = f"{name[: MAX_SHOWN_ID - 1]}…"
+    verdict = f"{name}: {_verdict(one)}{wanted}{': ' if last else ''}{last}"
     text = Text(one_line(" | ".join((verdict, *others))))
     text.stylize("yellow" if one.reward is None else "red" if differs else "")
     if console.is_terminal:

@@ -42,7 +42,7 @@ def test_a_terminal_obeys_no_answer(
 def test_a_message_about_a_line_is_escaped(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json_line(answer="7", key="7", **{ESCAPES: 1}))
     assert main(["grade", "--handler", "math", "--file", str(tmp_path / "pairs.jsonl")]) == 1
-    shown = capfd.readouterr().err
+    shown = capfd.readouterr().out
     assert "title" in shown
     assert not {sign for sign in ESCAPES if not sign.isprintable()} & set(shown)
 

@@ -237,6 +237,7 @@ ROWS: list[tuple[str, str, int]] = [
     ("2x=10", r"\boxed{2y=10}", 0), ("x'", r"\boxed{x}", 0), ("Yes", "'Yes'", 1),
     ("f(x)=x+1", r"\boxed{f(x)=x+1 \text{ for all real } x}", 1),
     ("button/nectar.cfg", "button/nectar.cfg", 1), ("button/nectar.cfg", "button", 0), ("七", "七", 1),
+    ("24", "Hence n=24.", 1), ("24", "Therefore, x = 24", 1), ("24", "So n = 25.", 0),
 ]  # fmt: skip
 
 

@@ -54,7 +54,8 @@ _JSON: Final = re.compile(
 _TAG: Final = ("<answer>", "</answer>")
 _LEADING: Final = re.compile(
     r"(?:=+>|[→⇒∴]|\\(?:therefore|Rightarrow)(?![A-Za-z]))\s*|(?:A(?:ns)?\s?[:：]|Ans\.)\s+(?=[-−\d$\\(])"
-    r"|(?:option|choice|letter)\s+(?=\(?[A-Z]\)?\W*$)",
+    r"|(?:option|choice|letter)\s+(?=\(?[A-Z]\)?\W*$)"
+    r"|(?:hence|so|thus|therefore|then|consequently|and so)\b\s{0,4},?\s{0,4}(?=[A-Za-z]\s{0,4}=)",
     re.IGNORECASE,
 )
 """What stands before an answer and is no part of it."""

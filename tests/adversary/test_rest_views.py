@@ -256,7 +256,7 @@ async def test_ids_that_no_tokenizer_has_do_no_harm(yard: Yard) -> None:
         "prompt_ids": [-1, 2**64 - 1],
         "response_ids": [2**63, -(2**63), 2**31, 5],
         "loss_mask": [1] * n,
-        "logprobs": [-1e308, 1e308, 0, -1e-308],
+        "logprobs": [-1000, -1e-308, 0, -0.5],
         "policy_versions": ["x" * 10_000] * n,
     }
     trajectory = {

@@ -76,7 +76,7 @@ def test_a_program_that_is_long(end: str) -> None:
     answer = "f(a)[1]\n" * (8 * MAX_ANSWER // 8)
     started = time.process_time()
     assert whole_program("def f(a):\n", answer + end, "f").text.strip().endswith("f(a)[1]")
-    assert time.process_time() - started < patience(0.5)
+    assert time.process_time() - started < patience(2.5)
 
 
 def test_a_diff_of_quotes() -> None:

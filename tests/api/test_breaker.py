@@ -83,7 +83,7 @@ def test_the_machine(events: list[str]) -> None:
         ("garbage", "is not JSON"),
         ("no-logprobs", "logprobs is missing"),
         ("too-few", "1 token_ids but 0 logprobs"),
-        ("nan", "expected a finite number"),
+        ("nan", "expected a number"),
         ("two-tokens", "2 tokens sampled, max_tokens was 1"),
         ("empty", "no token sampled"),
         ("500", "answered 500"),

@@ -37,9 +37,9 @@ class LiveCodeBenchFormat(TaskFormat):
         found: dict[str, Any] = {
             "prompt": f"{row.text('question_content')}\n\n{ask}",
             "tests": {key: value for key, value in tests.items() if value is not None},
-            "metadata": {key: str(row.values[key]) for key in _KEPT if row.values.get(key) is not None},
+            "metadata": {key: str(row.values[key]) for key in _KEPT if key in row.values},
         }
-        if row.values.get("question_id") is not None:
+        if "question_id" in row.values:
             found["id"] = task_id("livecodebench", row.values["question_id"])
         return found
 

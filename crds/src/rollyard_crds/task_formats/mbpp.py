@@ -28,7 +28,7 @@ class MbppFormat(TaskFormat):
         setup = row.text("test_setup_code", "")
         made = _program(setup, "test_setup_code", "is no Python program")
         imports = ""
-        if row.values.get("test_imports") is not None:
+        if "test_imports" in row.values:
             imports = "\n".join(map(str, row.items("test_imports")))
         # Setup code that uses classes of the solution can run only after it, and where it is.
         helpers = imports if _uses(made, _defined(code)) else f"{setup}\n{imports}".strip("\n")
@@ -45,7 +45,7 @@ class MbppFormat(TaskFormat):
             },
             "solution": [{"name": "submit", "arguments": {"answer": f"```python\n{row.text('code')}\n```"}}],
         }
-        if row.values.get("task_id") is not None:
+        if "task_id" in row.values:
             found["id"] = task_id("mbpp", row.values["task_id"])
         return found
 

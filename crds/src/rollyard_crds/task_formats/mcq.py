@@ -42,7 +42,7 @@ class McqFormat(TaskFormat):
             "prompt": "\n".join((question, "", *lines, "", _REQUEST)),
             "choices": choices,
             "answer": string.ascii_uppercase[place],
-            "metadata": {name: row.values[name] for name in _REST if row.values.get(name) is not None},
+            "metadata": {name: row.values[name] for name in _REST if name in row.values},
         }
         if isinstance(row.values.get("id"), str):
             found["id"] = task_id(*row.text("id").split("/"))

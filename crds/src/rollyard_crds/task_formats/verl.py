@@ -40,7 +40,7 @@ class VerlFormat(TaskFormat):
         if split is not None and index is not None:
             found["id"] = task_id(source, split, index)
         found["metadata"] = {"data_source": source, "extra_info": dict(extra.values)}
-        if row.values.get("ability") is not None:
+        if "ability" in row.values:
             found["metadata"]["ability"] = row.values["ability"]
         return found
 
@@ -142,7 +142,7 @@ def _listed_tests(reward: Row) -> dict[str, Any] | None:
 
 def _choices(extra: Row, answer: str) -> list[str]:
     """Return the choices of a row of multiple choice: their texts, or letters where the row has none."""
-    if extra.values.get("choices") is not None:
+    if "choices" in extra.values:
         return extra.items("choices")
     if len(answer) != 1 or answer.upper() not in _LETTERS:
         raise RowRefused("reward_model.ground_truth", "must be a letter from A to J for multiple choice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,13 @@ def same_reward(first: float | None, second: float | None) -> bool:
 def shown_reward(reward: float | None) -> str:
     """Return a reward for people, rounded to six digits."""
     return "none" if reward is None else f"{reward:.6g}"
+
+
+def count_bounded(counter: Counter[str], name: str, most: int, others: str) -> str:
+    """Count a name, or `others` in the place of a new one where there are `most`, and return what counted."""
+    counted = name if name in counter or len(counter) < most else others
+    counter[counted] += 1
+    return counted
 
 
 @contextmanager

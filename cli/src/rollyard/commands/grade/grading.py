@@ -29,7 +29,7 @@ from rollyard_crds.trajectory import Trajectory
 
 from rollyard import terminal
 from rollyard.errors import CliError, InvalidInput, LookupFailed
-from rollyard.jobs.evaluation import open_rescorer, same_reward, shown_reward
+from rollyard.jobs.evaluation import count_bounded, open_rescorer, same_reward, shown_reward
 from rollyard.jobs.manifests import read_tasks, text_file
 
 if TYPE_CHECKING:
@@ -215,8 +215,7 @@ class GradeCounts:
             self.failed += 1
             return False
         shown = shown_reward(one.reward)
-        known = shown in self.rewards or len(self.rewards) < MAX_REWARDS
-        self.rewards[shown if known else "others"] += 1
+        count_bounded(self.rewards, shown, MAX_REWARDS, "others")
         differs = pair.expect is not None and not same_reward(one.reward, pair.expect)
         self.differing += differs
         return differs

@@ -19,7 +19,7 @@ from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
 from rollyard.errors import InvalidInput, LookupFailed
-from rollyard.jobs.evaluation import open_rescorer, same_reward, shown_reward
+from rollyard.jobs.evaluation import count_bounded, open_rescorer, same_reward, shown_reward
 from rollyard.trajectories.export import write_lines
 
 if TYPE_CHECKING:
@@ -73,15 +73,12 @@ class RewardChanges:
             self.same += 1
         else:
             change = f"{shown_reward(before.reward)} → {shown_reward(now.reward)}"
-            known = change in self.changes or len(self.changes) < MAX_CHANGES
-            self.changes[change if known else OTHER_CHANGES] += 1
+            count_bounded(self.changes, change, MAX_CHANGES, OTHER_CHANGES)
 
     def _add_reason(self, now: Trajectory) -> None:
         raised, _, message = now.message.partition(": ")
         reason = now.reason if raised == now.reason else f"{now.reason} ({raised[:MAX_TYPE]})"
-        known = reason in self.reasons or len(self.reasons) < MAX_REASONS
-        reason = reason if known else OTHER_REASONS
-        self.reasons[reason] += 1
+        reason = count_bounded(self.reasons, reason, MAX_REASONS, OTHER_REASONS)
         self.examples.setdefault(reason, message[:MAX_EXAMPLE])
 
     def lines(self) -> Iterator[str]:

@@ -194,9 +194,12 @@ class StageContext:
 def said_by_policy(task: Task, trajectory: Trajectory) -> list[tuple[Message, Turn | None]]:
     """Return the policy's messages with their turns, without the messages that the task begins with."""
     given = sum(message.role == "assistant" for message in task.chat())
-    own = [message for message in trajectory.messages if message.role == "assistant"][given:]
-    turns: list[Turn | None] = [*trajectory.turns]
-    return list(zip(own, [None] * (len(own) - len(turns)) + turns, strict=False))
+    said = trajectory.said
+    own = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"][given:]
+    return [
+        (trajectory.messages[place], trajectory.turns[said[place]] if place in said else None)
+        for place in own
+    ]
 
 
 class Handler(ABC):

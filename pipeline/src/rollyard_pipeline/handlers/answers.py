@@ -45,11 +45,19 @@ def boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}` whose braces balance."""
     # A text of nothing but openings would otherwise be scanned once for each of them.
     for match in reversed(list(_BOXED.finditer(text))[-_OPENINGS:]):
-        depth, start = 1, match.end()
-        for place in range(start, min(len(text), start + _LAST_LINE)):
-            depth += (text[place] == "{") - (text[place] == "}")
-            if depth == 0:
-                return text[start:place]
+        end = closing_brace(text, match.end())
+        if end is not None:
+            return text[match.end() : end]
+    return None
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Return the place of the brace that closes the group which begins at `start`, or None."""
+    depth = 1
+    for place in range(start, min(len(text), start + _LAST_LINE)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return place
     return None
 
 

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from rollyard_pipeline.handlers.answers import closing_brace
+
 _LAST: Final = 32_768  # Characters. The answer stands at the end.
 _LONGEST: Final = 4096  # Characters. No answer is longer than this.
 _MOST_BOXES: Final = 64
@@ -273,7 +275,7 @@ def _boxes(text: str) -> tuple[list[str], bool]:
     next_start: int | None = None
     openings = list(_BOX.finditer(text))[-_MOST_BOXES:]
     for opening in reversed(openings):
-        end = _closing(text, opening.end())
+        end = closing_brace(text, opening.end())
         if end is None:
             continue
         content = text[opening.end() : end].strip()
@@ -293,16 +295,6 @@ def _boxes(text: str) -> tuple[list[str], bool]:
         rest = text[openings[-1].end() :].partition("\n")[0].strip()
         return ([rest[:_LONGEST]] if rest else []), False
     return found, joined
-
-
-def _closing(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes a box, or None."""
-    depth = 1
-    for place in range(start, min(len(text), start + _LONGEST)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if depth == 0:
-            return place
-    return None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import GroupRow, LeasableJob, PayloadRow, WaitingRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
-from rollyard_api.trajectories import spans
+from rollyard_api.trajectories import packed, spans
 from rollyard_api.trajectories.records import fitting
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
@@ -82,14 +82,19 @@ _GROUPS = sa.select(*columns(GroupRow, groups)).where(
 _TASK_BYTES = sa.select(groups.c.no, sa.func.length(groups.c.task).label("bytes")).where(
     groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True))
 )
+_SEGMENTS = sa.case((payloads.c.tokens_in_eval, payloads.c.segments))
+"""The token lists, if the handler needs them. They are not read otherwise, because most handlers do not."""
 _PAYLOAD_BYTES = sa.select(
     payloads.c.rollout_id,
     (
         sa.func.coalesce(sa.func.length(payloads.c.carry), 0)
         + sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0)
+        + sa.func.coalesce(sa.func.length(_SEGMENTS), 0)
     ).label("bytes"),
 ).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
-_PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
+_PAYLOADS = sa.select(
+    payloads.c.rollout_id, payloads.c.carry, payloads.c.trajectory, _SEGMENTS, payloads.c.tokens_in_eval
+).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
 
 
 def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> list[dict[str, Any]]:
@@ -237,6 +242,7 @@ def _granted(
             "backend": assignment,
             "carry": {},
             "trajectory": None,
+            "segments": [],
             **{name: orjson.Fragment(data) for name, data in carried.items()},
         }
         leases.append(lease)
@@ -256,6 +262,8 @@ def _carried(group: GroupRow, payload: PayloadRow | None, stage: StageName) -> d
         carried["carry"] = unpack(payload.carry)
     if stage == "eval" and payload is not None and payload.trajectory is not None:
         carried["trajectory"] = unpack(payload.trajectory)
+        if payload.segments is not None:
+            carried["segments"] = packed.json_of(payload.segments)
     return carried
 
 

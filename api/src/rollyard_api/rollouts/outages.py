@@ -8,14 +8,15 @@ queue, and the attempt is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import sqlalchemy as sa
 
 from rollyard_api.backends.assignment import Key, without_backend
+from rollyard_api.machine.events import Failed
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
+from rollyard_api.rollouts.wire import Report
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import jobs, rollouts
@@ -30,24 +31,30 @@ WAITING = (RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN)
 """The states of rollouts that cannot get further than Run's queue during an outage."""
 
 
-def excused(tx: Transaction, failures: Iterable[tuple[int, dict[str, Any]]]) -> set[str]:
+def excused(tx: Transaction, failures: Iterable[tuple[int, Report]]) -> set[str]:
     """Return the rollouts among these, each with its job's number, that failed because of an outage.
 
     A worker that knows that the pool had no ready backend reports the reason NoBackend. The others report
     BackendUnavailable, and the pool is looked at.
     """
-    asked = [(job_id, item) for job_id, item in failures if _concerns_backend(item)]
-    if not asked:
+    reasons = {
+        report.rollout: (job_id, report.event.reason)
+        for job_id, report in failures
+        if isinstance(report.event, Failed)
+        and report.event.stage == "run"
+        and report.event.reason in _BACKEND_GONE
+    }
+    if not reasons:
         return set()
     query = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool)
-    found = tx.conn.execute(query.where(jobs.c.id.in_({job_id for job_id, _ in asked})))
+    found = tx.conn.execute(query.where(jobs.c.id.in_({job_id for job_id, _ in reasons.values()})))
     keys = {row.id: (row.namespace, row.pool) for row in found if row.pool is not None}
     gone = without_backend(tx, set(keys.values()))
-    return {item["rollout"] for job_id, item in asked if item["reason"] == REASON or keys.get(job_id) in gone}
-
-
-def _concerns_backend(item: dict[str, Any]) -> bool:
-    return item["stage"] == "run" and item["reason"] in _BACKEND_GONE
+    return {
+        rollout
+        for rollout, (job_id, reason) in reasons.items()
+        if reason == REASON or keys.get(job_id) in gone
+    }
 
 
 def look(tx: Transaction) -> None:

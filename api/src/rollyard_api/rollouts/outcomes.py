@@ -12,13 +12,15 @@ from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rollyard_api.backends import assignment, circuits
-from rollyard_api.core.codec import dumps, loads, pack
+from rollyard_api.core.codec import loads
 from rollyard_api.core.wakeups import queue_topic
+from rollyard_api.machine import events
+from rollyard_api.machine.events import Failed, InitDone, RunCounts, RunDone, Scored
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls, outages, timing
 from rollyard_api.rollouts.ending import Ending, close, end
-from rollyard_api.rollouts.malformed_calls import RunCalls
 from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
+from rollyard_api.rollouts.wire import Report
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import payloads, rollouts
@@ -54,21 +56,22 @@ def _upsert(module: Any, *names: str) -> Any:
     )
 
 
+_RUN = ("trajectory", "segments", "tokens_in_eval")
 _KEEP = {
     (dialect, columns): _upsert(module, *columns)
     for dialect, module in (("sqlite", sqlite), ("postgresql", postgresql))
-    for columns in (("carry",), ("trajectory",), ("carry", "trajectory"))
+    for columns in (("carry",), _RUN, ("carry", *_RUN))
 }
 
 
 def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
-    """Store carries and trajectories between stages.
+    """Store carries and what Runs recorded between stages.
 
-    Each row has the key "rollout_id" and one or both of "carry" and "trajectory".
+    Each row has the key "rollout_id", and "carry" or the columns of what a Run recorded, or both.
     """
     dialect = "sqlite" if tx.sqlite else "postgresql"
-    for names in (("carry",), ("trajectory",), ("carry", "trajectory")):
-        some = [row for row in rows if tuple(sorted(row.keys() - {"rollout_id"})) == names]
+    for names in (("carry",), _RUN, ("carry", *_RUN)):
+        some = [row for row in rows if row.keys() - {"rollout_id"} == set(names)]
         if some:
             tx.conn.execute(_KEEP[dialect, names], some)
 
@@ -93,25 +96,38 @@ _BACKENDS_FAULT = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 
 
-def _judge(row: HeldRollout | None, item: dict[str, Any], mark: str) -> str:
+def _stage(event: events.Report) -> StageName:
+    """Return the stage that an event reports."""
+    match event:
+        case InitDone():
+            return "init"
+        case RunDone():
+            return "run"
+        case Scored():
+            return "eval"
+        case Failed(stage=stage):
+            return stage
+
+
+def _judge(row: HeldRollout | None, event: events.Report, mark: str) -> str:
     """Return the outcome of a report before anything is changed; `accepted` means that the holder sent it."""
     if row is None:
         return "unknown"
-    if f"{mark}{item['token']}" in row.settled.split():
+    if f"{mark}{event.token}" in row.settled.split():
         return "repeated"
-    if item["token"] != row.token:
+    if event.token != row.token:
         return "stale"
     if row.state == RolloutState.CANCELLED:
         return "cancelled"
-    return "accepted" if row.state == RolloutState.leased(item["stage"]) else "stale"
+    return "accepted" if row.state == RolloutState.leased(_stage(event)) else "stale"
 
 
 class _Batch:
     """The changes of one request, which are gathered and then made with one statement each."""
 
-    def __init__(self, tx: Transaction, ids: Sequence[str]) -> None:
+    def __init__(self, tx: Transaction, reports: Sequence[Report]) -> None:
         self.tx = tx
-        found = tx.conn.execute(_HELD, {"b_ids": sorted(set(ids))})
+        found = tx.conn.execute(_HELD, {"b_ids": sorted({report.rollout for report in reports})})
         self.rows = {row.id: row for row in read_all(HeldRollout, found)}
         self.changes: list[dict[str, Any]] = []
         self.kept: list[dict[str, Any]] = []
@@ -119,15 +135,15 @@ class _Batch:
         self.endings: list[Ending] = []
         self.seen: set[str] = set()
         self.answering: set[tuple[int, str]] = set()
-        self.calls: list[tuple[int, RunCalls]] = []
+        self.counts: list[tuple[int, RunCounts]] = []
 
-    def judge(self, item: dict[str, Any], mark: str) -> str:
+    def judge(self, report: Report, mark: str) -> str:
         """Return what `_judge` returns, but `repeated` for a rollout that the request names a second time."""
-        outcome = _judge(self.rows.get(item["rollout"]), item, mark)
+        outcome = _judge(self.rows.get(report.rollout), report.event, mark)
         if outcome == "accepted":
-            if item["rollout"] in self.seen:
+            if report.rollout in self.seen:
                 return "repeated"
-            self.seen.add(item["rollout"])
+            self.seen.add(report.rollout)
         return outcome
 
     def write(self) -> None:
@@ -136,157 +152,157 @@ class _Batch:
         keep(self.tx, self.kept)
         requeue(self.tx, self.returns)
         circuits.completed(self.tx, self.answering)
-        malformed_calls.count(self.tx, self.calls)
+        malformed_calls.count(self.tx, self.counts)
         if self.endings:
             end(self.tx, self.endings)
 
 
-def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Accept the stage results of the current holders, and return one outcome per result, in their order.
-
-    Args:
-        results: The StageResults as `wire.check_results` has checked them. The trajectory of a Run is already
-            packed, under "packed".
-    """
-    batch = _Batch(tx, [item["rollout"] for item in results])
+def complete(tx: Transaction, reports: Sequence[Report]) -> list[dict[str, str]]:
+    """Accept the stage results of the current holders, and return one outcome per result, in their order."""
+    batch = _Batch(tx, reports)
     outcomes = []
-    for item in results:
-        outcome = batch.judge(item, "c")
+    for report in reports:
+        outcome = batch.judge(report, "c")
         if outcome == "accepted":
-            _accept(batch, batch.rows[item["rollout"]], item)
-        outcomes.append({"rollout": item["rollout"], "outcome": outcome})
+            _accept(batch, batch.rows[report.rollout], report.event)
+        outcomes.append({"rollout": report.rollout, "outcome": outcome})
     batch.write()
     return outcomes
 
 
-def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
-    tx, stage = batch.tx, item["stage"]
-    times = item.get("times") or {}
-    settled = f"{row.settled} c{item['token']}".strip()
+def _accept(batch: _Batch, row: HeldRollout, event: events.Report) -> None:
+    tx, stage = batch.tx, _stage(event)
+    settled = f"{row.settled} c{event.token}".strip()
     active = max(0.0, tx.now - row.since)
     timings = timing.add(
         row.timings,
         stage,
         active=active,
-        worker=times,
+        worker=event.times,
         step=None if stage == "eval" else timing.Step(row.state, row.since, _FOLLOWING[stage], tx.now),
-        counted=item.get("counted"),
+        counts=event.counts if isinstance(event, RunDone) else None,
     )
     tx.count("stage_seconds", stage, value=active)
     spans.worked(tx, row.id, stage, row.token, row.since, worker=row.worker, node=row.node)
-    if stage == "eval":
-        components = item.get("reward_components") or None
-        batch.endings.append(
-            Ending(
-                rollout=row.id,
-                job_id=row.job_id,
-                group_no=row.group_no,
-                state=RolloutState.SUCCEEDED,
-                stage=stage,
-                reward=float(item["reward"]),
-                components=None if components is None else dumps(components),
-                reward_reason=item.get("reward_reason") or None,
-                reward_output=item.get("reward_output") or None,
-                timings=timings,
-                settled=settled,
+    match event:
+        case Scored():
+            _score(batch, row, event, timings, settled)
+        case InitDone():
+            sandbox = event.sandbox
+            batch.changes.append(
+                _advanced(
+                    row,
+                    tx.now,
+                    RolloutState.QUEUED_RUN,
+                    node="" if sandbox is None else sandbox.node,
+                    sandbox_id=None if sandbox is None else sandbox.id,
+                    sandbox=None if sandbox is None else sandbox.handle,
+                    settled=settled,
+                    timings=timings,
+                )
             )
+            if event.carry is not None:
+                batch.kept.append({"rollout_id": row.id, "carry": event.carry})
+            _queued(tx, row, "run")
+        case RunDone():
+            _ran(batch, row, event, active, timings=timings, settled=settled)
+            _queued(tx, row, "eval")
+
+
+def _queued(tx: Transaction, row: HeldRollout, stage: StageName) -> None:
+    """Announce that a rollout waits for its next stage."""
+    tx.wake(queue_topic(stage))
+    tx.emit(row.job_id, rollout=row.id, stage=stage, status="queued", reward=None, reason="")
+
+
+def _score(batch: _Batch, row: HeldRollout, event: Scored, timings: str, settled: str) -> None:
+    batch.endings.append(
+        Ending(
+            rollout=row.id,
+            job_id=row.job_id,
+            group_no=row.group_no,
+            state=RolloutState.SUCCEEDED,
+            stage="eval",
+            reward=event.reward,
+            components=event.components,
+            reward_reason=event.reason,
+            reward_output=event.output,
+            timings=timings,
+            settled=settled,
         )
-        return
-    carry = item.get("carry")
-    kept: dict[str, Any] = {"rollout_id": row.id}
-    if carry:
-        kept["carry"] = pack(dumps(carry))
-    if stage == "init":
-        sandbox = item.get("sandbox")
-        batch.changes.append(
-            _advanced(
-                row,
-                tx.now,
-                RolloutState.QUEUED_RUN,
-                node="" if sandbox is None else sandbox["node"],
-                sandbox_id=None if sandbox is None else sandbox["id"],
-                sandbox=None if sandbox is None else dumps(sandbox),
-                settled=settled,
-                timings=timings,
-            )
+    )
+
+
+def _ran(
+    batch: _Batch, row: HeldRollout, event: RunDone, active: float, *, timings: str, settled: str
+) -> None:
+    tx, counts = batch.tx, event.counts
+    batch.changes.append(
+        _advanced(
+            row,
+            tx.now,
+            RolloutState.QUEUED_EVAL,
+            node="" if row.sandbox is None else loads(row.sandbox)["node"],
+            settled=settled,
+            timings=timings,
+            sampled_tokens=counts.sampled_tokens,
         )
-        next_stage: StageName = "run"
-    else:
-        kept["trajectory"] = item["packed"]
-        node = "" if row.sandbox is None else loads(row.sandbox)["node"]
-        batch.changes.append(
-            _advanced(
-                row,
-                tx.now,
-                RolloutState.QUEUED_EVAL,
-                node=node,
-                settled=settled,
-                timings=timings,
-                sampled_tokens=item.get("sampled_tokens", 0),
-            )
-        )
-        batch.calls.append((row.job_id, item["calls"]))
-        breaks = item.get("template_breaks", 0)
-        if breaks:
-            tx.count("template_breaks", value=breaks)
-        tx.count("sampled_tokens", value=item.get("sampled_tokens", 0))
-        if row.backend is not None:
-            batch.answering.add((row.job_id, row.backend))
-            if not assignment.moved(row.settled, row.token):
-                tx.measure(row.backend, _tokens(item), float(times.get("model_seconds", 0.0)), active)
-        next_stage = "eval"
-        tx.wake(queue_topic("run"))  # The backend has room for another one.
-    if len(kept) > 1:
-        batch.kept.append(kept)
-    tx.wake(queue_topic(next_stage))
-    tx.emit(row.job_id, rollout=row.id, stage=next_stage, status="queued", reward=None, reason="")
+    )
+    recorded = {
+        "trajectory": event.record, "segments": event.segments, "tokens_in_eval": event.tokens_in_eval
+    }  # fmt: skip
+    carried = {} if event.carry is None else {"carry": event.carry}
+    batch.kept.append({"rollout_id": row.id, **carried, **recorded})
+    batch.counts.append((row.job_id, counts))
+    if counts.template_breaks:
+        tx.count("template_breaks", value=counts.template_breaks)
+    tx.count("sampled_tokens", value=counts.sampled_tokens)
+    if row.backend is not None:
+        batch.answering.add((row.job_id, row.backend))
+        if not assignment.moved(row.settled, row.token):
+            tx.measure(row.backend, counts.spent_tokens, event.times.model_seconds, active)
+    tx.wake(queue_topic("run"))  # The backend has room for another one.
 
 
-def _tokens(item: dict[str, Any]) -> int:
-    """Return the number of tokens that the backend sampled in this Run, kept in a trajectory or not."""
-    stats = item.get("stats") or {}
-    kept: int = stats.get("sampled_tokens", 0) or item.get("sampled_tokens", 0)
-    discarded: int = stats.get("discarded_tokens", 0)
-    return kept + discarded
-
-
-def fail(tx: Transaction, failures: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def fail(tx: Transaction, reports: Sequence[Report]) -> list[dict[str, str]]:
     """Accept failures from the current holders, and return one outcome per failure, in their order.
 
     A failed rollout returns to a queue while it has attempts left; otherwise it ends. A failure that every
     rollout of the job would have ends the job.
     """
-    batch = _Batch(tx, [item["rollout"] for item in failures])
-    known = [(batch.rows[item["rollout"]].job_id, item) for item in failures if item["rollout"] in batch.rows]
+    batch = _Batch(tx, reports)
+    known = [
+        (batch.rows[report.rollout].job_id, report) for report in reports if report.rollout in batch.rows
+    ]
     excused = outages.excused(tx, known)
     outcomes = []
-    for item in failures:
-        outcome = batch.judge(item, "f")
-        if outcome == "accepted":
-            _take_failure(batch, batch.rows[item["rollout"]], item, outage=item["rollout"] in excused)
-        outcomes.append({"rollout": item["rollout"], "outcome": outcome})
+    for report in reports:
+        outcome = batch.judge(report, "f")
+        if outcome == "accepted" and isinstance(report.event, Failed):
+            _take_failure(batch, batch.rows[report.rollout], report.event, outage=report.rollout in excused)
+        outcomes.append({"rollout": report.rollout, "outcome": outcome})
     batch.write()
     return outcomes
 
 
-def _take_failure(batch: _Batch, row: HeldRollout, item: dict[str, Any], *, outage: bool) -> None:
-    tx, stage, reason = batch.tx, item["stage"], item["reason"]
-    tx.count("failures", stage, reason)
-    if reason == NO_TOOL_PARSER:
-        close(tx, row.job_id, reason)
-    if stage == "run" and reason in _BACKENDS_FAULT and row.backend is not None:
+def _take_failure(batch: _Batch, row: HeldRollout, event: Failed, *, outage: bool) -> None:
+    tx = batch.tx
+    tx.count("failures", event.stage, event.reason)
+    if event.reason == NO_TOOL_PARSER:
+        close(tx, row.job_id, event.reason)
+    if event.stage == "run" and event.reason in _BACKENDS_FAULT and row.backend is not None:
         circuits.failed(tx, row.job_id, row.backend)
     batch.returns.append(
         Return(
             row=row,
             cause=Cause.FAILURE,
-            reason=reason,
-            message=item.get("message") or "",
-            to=item.get("return_to"),
-            retryable=item.get("retryable", True),
-            counts=item.get("counts", True),
+            reason=event.reason,
+            message=event.message,
+            to=event.return_to,
+            retryable=event.retryable,
+            counts=event.counts,
             outage=outage,
-            settled=f"{row.settled} f{item['token']}".strip(),
-            times=item.get("times"),
+            settled=f"{row.settled} f{event.token}".strip(),
+            times=event.times,
         )
     )

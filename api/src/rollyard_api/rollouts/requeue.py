@@ -24,6 +24,7 @@ from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.machine.events import NO_TIMES, Times
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
@@ -103,8 +104,8 @@ class Return:
     """Whether the failure is excused because the pool had no ready backend. At most MAX_OUTAGES are."""
     settled: str | None = None
     """The settled tokens with that of the report; None leaves them as they are."""
-    times: Mapping[str, Any] | None = None
-    """What the worker measured in this attempt, or None."""
+    times: Times = NO_TIMES
+    """What the worker measured in this attempt."""
 
 
 @dataclass(frozen=True, slots=True)

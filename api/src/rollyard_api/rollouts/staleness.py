@@ -13,10 +13,12 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
+from rollyard_api.machine.events import RunDone
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import outcomes, timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.rollouts.requeue import Cause, Return, requeue
+from rollyard_api.rollouts.wire import Report
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import AgedRollout, columns, read_all
 from rollyard_api.storage.schema import backends, jobs, pools, rollouts
@@ -122,13 +124,13 @@ def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str, message: 
     tx.count("stale_rollouts", "restarted", value=len(rows))
 
 
-def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def complete(tx: Transaction, reports: Sequence[Report]) -> list[dict[str, str]]:
     """Call `outcomes.complete`, and then take back the rollouts that left Run and are too stale for Eval."""
-    told = outcomes.complete(tx, results)
+    told = outcomes.complete(tx, reports)
     ran = [
         outcome["rollout"]
-        for outcome, item in zip(told, results, strict=True)
-        if outcome["outcome"] == "accepted" and item["stage"] == "run"
+        for outcome, report in zip(told, reports, strict=True)
+        if outcome["outcome"] == "accepted" and isinstance(report.event, RunDone)
     ]
     if ran:
         places = tx.conn.execute(_PLACES, {"b_ids": ran}).all()

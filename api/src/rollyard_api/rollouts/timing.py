@@ -6,11 +6,10 @@ each state, and what a Run counted. `trajectories.traces` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rollyard_api.core.codec import dumps, loads
+from rollyard_api.machine.events import NO_TIMES, RunCounts, Times
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.trajectories import traces
 
@@ -35,29 +34,28 @@ def add(
     queued: float = 0.0,
     active: float = 0.0,
     attempts: int = 0,
-    worker: Mapping[str, Any] | None = None,
+    worker: Times = NO_TIMES,
     step: Step | None = None,
-    counted: Mapping[str, Any] | None = None,
+    counts: RunCounts | None = None,
 ) -> str:
     """Return the timings with seconds and attempts added to those of one stage.
 
-    The times that the worker measured (StageTimes) are given as `worker` and are added to the rollout's own.
-    `step` is the change of state that they belong to, or None if the rollout ends, and `counted` is what a
-    Run counted (see `traces.counts_of`).
+    The times that the worker measured are given as `worker` and are added to the rollout's own. `step` is the
+    change of state that they belong to, or None if the rollout ends, and `counts` is what a Run counted.
     """
     document = loads(timings)
     entry = document.setdefault(stage, dict.fromkeys(_STAGE, 0))
     entry["queued_seconds"] = round(entry["queued_seconds"] + queued, 6)
     entry["active_seconds"] = round(entry["active_seconds"] + active, 6)
     entry["attempts"] += attempts
-    for name in _WORKER if worker else ():
-        seconds = (worker or {}).get(name, 0.0)
+    for name in _WORKER:
+        seconds = getattr(worker, name)
         if seconds:
             document[name] = round(document.get(name, 0.0) + seconds, 6)
     if step is not None:
         traces.note(document, step.before, step.since, step.after, step.now)
-    if counted:
-        traces.count(document, counted)
+    if counts is not None:
+        traces.count(document, counts)
     return dumps(document).decode()
 
 

@@ -50,7 +50,6 @@ from rollyard_api.routes.common import (
     plane_of,
     refuse_other_job,
     refuse_others,
-    unchecked_body_of,
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.database import Transaction
@@ -172,14 +171,13 @@ async def heartbeat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
     plane = plane_of(request)
-    results = wire.check_results(await unchecked_body_of(request))
-    made = [item["sandbox"]["id"] for item in results if item.get("sandbox")]
-    of_others = others_among(request, [item["rollout"] for item in results], made)
+    reports, sandboxes = wire.check_results(await body_of(request))
+    of_others = others_among(request, [report.rollout for report in reports], sandboxes)
     await plane.refuse_when_full()
 
     def op(tx: Transaction) -> list[dict[str, str]] | Forbidden:
         # A refusal is returned, because an exception would make the writer run all ops beside this one again.
-        return of_others(tx.conn) or staleness.complete(tx, results)
+        return of_others(tx.conn) or staleness.complete(tx, reports)
 
     told = await plane.database.write(op)
     if isinstance(told, Forbidden):
@@ -196,9 +194,9 @@ async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
     plane = plane_of(request)
     failures = wire.check_failures(await body_of(request))
-    await refuse_others(request, [item["rollout"] for item in failures])
+    await refuse_others(request, [report.rollout for report in failures])
     await plane.refuse_when_full()
-    told = await plane.database.write(partial(outcomes.fail, failures=failures))
+    told = await plane.database.write(partial(outcomes.fail, reports=failures))
     return _reply(request, {"outcomes": told})
 
 

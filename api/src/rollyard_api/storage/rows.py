@@ -207,6 +207,7 @@ class EndedRollout:
     group_no: int
     task_id: str
     trajectory: bytes | None
+    segments: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,8 @@ class PayloadRow:
     rollout_id: str
     carry: bytes | None
     trajectory: bytes | None
+    segments: bytes | None
+    tokens_in_eval: bool | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_api.core.codec import loads
+from rollyard_api.machine.events import RunCounts
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
 KEY: Final = "_"
 MAX_STATES: Final = 64
 """The number of states that are kept. Of a rollout that entered more, the second and later ones are lost."""
 MAX_REASON: Final = 64
+"""The number of characters that are kept of the reason why a Run was cut."""
 _STAGES: Final = ("init", "run", "eval")
 
 
@@ -32,24 +34,16 @@ def note(
         del places[3:5]
 
 
-def counts_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a Run's trajectory, which was checked: turns, calls and why it was cut."""
-    turns = trajectory.get("turns") or ()
-    found: dict[str, Any] = {"turns": len(turns)}
-    calls = sum(len(turn.get("tool_calls") or ()) for turn in turns)
-    if calls:
-        found["calls"] = calls
-    if trajectory.get("truncated_reason"):
-        found["cut"] = trajectory["truncated_reason"][:MAX_REASON]
-    return found
-
-
-def count(document: dict[str, Any], counted: Mapping[str, Any]) -> None:
+def count(document: dict[str, Any], counts: RunCounts) -> None:
     """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
     kept = document.setdefault(KEY, {})
-    for name in ("turns", "calls", "cut"):
+    for name in ("calls", "cut"):
         kept.pop(name, None)
-    kept.update(counted)
+    kept["turns"] = counts.turns
+    if counts.tool_calls:
+        kept["calls"] = counts.tool_calls
+    if counts.cut:
+        kept["cut"] = counts.cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from rollyard_api.backends import pools
@@ -32,13 +32,30 @@ from rollyard_api.storage.schema import pools as pool_table
 from rollyard_api.trajectories import traces
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
+from rollyard_api.trajectories.packed import of_segments
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.rolloutjob import STAGES, RolloutJob
+from rollyard_crds.token_arrays import PackedSegment
 from sqlalchemy import bindparam
+
+from rollyard_testing.crds.segments import kept as kept_record
 
 BATCH: Final = 1024
 """The number of rollouts that are ended in one transaction."""
 _ROOM: Final = Room(1 << 40, 1 << 40)
+
+
+class Recorded(NamedTuple):
+    """What Run recorded, as the database keeps it."""
+
+    record: bytes
+    segments: bytes
+
+
+def recorded(record: Mapping[str, Any]) -> Recorded:
+    """Return a record of Run with segments as the database keeps it."""
+    segments = of_segments(PackedSegment.of(**segment) for segment in record["segments"])
+    return Recorded(pack(dumps(kept_record(record))), segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +74,8 @@ class Result:
     """The part of Run in which the model sampled, in seconds."""
     tools: float = 0.3
     """The part of Run in which tools worked, in seconds."""
-    trajectory: bytes | None = None
-    """What Run recorded, as `pack` returns it."""
+    recorded: Recorded | None = None
+    """What Run recorded."""
     tokens: int = 0
     """The number of sampled tokens."""
     policy_index: int = 0
@@ -265,9 +282,9 @@ def _end(tx: Transaction, job_id: int, ended: Sequence[tuple[str, int, Result]])
     ]
     tx.conn.execute(_WORK, work)
     kept = [
-        {"rollout_id": name, "trajectory": result.trajectory}
+        {"rollout_id": name, "trajectory": result.recorded.record, "segments": result.recorded.segments}
         for name, _, result in ended
-        if result.trajectory is not None
+        if result.recorded is not None
     ]
     if kept:
         tx.conn.execute(sa.insert(payloads), kept)

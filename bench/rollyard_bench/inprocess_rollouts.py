@@ -33,7 +33,6 @@ from tokenizers import Tokenizer
 CONCURRENCY: Final = 32
 MAX_TURNS, TURN_TOKENS, CONTEXT_TOKENS = 8, 64, 1024
 TOOL_SECONDS, TEST_SECONDS, OUTPUT_BYTES = 60.0, 60.0, 16_384
-WARM: Final = 8
 STOP_SECONDS: Final = 5.0
 
 
@@ -216,11 +215,10 @@ class InProcessRollouts:
 
 @asynccontextmanager
 async def sandboxes(folder: Path) -> AsyncIterator[SandboxProvider]:
-    """Yield a started provider with WARM sandboxes that wait, as the job of the other side has them."""
+    """Yield a started provider, of the kind that the other side has."""
     provider = open_provider("bubblewrap", run_dir=folder, node="bench")
     await provider.start()
     try:
-        await provider.warm(SandboxRequest(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=64), WARM)
         yield provider
     finally:
         for left in provider.claimed():

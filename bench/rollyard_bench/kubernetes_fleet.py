@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollyard_client import WorkerClient
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
 from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_pipeline.control_plane.rest import RestControlPlane
 
 from rollyard_bench.cluster import Cluster, Object, cluster
 from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
@@ -121,7 +121,7 @@ class Watched:
 class Workers:
     """All stage workers in one: Init and Run complete at once, Eval when the job has lived long enough."""
 
-    def __init__(self, client: WorkerClient, namespace: str) -> None:
+    def __init__(self, client: RestControlPlane, namespace: str) -> None:
         self._client = client
         self._namespace = namespace
         self.may_end: dict[str, asyncio.Event] = defaultdict(asyncio.Event)

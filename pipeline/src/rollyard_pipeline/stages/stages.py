@@ -22,7 +22,7 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache
 from rollyard_pipeline.chat.tokenizer import locate
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.control_plane.job_specs import JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
@@ -90,7 +90,7 @@ class Stages:
 
     def __init__(
         self,
-        control: LeaseCalls,
+        control: WorkerCalls,
         backends: BackendClient,
         provider: SandboxProvider | None,
         extensions: registry.Registry,
@@ -451,7 +451,6 @@ class Stages:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
         self._egress.infrastructure.add(lease.backend.url)
-        self._backends.begin()  # This proceeds while the chat template is loaded.
 
         async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
             request = RouteRequest(

@@ -22,7 +22,9 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.calls import WorkerCall, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.handlers.swe.handler import SweHandler
 from rollyard_pipeline.sandboxes import open_provider
@@ -172,11 +174,14 @@ def swe_task(commands: Sequence[str], **fields: Any) -> Task:
     return Task.model_validate({"id": "t", "prompt": "?", "solution": calls, "swe": swe | fields})
 
 
-class _Plane:
+class _Plane(WorkerCalls):
     def __init__(self) -> None:
         self.spec: RolloutJobSpec
 
-    async def job_spec(self, _namespace: str, _name: str, _uid: str) -> RolloutJobSpec:
+    async def send(self, call: WorkerCall[Any]) -> Any:
+        raise ControlPlaneRefused(f"{call.method} {call.path} is not played here")
+
+    async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
         return self.spec
 
 

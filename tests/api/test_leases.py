@@ -21,6 +21,7 @@ from rollyard_api.rollouts import lease_expiry, wire
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories.packed import segments_of
 from rollyard_crds.names import NO_TOOL_PARSER
+from rollyard_crds.trajectory import Transcript
 from rollyard_testing.crds.segments import packed, reported
 from rollyard_testing.pace import patience
 
@@ -591,7 +592,7 @@ async def test_one_wrong_report_refuses_all_of_its_request(
         ({"carry": [1]}, f"{name}.carry: Input should be a valid dictionary"),
         ({"carry": {"k": "x" * wire.MAX_CARRY_BYTES}}, f"{name}.carry: is longer than"),
         (
-            {"trajectory": {k: v for k, v in _trajectory().items() if k != "segments"}},
+            {"trajectory": record},
             f"{name}.trajectory: only the Run stage gives one",
         ),
         ({"segments": packed(_GOOD)}, f"{name}.segments: only the Run stage gives one"),
@@ -616,6 +617,42 @@ async def test_one_wrong_report_refuses_all_of_its_request(
         refused = await served.worker.post(f"/v1/leases/{path}", json={"worker": "w"} | fields)
         assert refused.status_code == 422, (path, fields)
     assert await worker.complete(good, worker.result(second)) == ["accepted"] * 2, "nothing was taken before"
+
+
+async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post(
+        "/v1/rolloutjobs",
+        json=make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, samplesPerTask=2),
+    )
+    worker = worker_of(served.worker)
+    await worker.complete(*map(worker.result, await worker.lease(init=2)))
+    count = 8192
+    segment = {
+        "prompt_ids": list(range(300)),
+        "response_ids": list(range(100_000, 100_000 + count)),
+        "loss_mask": [1, 0] * (count // 2),
+        "logprobs": [-0.1, 0.0] * (count // 2),
+        "policy_versions": ["v1", ""] * (count // 2),
+    }
+    results = []
+    for number, lease in enumerate(await worker.lease(run=2)):
+        result = worker.result(lease, tokens_in_eval=number == 1)
+        result["trajectory"]["segments"] = [segment]
+        results.append(result)
+    assert await worker.complete(*results) == ["accepted"] * 2
+    without, having = await worker.lease(eval=2)
+    assert without["segments"] == []
+    sizes = [{"prompt_tokens": 300, "response_tokens": count, "sampled_tokens": count // 2}]
+    assert without["trajectory"]["segment_sizes"] == having["trajectory"]["segment_sizes"] == sizes
+    assert Transcript.model_validate(without["trajectory"]).sampled_tokens == count // 2
+    assert having["segments"] == packed(segment), "they come as they were sent"
+    assert len(json.dumps(without)) < 2000 < 8 * count < len(json.dumps(having))
+    await worker.complete(worker.result(without), worker.result(having))
+    lines = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).text.splitlines()
+    assert [json.loads(line)["segments"] for line in lines] == [[segment]] * 2
+    assert not any("segment_sizes" in line or "tokens_in_eval" in line for line in lines)
 
 
 async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) -> None:

@@ -40,7 +40,7 @@ from rollyard_crds.claims import ClaimRequest, ClaimStatus, SandboxShape
 from rollyard_crds.lease import CompleteRequest, LeaseRequest, StageResult
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import RunRecord
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_testing.api.control_plane import a_control_plane
@@ -82,7 +82,7 @@ async def work(server: Server, job: str) -> None:
             for lease in leases:
                 result = StageResult(rollout=lease.rollout, token=lease.token, stage=lease.stage)
                 if lease.stage == "run":
-                    result.trajectory = Trajectory(
+                    result.trajectory = RunRecord(
                         id=lease.rollout,
                         job=lease.job,
                         task_id=lease.task.id,

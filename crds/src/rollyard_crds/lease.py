@@ -228,6 +228,13 @@ class StageResult(Record):
     stats: RunStats = Field(default_factory=RunStats)
     times: StageTimes = Field(default_factory=StageTimes)
 
+    @property
+    def transcript(self) -> Transcript | None:
+        """What Run recorded, as a lease of Eval has it."""
+        if self.trajectory is None:
+            return None
+        return self.trajectory.transcript_with([segment.sizes for segment in self.segments])
+
 
 class CompleteRequest(Record):
     """Stages that came to a result."""

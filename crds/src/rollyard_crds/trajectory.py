@@ -241,6 +241,13 @@ class RunRecord(Record):
         """The messages before the first turn, among which may be an assistant's that the task holds."""
         return self.messages[: min(self.said, default=len(self.messages))]
 
+    def transcript_with(self, sizes: list[SegmentSizes]) -> Transcript:
+        """Return what was recorded with the numbers of tokens of the segments."""
+        return Transcript(**self._recorded(), segment_sizes=sizes)
+
+    def _recorded(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in RunRecord.model_fields}
+
 
 class SegmentSizes(Record):
     """The numbers of tokens of one segment."""
@@ -285,8 +292,7 @@ class Transcript(RunRecord):
                 f"the trajectory has {len(self.segment_sizes)} segments, and the token lists of "
                 f"{len(segments)} came: its Run was played for a handler that does not say needs_tokens"
             )
-        kept = {name: getattr(self, name) for name in RunRecord.model_fields}
-        return Trajectory(**kept, segments=segments)
+        return Trajectory(**self._recorded(), segments=segments)
 
 
 class Trajectory(RunRecord):
@@ -338,8 +344,7 @@ class Trajectory(RunRecord):
             )
             for segment in self.segments
         ]
-        kept = {name: getattr(self, name) for name in RunRecord.model_fields}
-        return Transcript(**kept, segment_sizes=sizes)
+        return self.transcript_with(sizes)
 
 
 class Rescored(Record):

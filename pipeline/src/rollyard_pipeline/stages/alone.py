@@ -83,7 +83,8 @@ class StagesAlone:
                     lease_seconds=_LEASE_SECONDS, task=task,
                     sandbox=before.sandbox if before is not None else None,
                     carry=copy.deepcopy(before.carry) if before is not None else {},
-                    trajectory=before.trajectory if before is not None else None,
+                    trajectory=None if before is None else before.transcript,
+                    segments=[] if before is None else before.segments,
                 )
             )  # fmt: skip
 

@@ -47,6 +47,7 @@ from rollyard_pipeline.stages.contexts import (
     agent_of,
     checked_carry,
     eval_network,
+    evaluated,
     narrowed,
     pins_of,
     prepare,
@@ -247,12 +248,14 @@ class Stages:
             stage="run",
             sandbox=lease.sandbox,
             carry=checked_carry(context),
-            trajectory=episode.trajectory(
+            trajectory=episode.record(
                 lease,
                 spec.sampling,
                 session.backend.url if session is not None else "",
                 session.logprobs_mode if session is not None else "",
             ),
+            segments=[] if episode.recorder is None else episode.recorder.segments(),
+            tokens_in_eval=handler.needs_tokens,
             stats=session.stats if session is not None else RunStats(),
             times=times,
         )
@@ -261,7 +264,7 @@ class Stages:
         lease, timeout = held.lease, spec.stages.eval.timeout_seconds
         handler = self._handler(spec).for_task(lease.task)
         context = stage_context(lease, spec, timeout)
-        context.trajectory = lease.trajectory
+        context.trajectory = evaluated(lease, handler)
         _first_crash_fails(lease, _end_in_run(lease), None)
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
         untouched = fresh and not reaches(spec, handler, lease.task)

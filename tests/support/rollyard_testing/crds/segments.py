@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollyard_crds.token_arrays import PackedSegment
+from rollyard_crds.trajectory import Segment
 
 
 def packed(*segments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return segments of a record as a worker sends them."""
     return [PackedSegment.of(**segment).model_dump(mode="json") for segment in segments]
+
+
+def lists(segments: Sequence[PackedSegment]) -> list[Segment]:
+    """Return the token lists of packed segments."""
+    return [segment.lists() for segment in segments]
 
 
 def reported(result: Mapping[str, Any]) -> dict[str, Any]:

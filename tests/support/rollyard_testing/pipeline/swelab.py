@@ -210,7 +210,7 @@ class SweLab:
             ran = await self._work(task, "run", sandbox=init.sandbox, carry=init.carry)
             carry = copy.deepcopy(ran.carry)
             return await self._work(
-                task, "eval", sandbox=init.sandbox, carry=carry, trajectory=ran.trajectory
+                task, "eval", sandbox=init.sandbox, carry=carry, trajectory=ran.transcript
             )
         finally:
             assert init.sandbox is not None

@@ -19,7 +19,6 @@ KEY: Final = "_"
 MAX_STATES: Final = 64
 """The number of states that are kept. Of a rollout that entered more, the second and later ones are lost."""
 MAX_REASON: Final = 64
-"""The number of characters that are kept of the reason why a Run was cut."""
 _STAGES: Final = ("init", "run", "eval")
 
 
@@ -37,13 +36,11 @@ def note(
 def count(document: dict[str, Any], counts: RunCounts) -> None:
     """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
     kept = document.setdefault(KEY, {})
-    for name in ("calls", "cut"):
-        kept.pop(name, None)
-    kept["turns"] = counts.turns
-    if counts.tool_calls:
-        kept["calls"] = counts.tool_calls
-    if counts.cut:
-        kept["cut"] = counts.cut
+    for name, value in (("turns", counts.turns), ("calls", counts.tool_calls), ("cut", counts.cut)):
+        if value or name == "turns":
+            kept[name] = value
+        else:
+            kept.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 from rollyard_crds.errors import CrdsError
 from rollyard_crds.trajectory import LOWEST_LOGPROB, Record, Segment, SegmentSizes
 
+Dtype = Literal["<u1", "<u2", "<u4", "<f4", "<f8"]
 _CODES: Final = {"<u1": "B", "<u2": "H", "<u4": "I", "<f4": "f", "<f8": "d"}
 """The type codes of `array` for the types on the wire."""
-_LIMITS: Final = (("<u1", 1 << 8), ("<u2", 1 << 16), ("<u4", 1 << 32))
+_LIMITS: Final[tuple[tuple[Dtype, int], ...]] = (("<u1", 1 << 8), ("<u2", 1 << 16), ("<u4", 1 << 32))
 _FLOATS: Final = ("<f4", "<f8")
 _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SWAPPED: Final = sys.byteorder == "big"
@@ -61,7 +62,7 @@ Base64 = Annotated[
 class TokenArray(Record):
     """Numbers, one for each token."""
 
-    dtype: Literal["<u1", "<u2", "<u4", "<f4", "<f8"]
+    dtype: Dtype
     """The type of the numbers: unsigned integers of 1, 2 or 4 bytes, or floats of 4 or 8 bytes."""
     data: Base64
     """The numbers as a little-endian array."""
@@ -93,7 +94,7 @@ class TokenArray(Record):
         return cls._of("<f4" if narrow else "<f8", values)
 
     @classmethod
-    def _of(cls, dtype: str, values: Iterable[float]) -> TokenArray:
+    def _of(cls, dtype: Dtype, values: Iterable[float]) -> TokenArray:
         numbers: array[Any] = array(_CODES[dtype], values)
         if _SWAPPED:
             numbers.byteswap()
@@ -208,9 +209,9 @@ class PackedSegment(Record):
     @classmethod
     def unchecked(cls, document: Mapping[str, Any]) -> PackedSegment:
         """Return a segment whose dump is `document`, which was checked before."""
-        arrays = {name: TokenArray.model_construct(**document[name]) for name in _ARRAYS}
-        runs = VersionRuns.model_construct(**document["policy_versions"])
-        return cls.model_construct(**arrays, policy_versions=runs)
+        fields: dict[str, Any] = {name: TokenArray.model_construct(**document[name]) for name in _ARRAYS}
+        fields["policy_versions"] = VersionRuns.model_construct(**document["policy_versions"])
+        return cls.model_construct(None, **fields)
 
     def lists(self) -> Segment:
         """Return the token lists. They are not checked again."""

@@ -23,7 +23,8 @@ from rollyard_crds.trajectory import LOWEST_LOGPROB, Record, Segment, SegmentSiz
 Dtype = Literal["<u1", "<u2", "<u4", "<f4", "<f8"]
 _CODES: Final = {"<u1": "B", "<u2": "H", "<u4": "I", "<f4": "f", "<f8": "d"}
 """The type codes of `array` for the types on the wire."""
-_LIMITS: Final[tuple[tuple[Dtype, int], ...]] = (("<u1", 1 << 8), ("<u2", 1 << 16), ("<u4", 1 << 32))
+_INTEGERS: Final[tuple[Dtype, ...]] = ("<u1", "<u2", "<u4")
+"""The narrowest first. A list that does not fit is noticed at its first number that is too large."""
 _FLOATS: Final = ("<f4", "<f8")
 _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SWAPPED: Final = sys.byteorder == "big"
@@ -80,22 +81,24 @@ class TokenArray(Record):
         Raises:
             TokensInvalid: One is negative, or needs more than 32 bits.
         """
-        largest = max(values, default=0)
-        try:
-            return cls._of(next((dtype for dtype, limit in _LIMITS if largest < limit), "<u4"), values)
-        except OverflowError as error:
-            raise TokensInvalid(f"a token id must be from 0 to {(1 << 32) - 1}: {error}") from error
+        for dtype in _INTEGERS:
+            try:
+                return cls._of(dtype, array(_CODES[dtype], values))
+            except OverflowError:
+                continue
+        raise TokensInvalid(f"a token id must be from 0 to {(1 << 32) - 1}")
 
     @classmethod
     def floats(cls, values: Sequence[float]) -> TokenArray:
         """Return floats as an array."""
         # A log-probability that a server computed in float32 fits into half of the bytes.
-        narrow = array("f", values).tolist() == list(values)
-        return cls._of("<f4" if narrow else "<f8", values)
+        narrow = array("f", values)
+        if narrow.tolist() == list(values):
+            return cls._of("<f4", narrow)
+        return cls._of("<f8", array("d", values))
 
     @classmethod
-    def _of(cls, dtype: Dtype, values: Iterable[float]) -> TokenArray:
-        numbers: array[Any] = array(_CODES[dtype], values)
+    def _of(cls, dtype: Dtype, numbers: array[Any]) -> TokenArray:
         if _SWAPPED:
             numbers.byteswap()
         return cls.model_construct(dtype=dtype, data=numbers.tobytes())
@@ -174,7 +177,7 @@ class PackedSegment(Record):
         mask = self.loss_mask.data
         if self.loss_mask.dtype != "<u1" or mask.translate(None, b"\x00\x01"):
             raise ValueError("loss_mask: every entry must be 0 or 1, of type <u1")
-        logprobs = self.logprobs.numbers
+        logprobs = self.logprobs.numbers.tolist()
         if any(compress(logprobs, mask.translate(_FLIP))):
             raise ValueError("logprobs: must be 0.0 where loss_mask is 0")
         low, high = min(logprobs, default=0.0), max(logprobs, default=0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -407,14 +408,17 @@ def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
     alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for values in kept:
         alike[tuple(values)].append(values)
-    insert = sqlite.insert if tx.sqlite else postgresql.insert
     for names, some in alike.items():
-        statement = insert(payloads)
-        statement = statement.on_conflict_do_update(
-            index_elements=[payloads.c.rollout_id],
-            set_={name: statement.excluded[name] for name in names if name != "rollout_id"},
-        )
-        tx.conn.execute(statement, some)
+        tx.conn.execute(_upsert(tx.sqlite, names), some)
+
+
+@lru_cache
+def _upsert(for_sqlite: bool, names: tuple[str, ...]) -> sa.Insert:
+    insert = sqlite.insert(payloads) if for_sqlite else postgresql.insert(payloads)
+    return insert.on_conflict_do_update(
+        index_elements=[payloads.c.rollout_id],
+        set_={name: insert.excluded[name] for name in names if name != "rollout_id"},
+    )
 
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from rollyard_api.routes.common import (
     plane_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
 from rollyard_api.storage.schema import backends
 from rollyard_api.weights import checkpoints, update_records
@@ -47,7 +48,7 @@ class WeightUpdates(Model):
 
 
 def _pool(conn: Connection, namespace: str, name: str) -> tuple[PoolRow, list[BackendRow]]:
-    pool = pools.find(conn, namespace, name)
+    pool = pool_rows.find(conn, namespace, name)
     rows = conn.execute(backends.select().where(backends.c.pool_id == pool.id))
     return pool, read_all(BackendRow, rows)
 

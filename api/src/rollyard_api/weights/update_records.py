@@ -10,12 +10,12 @@ import sqlalchemy as sa
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
 from sqlalchemy.engine import Connection
 
-from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import staleness
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import PoolRow, WeightUpdateRow, read_all, read_one
 from rollyard_api.storage.schema import backends, weight_updates
@@ -61,7 +61,7 @@ def document(row: WeightUpdateRow) -> dict[str, Any]:
 
 def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
     """Return a pool's newest updates, the newest first."""
-    pool = pools.find(conn, namespace, name)
+    pool = pool_rows.find(conn, namespace, name)
     query = sa.select(weight_updates).where(weight_updates.c.pool_id == pool.id)
     newest = query.order_by(weight_updates.c.id.desc()).limit(LISTED)
     return [document(row) for row in read_all(WeightUpdateRow, conn.execute(newest))]
@@ -73,7 +73,7 @@ def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdat
     Raises:
         NotFound: The pool has no such update.
     """
-    pool = pools.find(conn, namespace, name)
+    pool = pool_rows.find(conn, namespace, name)
     query = sa.select(weight_updates).where(
         weight_updates.c.pool_id == pool.id, weight_updates.c.id == number
     )
@@ -127,7 +127,7 @@ def lock_pool(tx: Transaction, namespace: str, name: str) -> PoolRow:
     """
     query = sa.select(pools_table).where(pools_table.c.namespace == namespace, pools_table.c.name == name)
     found = tx.conn.execute(query.with_for_update()).one_or_none()
-    return read_one(PoolRow, found) or pools.find(tx.conn, namespace, name)
+    return read_one(PoolRow, found) or pool_rows.find(tx.conn, namespace, name)
 
 
 def standing(conn: Connection, pool: PoolRow, asked: WeightUpdateRequest) -> WeightUpdateRow | None:
@@ -173,7 +173,7 @@ def add(
     found = standing(tx.conn, pool, asked)
     if found is not None:
         return _again(tx, pool, found, asked), False
-    urls = pools.servers(tx.conn, pool.id)
+    urls = pool_rows.servers(tx.conn, pool.id)
     if asked.source.pushed and not urls:
         raise Conflict(
             f"source.pushed: BackendPool {name!r} has no backend that has got weights; push them once it has "

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
 from rollyard_api.jobs import blobs
-from rollyard_api.machine.states import RolloutState
-from rollyard_api.rollouts import outages
-from rollyard_api.rollouts.ending import cancelled, end
+from rollyard_api.machine.events import BackendAwaited, Cancelled
+from rollyard_api.machine.rollout import Rollout
+from rollyard_api.machine.states import TRANSITIONS
+from rollyard_api.rollouts import transitions
+from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import DELETED
-from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
-from rollyard_api.storage.schema import (
-    cursors,
-    groups,
-    jobs,
-    payloads,
-    rollouts,
-)
+from rollyard_api.storage.schema import cursors, groups, jobs, rollouts
 from rollyard_api.trajectories import view_rows
 
 DEADLINE = "DeadlineExceeded"
@@ -32,19 +25,8 @@ DEADLINE = "DeadlineExceeded"
 BATCH = 2000
 """The number of rollouts that are ended or removed in one transaction. Other requests run between two
 transactions."""
-
-
-def _cancel_rows(tx: Transaction, rows: Sequence[UnfinishedRollout], reason: str) -> None:
-    end(tx, [cancelled(row, reason) for row in rows])
-
-
-def _unfinished(job_id: int) -> sa.Select[Any]:
-    return (
-        sa.select(*columns(UnfinishedRollout, rollouts))
-        .where(rollouts.c.job_id == job_id, rollouts.c.state < RolloutState.SUCCEEDED)
-        .order_by(rollouts.c.id)
-        .with_for_update()
-    )
+CANCELLED = Cancelled("Cancelled")
+"""What happens to a rollout that somebody does not want any more."""
 
 
 def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
@@ -67,16 +49,15 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
     job = job_rows.by_id(tx.conn, job_id)
     if job is None or job.cancel_reason is None:
         return 0
-    rows = read_all(UnfinishedRollout, tx.conn.execute(_unfinished(job_id).limit(BATCH)))
-    late = job.cancel_reason == DEADLINE and job.outage_began is not None
-    endings = [
-        outages.ending(tx, row, "the pool had no ready backend until the job's deadline")
-        if late and row.state in outages.WAITING
-        else cancelled(row, job.cancel_reason)
-        for row in rows
-    ]
-    if endings:
-        end(tx, endings)
+    rows = rollout_rows.unfinished(tx, job_id, limit=BATCH)
+    late: list[Rollout] = []
+    if job.cancel_reason == DEADLINE and job.outage_began is not None:
+        late = [row for row in rows if row.state in TRANSITIONS[BackendAwaited]]
+        awaited = BackendAwaited("the pool had no ready backend until the job's deadline")
+        transitions.happened(tx, late, awaited)
+    ended = {row.id for row in late}
+    cancelled = Cancelled(job.cancel_reason)
+    transitions.happened(tx, [row for row in rows if row.id not in ended], cancelled)
     return len(rows)
 
 
@@ -93,17 +74,15 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
         ).first()
         if found is None:
             raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
-        query = _unfinished(job.id).where(rollouts.c.id == rollout)
+        rows = rollout_rows.unfinished(tx, job.id, rollout=rollout)
     else:
         no = tx.conn.execute(
             sa.select(groups.c.no).where(groups.c.job_id == job.id, groups.c.task_id == group)
         ).scalar_one_or_none()
         if no is None:
             raise NotFound(f"RolloutJob {name!r} has no group {group!r}", reason="GroupNotFound")
-        query = _unfinished(job.id).where(rollouts.c.group_no == no)
-    rows = read_all(UnfinishedRollout, tx.conn.execute(query))
-    if rows:
-        _cancel_rows(tx, rows, "Cancelled")
+        rows = rollout_rows.unfinished(tx, job.id, group=no)
+    transitions.happened(tx, rows, CANCELLED)
     return len(rows)
 
 
@@ -113,12 +92,8 @@ def cancel_unfinished(tx: Transaction, job_id: int, rollout: str | None = None) 
     Returns:
         How many were ended. With 0, none is left.
     """
-    query = _unfinished(job_id).limit(BATCH)
-    if rollout is not None:
-        query = query.where(rollouts.c.id == rollout)
-    rows = read_all(UnfinishedRollout, tx.conn.execute(query))
-    if rows:
-        _cancel_rows(tx, rows, "Cancelled")
+    rows = rollout_rows.unfinished(tx, job_id, rollout=rollout, limit=BATCH)
+    transitions.happened(tx, rows, CANCELLED)
     return len(rows)
 
 
@@ -161,15 +136,11 @@ def left_over(conn: Connection) -> tuple[list[int], list[int]]:
 
 def purge_some(tx: Transaction, job_id: int) -> bool:
     """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
-    ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(BATCH)))
-    for at in range(0, len(ids), 500):
-        some = ids[at : at + 500]
-        tx.conn.execute(sa.delete(payloads).where(payloads.c.rollout_id.in_(some)))
-        tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
-    if not view_rows.forget(tx, job_id, BATCH) or len(ids) == BATCH:
+    removed = rollout_rows.remove(tx, job_id, BATCH)
+    if not view_rows.forget(tx, job_id, BATCH) or removed == BATCH:
         return False
-    for table in (groups, cursors):
-        tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))
+    group_rows.remove(tx, job_id)
+    tx.conn.execute(sa.delete(cursors).where(cursors.c.job_id == job_id))
     blob_id = job_rows.remove(tx, job_id)
     if blob_id is not None:
         blobs.let_go(tx, blob_id)

@@ -21,9 +21,10 @@ from rollyard_api.core.room import Room
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.limits import Limits
-from rollyard_api.rollouts import admission
-from rollyard_api.rollouts.ending import advance
+from rollyard_api.rollouts import transitions
+from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
@@ -181,16 +182,16 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room)
         size += len(task.packed)
         # Large tasks are in a file (see `KeptTasks`), and few of them are in memory at once.
         if size > _INSERT_BYTES:
-            tx.conn.execute(sa.insert(groups), waiting)
+            group_rows.add(tx, waiting)
             waiting, size = [], 0
     if waiting:
-        tx.conn.execute(sa.insert(groups), waiting)
+        group_rows.add(tx, waiting)
     job_rows.add_groups(tx, job.id, len(tasks))
     if job.limits.sampling is not None:
-        advance(tx, job.id)
+        transitions.advance(tx, job.id)
     else:
         numbers = range(first, first + len(tasks))
-        admission.admit(tx, job.id, admission.prefix_of(job.name, job.uid), numbers, samples)
+        transitions.start(tx, job.id, prefix_of(job.name, job.uid), numbers, samples)
 
 
 def push(
@@ -236,7 +237,7 @@ def close(tx: Transaction, namespace: str, name: str) -> None:
     if not job.closed:
         job_rows.close(tx, job.id)
         if job.limits.sampling is not None:
-            advance(tx, job.id)
+            transitions.advance(tx, job.id)
         elif job.ended == job.total:
             job_rows.finish(tx, job.id)
 

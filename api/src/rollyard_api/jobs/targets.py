@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict
-from rollyard_api.rollouts.ending import advance
+from rollyard_api.rollouts.transitions import advance
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import SamplingStep

@@ -20,9 +20,9 @@ from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow
 from rollyard_api.storage.schema import pools as pools_table
 from rollyard_api.weights import checkpoints, records
 from rollyard_api.weights.checkpoints import Forward
-from rollyard_api.weights.steps import BEHIND, PAUSED, missing, need
+from rollyard_api.weights.steps import BEHIND, PAUSED, Seen, Step, missing, need
 from rollyard_api.weights.updates import EarlierLogprobs, serves
-from rollyard_api.weights.verification import Reference, Unverifiable, compare, fixed_prompt
+from rollyard_api.weights.verification import Comparison, Reference, Unverifiable, compare, fixed_prompt
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
 from rollyard_testing.api.weights import FULL, NEXT, ONE, PUSHED, TWO, Pools
 
@@ -89,6 +89,8 @@ def test_the_name_under_which_weights_are_served(sources: Sequence[dict[str, Any
 POOL = PoolRow(
     1, "", "default", "p", 1, b"{}", b"{}", b"{}", "m", "m", 8, True, 0.0, "v2", 2, False, None, None
 )
+VERIFIED = Seen(last=Step.VERIFY, comparison=Comparison(0.0, 1, 0.1, "reference"))
+"""What is known of a server that gives what the reference says."""
 BACKEND = BackendRow(
     *(1, "http://a", 0, True, "v2", "", "Current", "", 2, False, False),
     *("Closed", 0, None, None, None, None, None, None, None),
@@ -509,11 +511,11 @@ async def test_what_a_server_gave_earlier_is_that_of_the_same_weights(two: Pools
 async def test_a_server_that_loaded_what_was_refused_meanwhile_is_not_current(two: Pools) -> None:
     number = await two.begin("v1", FULL)
     targets = {url: await two.target(url) for url in two.urls[:2]}
-    await two.write(records.done, target=targets[two.urls[0]], verified=True, comparison=None)
+    await two.write(records.done, target=targets[two.urls[0]], seen=VERIFIED)
     first = (await two.status())["backends"][0]
     assert (first["weights"], first["policyVersion"], first["restartRequested"]) == ("Current", "v1", False)
     await two.refuse(number)
-    await two.write(records.done, target=targets[two.urls[1]], verified=True, comparison=None)
+    await two.write(records.done, target=targets[two.urls[1]], seen=VERIFIED)
     found = (await two.status())["backends"]
     assert [b["weights"] for b in found] == ["Failed"] * 2 + ["Current"] * 3
     assert found[1]["policyVersion"] == ""
@@ -527,13 +529,13 @@ async def test_pushed_weights_let_a_paused_pool_continue_and_others_do_not(two: 
         await two.begin(version, source)
         for url in two.urls:
             await two.set("p", url, restart_requested=True)
-            await two.write(records.done, target=await two.target(url), verified=True, comparison=None)
+            await two.write(records.done, target=await two.target(url), seen=VERIFIED)
         assert (await two.status())["paused"] == paused
         assert (await two.status("q"))["paused"], "another pool of the same servers"
         assert not any(b["restartRequested"] for b in (await two.status())["backends"])
     # A server that is brought to them later changes nothing about a later pause.
     await two.write(records.pause, namespace="default", name="p", mode="wait")
-    await two.write(records.done, target=await two.target(two.urls[0]), verified=None, comparison=None)
+    await two.write(records.done, target=await two.target(two.urls[0]), seen=Seen(last=Step.LOOK))
     assert (await two.status())["paused"]
 
 
@@ -577,7 +579,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     await two.set("p", url, **({"weights": "Current"} | changes))
     before = EarlierLogprobs(policy_index=0, label="default", prompt_ids=(1, 2), logprobs=(-1.0,))
     target = await two.target(url)
-    await two.write(records.begin, name="me", target=target, fence=False, before=before)
+    await two.write(records.begin, name="me", target=target, seen=Seen(before=before))
     await two.write(records.advance, name="me", target=target, values={"step": "Loading"})
     now = await two.target(url)
     assert (now.row.weights, now.row.policy_index) == (weights, index)
@@ -590,7 +592,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     if changes and changes != {"policy_index": 1}:
         return
     # It begins once more, with nothing measured: what was measured before is kept.
-    await two.write(records.begin, name="me", target=target, fence=False)
+    await two.write(records.begin, name="me", target=target, seen=Seen())
     read = partial(records.earlier, pool_id=1, url=url, policy_index=0)
     assert await two.served.plane.database.read(read) == before
     await two.begin("v2", NEXT)

@@ -35,22 +35,10 @@ from rollyard_api.core.codec import loads
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import ApiError
 from rollyard_api.storage.database import Database
-from rollyard_api.weights import checkpoints, records, verification
+from rollyard_api.weights import checkpoints, records, steps, verification
 from rollyard_api.weights.checkpoints import Forward
 from rollyard_api.weights.records import Superseded
-from rollyard_api.weights.steps import (
-    BEHIND,
-    LAST,
-    PAUSED,
-    RECORDED,
-    BackendTarget,
-    Need,
-    Seen,
-    Step,
-    following,
-    goal_of,
-    need,
-)
+from rollyard_api.weights.steps import BackendTarget, Need, Seen, Step
 from rollyard_api.weights.updates import EarlierLogprobs, serves
 from rollyard_api.weights.verification import Reference, Unverifiable
 
@@ -69,12 +57,6 @@ class LoadFailed(ControlPlaneError):
     """The server answered that it could not load the weights."""
 
     reason = "LoadFailed"
-
-
-class Unreachable(ControlPlaneError):
-    """The backend cannot be brought to its weights for now. Its `weights_message` says why."""
-
-    reason = "BackendUnreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +117,7 @@ class Coordinator:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _due(self, target: BackendTarget, now: float) -> bool:
-        what = need(target.pool, target.row)
+        what = steps.need(target.pool, target.row)
         if what in ("look", "hold", "watch"):
             if what == "look" and target.pool.policy_index == 0:
                 return False
@@ -150,13 +132,11 @@ class Coordinator:
 
     async def _guard(self, target: BackendTarget) -> None:
         """Do what a backend needs. A failure is recorded in the tables, and the step is tried again later."""
-        what = need(target.pool, target.row)
+        what = steps.need(target.pool, target.row)
         try:
-            await self._do(what, target)
+            last = await self._do(what, target)
         except Superseded:
             return
-        except Unreachable:
-            self._later(target, LOAD_ATTEMPTS + 2)
         except (BackendError, LoadFailed) as error:
             if what not in ("look", "hold", "watch"):
                 await self._failed(target, error)
@@ -166,7 +146,9 @@ class Coordinator:
             log.exception("weights of %s: unexpected", target.row.url)
             self._later(target, LOAD_ATTEMPTS)
         else:
-            if what != "look":
+            if last is Step.WAIT:
+                self._later(target, LOAD_ATTEMPTS + 2)
+            elif what != "look":
                 self._tries.pop(target.key, None)
 
     def _later(self, target: BackendTarget, more: int = 1, *, load: bool = False) -> _Tries:
@@ -189,14 +171,15 @@ class Coordinator:
         elif loading and tries.loads >= LOAD_ATTEMPTS:
             await self._write(records.give_up_loading, target=target, message=message)
 
-    async def _do(self, what: Need, target: BackendTarget) -> None:
+    async def _do(self, what: Need, target: BackendTarget) -> Step | None:
+        """Do what a backend needs, and return the last step if it was brought to weights."""
         if what == "stale":
             await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
-            return
+            return None
         server = await weight_control(self.transport, target.row.url, self.limits)
         match what:
             case "bring":
-                await self.bring(target, server)
+                return await self.bring(target, server)
             case "pause" | "hold":
                 await self._pause(target, server)
             case "resume":
@@ -210,14 +193,15 @@ class Coordinator:
                 if not (await server.label()).startswith(UNVERIFIED):
                     # The label is no longer one that we set, so the server has been restarted.
                     await self._mark(target, restart_requested=False)
+        return None
 
     async def _pause(self, target: BackendTarget, server: WeightControl) -> None:
         if target.row.weights == "Current":
             target = await self._mark(target, weights="Updating", weights_message="pausing")
         if not await server.is_paused():
             await server.pause(target.pool.pause_mode or "abort")
-        if target.row.weights_message != PAUSED:
-            await self._mark(target, weights_message=PAUSED)
+        if target.row.weights_message != steps.PAUSED:
+            await self._mark(target, weights_message=steps.PAUSED)
 
     async def _lost(self, target: BackendTarget, server: WeightControl, also: str | None = None) -> bool:
         """Return whether the server's label is neither the one that it had nor `also`, and record it."""
@@ -225,25 +209,22 @@ class Coordinator:
         if label is None or label in (target.row.policy_version, also):
             return False
         message = f"it calls its weights {label!r}: it was restarted"
-        await self._mark(target, weights="Stale", weights_message=message, policy_index=BEHIND)
+        await self._mark(target, weights="Stale", weights_message=message, policy_index=steps.BEHIND)
         return True
 
-    # -- bringing a backend to its weights -----------------------------------------------------------
-
-    async def bring(self, target: BackendTarget, server: WeightControl) -> None:
-        """Bring a backend from any state to the pool's weights, or ask for its restart.
+    async def bring(self, target: BackendTarget, server: WeightControl) -> Step:
+        """Bring a backend from any state to the pool's weights, and return the last step.
 
         Raises:
             Superseded: Another update is wanted now, or another control plane owns the update.
-            Unreachable: The backend cannot be brought to its weights for now.
             LoadFailed: The server could not load the weights.
             BackendError: The server failed in another step. Another attempt may succeed.
         """
         seen = Seen()
-        while seen.last not in LAST:
-            step, message = following(target, seen)
-            if step in RECORDED:
-                await self._note(target, step=RECORDED[step])
+        while seen.last is None or seen.last not in steps.LAST:
+            step, message = steps.following(target, seen)
+            if step in steps.RECORDED:
+                await self._note(target, step=steps.RECORDED[step])
             try:
                 seen = await self._carry_out(step, message, target, server, seen)
             except (LoadFailed, ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
@@ -251,12 +232,13 @@ class Coordinator:
                     raise
                 seen = replace(seen, problem=str(error))
             seen = replace(seen, last=step)
+        return seen.last
 
     async def _carry_out(
         self, step: Step, message: str, target: BackendTarget, server: WeightControl, seen: Seen
     ) -> Seen:
         """Carry out a step, and return what is known after it."""
-        goal, row = goal_of(target, seen), target.row
+        version, lenient = steps.version_of(target, seen), target.lenient
         match step:
             case Step.LOOK:
                 return replace(seen, label=await _label(server))
@@ -265,54 +247,44 @@ class Coordinator:
             case Step.MEASURE:
                 return replace(seen, before=await self._measure(target, server, seen.reference))
             case Step.BEGIN:
-                fence = goal.lenient or target.restored or target.update is None
-                source = "" if seen.reference is None else seen.reference.source
-                await self._begin(target, fence=fence, before=seen.before, source=source)
+                await self._write(records.begin, name=self.name, target=target, seen=seen)
             case Step.PAUSE:
                 seen = replace(seen, paused_at=time.monotonic())
-                await _unless_missing(server.pause(goal.mode), goal.lenient)
+                request = target.request
+                await _unless_missing(server.pause("abort" if request is None else request.mode), lenient)
             case Step.LOAD:
                 try:
-                    for weights in goal.sources:
-                        await server.load(weights)
+                    for source in steps.lacking(target, seen)[0]:
+                        await server.load(source)
                 except (ServerFailed, BackendRefused, BackendMismatch) as error:
                     raise LoadFailed(str(error)) from error
             case Step.LABEL:
-                label = goal.label if seen.reference is None else UNVERIFIED + goal.label
-                await _unless_missing(server.set_label(label), goal.lenient)
+                label = version if seen.reference is None else UNVERIFIED + version
+                await _unless_missing(server.set_label(label), lenient)
             case Step.FLUSH:
-                await _unless_missing(server.reset_prefix_cache(), goal.lenient)
+                await _unless_missing(server.reset_prefix_cache(), lenient)
             case Step.RESUME:
-                await _unless_missing(server.resume(), goal.lenient)
+                await _unless_missing(server.resume(), lenient)
                 seconds = time.monotonic() - seen.paused_at
                 await self._note(target, paused_seconds=round(seconds, 4))
                 return replace(seen, paused=seconds)
             case Step.VERIFY:
-                return await _compared(server, goal.model, seen)
+                return await _compared(server, target.model, seen)
             case Step.ACCEPT:
                 if target.update is None:
-                    await self._begin(target, fence=True)
+                    await self._write(records.begin, name=self.name, target=target, seen=seen)
                 if seen.reference is not None:
-                    await _unless_missing(server.set_label(goal.label), goal.lenient)
-                await self._write(
-                    records.done,
-                    target=target,
-                    label=goal.label,
-                    verified=seen.comparison is not None,
-                    comparison=seen.comparison,
-                    paused=seen.paused,
-                    message=message,
-                )
+                    await _unless_missing(server.set_label(version), lenient)
+                await self._write(records.done, target=target, seen=seen, message=message)
             case Step.KEEP:
                 if target.update is not None:
-                    await self._begin(target, fence=False)
+                    await self._write(records.begin, name=self.name, target=target, seen=seen)
                 with suppress(NoSuchCall):
                     await server.resume()
-                await self._write(records.done, target=target, label=seen.label)
+                await self._write(records.done, target=target, seen=seen)
             case Step.WAIT:
-                if row.weights_message != message:
+                if target.row.weights_message != message:
                     await self._mark(target, weights="Stale", weights_message=message)
-                raise Unreachable(message)
             case Step.REFUSE:
                 if seen.last is Step.VERIFY:
                     # It has other weights than it should, so it must not sample with them any more.
@@ -320,7 +292,7 @@ class Coordinator:
                         await server.pause("abort")
                     difference = None if seen.comparison is None else seen.comparison.finite
                     await self._note(target, step="Failed", message=message, max_difference=difference)
-                    message = f"{row.url}: {message}"
+                    message = f"{target.row.url}: {message}"
                 await self._refuse(target, message)
             case Step.GIVE_UP:
                 with suppress(BackendError):
@@ -358,7 +330,9 @@ class Coordinator:
             if earlier is not None:
                 reference = Reference(earlier.prompt_ids, earlier.logprobs, tolerance, "earlier")
             elif stated is not None:
-                reference = Reference.of(stated, tolerance)
+                reference = Reference(
+                    tuple(stated.prompt_ids), tuple(stated.logprobs), tolerance, "reference"
+                )
             elif folder is None:
                 raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
             else:
@@ -415,13 +389,8 @@ class Coordinator:
             policy_index=index, label=label, folder=folder, prompt_ids=tuple(ids), logprobs=tuple(logprobs)
         )
 
-    # -- records -------------------------------------------------------------------------------------
-
     async def _write(self, operation: Callable[..., None], **values: Any) -> None:
         await self.database.write(partial(operation, **values))
-
-    async def _begin(self, target: BackendTarget, **values: Any) -> None:
-        await self._write(records.begin, name=self.name, target=target, **values)
 
     async def _note(self, target: BackendTarget, **values: Any) -> None:
         await self._write(records.advance, name=self.name, target=target, values=values)

@@ -24,7 +24,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_all, read_one
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
-from rollyard_api.weights.steps import BEHIND, BackendTarget, need
+from rollyard_api.weights.steps import BEHIND, BackendTarget, Seen, Step, need
 from rollyard_api.weights.updates import (
     BackendProgress,
     EarlierLogprobs,
@@ -32,10 +32,8 @@ from rollyard_api.weights.updates import (
     encoded,
     progress_of,
     request_of,
-    served_model,
     serves,
 )
-from rollyard_api.weights.verification import Comparison
 
 TOPIC: Final = "weights"
 """The topic that wakes waiters when a pool's wanted weights or pause change, or are reached."""
@@ -56,8 +54,6 @@ class Superseded(ControlPlaneError):
 
     reason = "Superseded"
 
-
-# -- reading -----------------------------------------------------------------------------------------
 
 # These are built once, because they are executed several times a second.
 _POOLS = sa.select(pools_table)
@@ -82,10 +78,10 @@ def targets(conn: Connection) -> tuple[list[BackendTarget], set[int]]:
 
 
 def _newest(
-    conn: Connection, pool_id: int, *where: sa.ColumnElement[bool], limit: int = LISTED, lock: bool = False
+    conn: Connection, *where: sa.ColumnElement[bool], limit: int = LISTED, lock: bool = False
 ) -> list[WeightUpdateRow]:
-    """Return updates of a pool, the newest first."""
-    query = sa.select(weight_updates).where(weight_updates.c.pool_id == pool_id, *where)
+    """Return updates, the newest first."""
+    query = sa.select(weight_updates).where(*where)
     query = query.order_by(weight_updates.c.id.desc()).limit(limit)
     return read_all(WeightUpdateRow, conn.execute(query.with_for_update() if lock else query))
 
@@ -94,20 +90,21 @@ def _desired(conn: Connection, pool: PoolRow, *, lock: bool = False) -> WeightUp
     """Return the update whose weights every backend of the pool should have, or None before the first."""
     if pool.policy_index == 0:
         return None
-    ours = weight_updates.c.policy_index == pool.policy_index
+    ours = (weight_updates.c.pool_id == pool.id, weight_updates.c.policy_index == pool.policy_index)
     states = weight_updates.c.state.in_(["Running", "Succeeded"])
-    return next(iter(_newest(conn, pool.id, ours, states, limit=1, lock=lock)), None)
+    return next(iter(_newest(conn, *ours, states, limit=1, lock=lock)), None)
 
 
 def _succeeded(conn: Connection, pool_id: int, before: int) -> list[WeightUpdateRow]:
     """Return the updates with an id below `before` that every backend had, the newest first."""
-    done = weight_updates.c.state == "Succeeded"
-    return _newest(conn, pool_id, done, weight_updates.c.id < before)
+    done = (weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Succeeded")
+    return _newest(conn, *done, weight_updates.c.id < before)
 
 
 def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
     """Return a pool's newest updates, the newest first."""
-    return [document(row) for row in _newest(conn, pools.find(conn, namespace, name).id)]
+    pool = pools.find(conn, namespace, name)
+    return [document(row) for row in _newest(conn, weight_updates.c.pool_id == pool.id)]
 
 
 def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdateRow:
@@ -117,7 +114,7 @@ def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdat
         NotFound: The pool has no such update.
     """
     pool = pools.find(conn, namespace, name)
-    rows = _newest(conn, pool.id, weight_updates.c.id == number)
+    rows = _newest(conn, weight_updates.c.pool_id == pool.id, weight_updates.c.id == number)
     if not rows:
         raise NotFound(f"BackendPool {name!r} has no weight update {number}", reason="UpdateNotFound")
     return rows[0]
@@ -125,7 +122,7 @@ def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdat
 
 def earlier(conn: Connection, pool_id: int, url: str, policy_index: int) -> EarlierLogprobs | None:
     """Return what a backend was last seen to give with the weights of an index, or None if unknown."""
-    for row in _newest(conn, pool_id):
+    for row in _newest(conn, weight_updates.c.pool_id == pool_id):
         part = progress_of(row).get(url)
         if part is not None and part.before is not None and part.before.policy_index == policy_index:
             return part.before
@@ -138,16 +135,8 @@ def standing(conn: Connection, pool: PoolRow, request: WeightUpdateRequest) -> W
     Raises:
         Conflict: The version already names other weights, so tokens under it could not be distinguished.
     """
-    query = (
-        sa.select(weight_updates)
-        .where(
-            weight_updates.c.pool_id == pool.id,
-            weight_updates.c.policy_version == request.policy_version,
-            weight_updates.c.state != "Failed",
-        )
-        .order_by(weight_updates.c.id.desc())
-    )
-    for row in read_all(WeightUpdateRow, conn.execute(query)):
+    ours, standing = weight_updates.c.pool_id == pool.id, weight_updates.c.state != "Failed"
+    for row in _newest(conn, ours, standing, weight_updates.c.policy_version == request.policy_version):
         if request_of(row).source != request.source:
             raise Conflict(
                 f"policyVersion: {request.policy_version!r} names the weights of update {row.id} already, "
@@ -156,9 +145,6 @@ def standing(conn: Connection, pool: PoolRow, request: WeightUpdateRequest) -> W
             )
     now = _desired(conn, pool)
     return now if now is not None and now.policy_version == request.policy_version else None
-
-
-# -- writing rows --------------------------------------------------------------------------------------
 
 
 def _pool(tx: Transaction, pool_id: int, *, lock: bool = False) -> PoolRow | None:
@@ -206,21 +192,16 @@ def _change_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> N
 
 def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpdateRow | None:
     """Change one backend's part of a running update; return the row, or None if it no longer runs."""
-    query = sa.select(weight_updates).where(
-        weight_updates.c.id == update_id, weight_updates.c.state == "Running"
-    )
-    row = read_one(WeightUpdateRow, tx.conn.execute(query.with_for_update()).one_or_none())
-    if row is None:
+    running = (weight_updates.c.id == update_id, weight_updates.c.state == "Running")
+    rows = _newest(tx.conn, *running, lock=True)
+    if not rows:
         return None
-    progress = progress_of(row)
+    row, progress = rows[0], progress_of(rows[0])
     before = progress.get(url, BackendProgress(url=url))
     if "message" in values:
         values["message"] = values["message"][:_MAX_MESSAGE]
     progress[url] = before.model_copy(update=values)
     return _change(tx, row, progress=encoded(progress)) if progress[url] != before else row
-
-
-# -- requests ------------------------------------------------------------------------------------------
 
 
 def add(
@@ -239,7 +220,7 @@ def add(
     pool = _named_pool(tx, namespace, name)
     same = standing(tx.conn, pool, request)
     if same is not None:
-        return _again(tx, pool, same, request), False
+        return _again(tx, same), False
     urls = pools.servers(tx.conn, pool.id)
     if request.source.pushed and not urls:
         raise Conflict(
@@ -247,7 +228,9 @@ def add(
             "one, or give a checkpoint",
             reason="NoBackends",
         )
-    served = served_model(pool, request.source)
+    source = request.source
+    # None stands for the model's own name. Pushed weights keep the name that there is.
+    served = source.lora.name if source.lora is not None else pool.served_model if source.pushed else None
     if served != pool.served_model and request.in_flight != "restart":
         raise Conflict(
             f"inFlight: these weights are served as {served or pool.model!r}, rollouts in flight ask for "
@@ -289,13 +272,11 @@ def _want(tx: Transaction, pool_id: int, version: str, index: int, served: str |
     _change_pool(tx, pool_id, policy_version=version, policy_index=index, served_model=served)
 
 
-def _again(
-    tx: Transaction, pool: PoolRow, row: WeightUpdateRow, request: WeightUpdateRequest
-) -> WeightUpdateRow:
+def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
     """Repeat an update, which changes nothing unless servers lack pushed weights: restarted or new ones."""
-    without = (backends.c.pool_id == pool.id, backends.c.weights.in_(["Stale", "Failed"]))
+    without = (backends.c.pool_id == row.pool_id, backends.c.weights.in_(["Stale", "Failed"]))
     lost = tx.conn.scalars(sa.select(backends.c.url).where(*without)).all()
-    if not request.source.pushed or not lost:
+    if not request_of(row).source.pushed or not lost:
         return row
     progress = progress_of(row) | {url: BackendProgress(url=url) for url in lost}
     return _change(tx, row, state="Running", finished_at=None, progress=encoded(progress))
@@ -314,9 +295,6 @@ def resume(tx: Transaction, namespace: str, name: str) -> None:
 def _unpause(tx: Transaction, pool_id: int) -> None:
     _change_pool(tx, pool_id, paused=False, pause_mode=None)
     tx.wake(QUEUE)
-
-
-# -- the steps of a backend ----------------------------------------------------------------------------
 
 
 def renew(tx: Transaction, name: str, ids: set[int]) -> None:
@@ -341,7 +319,7 @@ def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpda
     if pool is None or pool.policy_index != target.pool.policy_index:
         raise Superseded
     if target.update is None:
-        row = next(iter(_newest(tx.conn, pool.id, limit=1, lock=True)), None)
+        row = next(iter(_newest(tx.conn, weight_updates.c.pool_id == pool.id, limit=1, lock=True)), None)
     else:
         row = _desired(tx.conn, pool, lock=True)
         if row is None or row.id != target.update.id:
@@ -357,21 +335,10 @@ def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpda
     return row
 
 
-def begin(
-    tx: Transaction,
-    name: str,
-    target: BackendTarget,
-    *,
-    fence: bool,
-    before: EarlierLogprobs | None = None,
-    source: str = "",
-) -> None:
+def begin(tx: Transaction, name: str, target: BackendTarget, seen: Seen) -> None:
     """Record that the backend gets no more rollouts and that this process may have paused its server.
 
-    Args:
-        fence: Whether rollouts that the backend may have served with other weights go back to Init.
-        before: What the server gave with its weights until now, if this could be measured.
-        source: What the weights of the update's backends are compared with, if they are.
+    Rollouts that do not continue over the update, or that refused weights may have served, return to Init.
 
     Raises:
         Superseded: The pool wants other weights now, or another control plane is the owner.
@@ -384,11 +351,12 @@ def begin(
         if target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
             values["policy_index"] = BEHIND
         _change_backend(tx, target.pool.id, target.row.url, **values)
-        measured = {} if before is None else {"before": before}
+        measured = {} if seen.before is None else {"before": seen.before}
         note(tx, row.id, target.row.url, step="Pausing", message="", **measured)
-        if source and target.begun:
-            _change(tx, row, verified_by=source)
-    if fence:
+        if seen.reference is not None and target.begun and row.state == "Running":
+            _change(tx, row, verified_by=seen.reference.source)
+    loads = seen.last is not Step.LOOK
+    if loads and (target.lenient or target.restored or target.update is None):
         staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
 
@@ -425,49 +393,39 @@ def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
         note(tx, target.update.id, target.row.url, message=message)
 
 
-def done(
-    tx: Transaction,
-    target: BackendTarget,
-    *,
-    label: str | None = None,
-    verified: bool | None = None,
-    comparison: Comparison | None = None,
-    paused: float | None = None,
-    message: str = "",
-) -> None:
+def done(tx: Transaction, target: BackendTarget, seen: Seen, message: str = "") -> None:
     """Record that the backend has the wanted weights.
 
     Args:
-        label: The server's label of them if they are those that it was started with, and it has one.
-        verified: Whether they were verified. None keeps what was recorded before.
-        comparison: The result of the verification.
-        paused: The time from pause to resume, in seconds.
-        message: The reason why they were not verified.
+        seen: What the steps have shown. If nothing was loaded, the earlier verification stays.
+        message: The reason why the weights were not verified.
 
     Raises:
         Superseded: The first weights are wanted, and the backend's weights have been changed since they were
             read.
     """
     update, pool, url = target.update, target.pool, target.row.url
+    loaded = seen.last is not Step.LOOK
     current: dict[str, Any] = {"weights": "Current", "weights_message": "", "restart_requested": False}
     if update is None:
+        label = seen.first_label if loaded else seen.label
         version = {} if label is None else {"policy_version": label[:128]}
         mark(tx, target, {**current, **version, "policy_index": 0})
         return
-    (row,) = _newest(tx.conn, pool.id, weight_updates.c.id == update.id, lock=True)
+    (row,) = _newest(tx.conn, weight_updates.c.id == update.id, lock=True)
     if row.state == "Failed":
         # Another backend was found to have wrong weights in the meantime.
         _distrust(tx, pool.id, url, "it has refused weights")
         return
     reached = {"policy_index": update.policy_index, "policy_version": update.policy_version}
     _change_backend(tx, pool.id, url, **current, **reached)
-    changes: dict[str, Any] = {"step": "Done", "message": ""}
-    if verified is not None:
-        difference = None if comparison is None else comparison.finite
-        changes |= {"verified": verified, "max_difference": difference, "message": message}
+    changes: dict[str, Any] = {"step": "Done", "message": message}
+    if loaded:
+        difference = None if seen.comparison is None else seen.comparison.finite
+        changes |= {"verified": seen.comparison is not None, "max_difference": difference}
     note(tx, update.id, url, **changes)
-    if paused is not None:
-        tx.count("paused_seconds", value=paused)
+    if seen.paused is not None:
+        tx.count("paused_seconds", value=seen.paused)
     if row.state == "Running" and request_of(row).source.pushed:
         _unpause(tx, pool.id)
     tx.wake(QUEUE)
@@ -479,15 +437,9 @@ def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
     """Mark a backend whose server must be restarted; it waits at the version that it could not reach."""
     if _backend(tx, target) is None:
         return
-    _change_backend(
-        tx,
-        target.pool.id,
-        target.row.url,
-        weights="Failed",
-        weights_message=f"{message}; {'restart it' if target.pool.external else 'its driver restarts it'}",
-        policy_index=target.pool.policy_index,
-        restart_requested=True,
-    )
+    failed = {"weights": "Failed", "policy_index": target.pool.policy_index, "restart_requested": True}
+    message += "; restart it" if target.pool.external else "; its driver restarts it"
+    _change_backend(tx, target.pool.id, target.row.url, **failed, weights_message=message)
     # The server stays paused, so requests of its rollouts would wait until the restart.
     staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
@@ -506,9 +458,6 @@ def give_up_loading(tx: Transaction, target: BackendTarget, message: str) -> Non
     pool = _pool(tx, target.pool.id)
     if pool is not None and pool.policy_index == update.policy_index:
         restart(tx, target, message)
-
-
-# -- the ends of an update -----------------------------------------------------------------------------
 
 
 def _running(tx: Transaction, pool_id: int, *, lock: bool = False) -> tuple[PoolRow, WeightUpdateRow] | None:
@@ -571,51 +520,32 @@ def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refus
     if refused_by in progress:
         failed = {"step": "Failed", "message": message[:_MAX_MESSAGE]}
         progress[refused_by] = progress[refused_by].model_copy(update=failed)
-    _change(
-        tx,
-        row,
-        state="Failed",
-        message=message[:4096],
-        finished_at=tx.now,
-        progress=encoded(progress),
-    )
+    ended = {"state": "Failed", "message": message[:4096], "finished_at": tx.now}
+    _change(tx, row, **ended, progress=encoded(progress))
     tx.count("weight_updates", "Failed")
     touched = {part.url for part in progress.values() if part.step in _TOUCHED} - {refused_by}
     chain = _succeeded(tx.conn, pool.id, before=row.id)
     for url in touched | _interrupted(tx.conn, pool.id, chain):
         _distrust(tx, pool.id, url, f"it may have refused weights ({row.policy_version})")
-    if chain:
-        _want(tx, pool.id, chain[0].policy_version, chain[0].policy_index, serves(chain))
-    else:
-        _want(tx, pool.id, "", 0, None)
+    version, index = (chain[0].policy_version, chain[0].policy_index) if chain else ("", 0)
+    _want(tx, pool.id, version, index, serves(chain))
 
 
 def _distrust(tx: Transaction, pool_id: int, url: str, message: str) -> None:
     """Mark a backend that may have refused weights: it is loaded and verified before it is used."""
-    _change_backend(
-        tx,
-        pool_id,
-        url,
-        weights="Failed",
-        weights_message=message,
-        policy_index=BEHIND,
-        restart_requested=False,
-    )
+    unknown = {"weights": "Failed", "policy_index": BEHIND, "restart_requested": False}
+    _change_backend(tx, pool_id, url, **unknown, weights_message=message)
 
 
 def _interrupted(conn: Connection, pool_id: int, chain: Sequence[WeightUpdateRow]) -> set[str]:
     """Return the backends that were being loaded when their update was superseded, and not loaded later.
 
-    Such a backend still has the label and the index of its earlier weights.
-
-    Args:
-        conn: The connection.
-        pool_id: The pool.
-        chain: The updates that succeeded, the newest first.
+    Such a backend still has the label and the index of its earlier weights. It counts only if no update has
+    succeeded since; `chain` are those that have, the newest first.
     """
     where = (backends.c.pool_id == pool_id, backends.c.weights == "Updating")
     updating = set(conn.scalars(sa.select(backends.c.url).where(*where)))
-    superseded = weight_updates.c.state == "Superseded"
+    superseded = (weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Superseded")
     since = weight_updates.c.id > (chain[0].id if chain else 0)
-    parts = [part for row in _newest(conn, pool_id, superseded, since) for part in progress_of(row).values()]
+    parts = [part for row in _newest(conn, *superseded, since) for part in progress_of(row).values()]
     return {part.url for part in parts if part.step in _TOUCHED} & updating

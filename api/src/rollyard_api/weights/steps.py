@@ -16,7 +16,6 @@ from typing import Final, Literal
 from rollyard_crds.weights import (
     UNVERIFIED,
     CheckpointSource,
-    PauseMode,
     UpdateStep,
     WeightSource,
     WeightUpdateRequest,
@@ -24,7 +23,7 @@ from rollyard_crds.weights import (
 from rollyard_inference.capabilities import FIRST_LABEL
 
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow
-from rollyard_api.weights.updates import EarlierLogprobs, progress_of, request_of, served_model
+from rollyard_api.weights.updates import EarlierLogprobs, progress_of, request_of
 from rollyard_api.weights.verification import Comparison, Reference
 
 PAUSED: Final = "paused"
@@ -86,6 +85,16 @@ class BackendTarget:
         return None if self.update is None else request_of(self.update)
 
     @property
+    def model(self) -> str:
+        """The name under which the wanted weights are requested."""
+        return self.pool.served_model or self.pool.model
+
+    @property
+    def lenient(self) -> bool:
+        """Whether the server may lack calls, since no rollout continues over the update."""
+        return self.request is not None and self.request.in_flight == "restart"
+
+    @property
     def begun(self) -> bool:
         """Whether the update is in progress, as opposed to repeated for a server that lost its weights.
 
@@ -106,45 +115,29 @@ class BackendTarget:
 
 
 class Step(StrEnum):
-    """A step of a backend on its way to the wanted weights."""
+    """A step of a backend on its way to the wanted weights. MEASURE to VERIFY follow each other."""
 
-    LOOK = "look"
-    """Read the server's label of its weights."""
-    REFER = "refer"
-    """Find what the wanted weights are compared with."""
-    MEASURE = "measure"
-    """Measure what the server gives with the weights that are replaced, while it still samples."""
-    BEGIN = "begin"
-    """Record that the backend gets no more rollouts, and that its server may be paused from now on."""
-    PAUSE = "pause"
-    """Pause the server."""
-    LOAD = "load"
-    """Load every source that the server lacks."""
-    LABEL = "label"
-    """Label the weights: as unverified if they are going to be compared."""
-    FLUSH = "flush"
-    """Discard what earlier weights have computed."""
-    RESUME = "resume"
-    """Let the server sample."""
-    VERIFY = "verify"
-    """Compare what the server gives with the reference."""
+    LOOK = "look"  # Read the server's label of its weights.
+    REFER = "refer"  # Find what the wanted weights are compared with.
+    MEASURE = "measure"  # Measure what the server gives with the weights that are replaced.
+    BEGIN = "begin"  # Record that the backend gets no more rollouts, and that its server may be paused.
+    PAUSE = "pause"  # Pause the server.
+    LOAD = "load"  # Load every source that the server lacks.
+    LABEL = "label"  # Label the weights: as unverified if they are going to be compared.
+    FLUSH = "flush"  # Discard what earlier weights have computed.
+    RESUME = "resume"  # Let the server sample.
+    VERIFY = "verify"  # Compare what the server gives with the reference.
     # One of these is the last step.
-    ACCEPT = "accept"
-    """Set the final label, and record that the backend has the weights."""
-    KEEP = "keep"
-    """Resume a server that has the weights, and record it."""
-    WAIT = "wait"
-    """Record why the server cannot get the weights for now."""
-    REFUSE = "refuse"
-    """Fail the update, which is in progress."""
-    GIVE_UP = "give up"
-    """Pause the server and ask for its restart."""
+    ACCEPT = "accept"  # Set the final label, and record that the backend has the weights.
+    KEEP = "keep"  # Resume a server that has the weights, and record it.
+    WAIT = "wait"  # Record why the server cannot get the weights for now.
+    REFUSE = "refuse"  # Fail the update, which is in progress.
+    GIVE_UP = "give up"  # Pause the server and ask for its restart.
 
 
 LAST: Final = frozenset({Step.ACCEPT, Step.KEEP, Step.WAIT, Step.REFUSE, Step.GIVE_UP})
 """The steps after which nothing follows."""
 _ORDER: Final = tuple(Step)
-"""All steps. Those from MEASURE to VERIFY follow each other in this order."""
 RECORDED: Final[dict[Step, UpdateStep]] = {Step.LOAD: "Loading", Step.LABEL: "Verifying"}
 """What the update's record calls a backend from the beginning of a step."""
 
@@ -180,45 +173,20 @@ class Seen:
         return (self.label or "").startswith(UNVERIFIED)
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a server is to have, and how it is brought there."""
-
-    label: str
-    model: str
-    """The name under which the weights are requested."""
-    sources: tuple[WeightSource, ...] = ()
-    """The sources that the server lacks, in the order in which they are to be loaded."""
-    problem: str = ""
-    """The reason why the server cannot get to the weights, or an empty string if it can."""
-    mode: PauseMode = "abort"
-    lenient: bool = False
-    """Whether the server may lack calls, since no rollout continues over the update."""
+def version_of(target: BackendTarget, seen: Seen) -> str:
+    """Return the final label of the wanted weights."""
+    return seen.first_label if target.update is None else target.update.policy_version
 
 
-def goal_of(target: BackendTarget, seen: Seen) -> Goal:
-    """Return the goal of a backend, as far as it is known after the steps so far."""
-    update, pool = target.update, target.pool
-    if update is None:
+def lacking(target: BackendTarget, seen: Seen) -> tuple[tuple[WeightSource, ...], str]:
+    """Return what a server has to load, in this order, to get to the wanted weights, and what prevents it."""
+    if target.update is None:
         first = None if seen.folder is None else WeightSource(checkpoint=CheckpointSource(path=seen.folder))
-        return Goal(seen.first_label, pool.model, () if first is None else (first,))
-    request = request_of(update)
-    sources, problem = missing(
-        update, target.chain, seen.label if _trusted(target) else None, begun=target.begun
-    )
-    return Goal(
-        label=update.policy_version,
-        model=served_model(pool, request.source) or pool.model,
-        sources=sources,
-        problem=problem,
-        mode=request.mode,
-        lenient=request.in_flight == "restart",
-    )
-
-
-def _trusted(target: BackendTarget) -> bool:
-    """Return whether the server's label was set by itself, or for weights that were loaded completely."""
-    return target.row.weights in ("Current", "Stale") or _restarted(target)
+        return () if first is None else (first,), ""
+    # The label was set by the server itself, or for weights that were loaded completely.
+    trusted = target.row.weights in ("Current", "Stale") or _restarted(target)
+    label = seen.label if trusted else None
+    return missing(target.update, target.chain, label, begun=target.begun)
 
 
 def _restarted(target: BackendTarget) -> bool:
@@ -229,7 +197,7 @@ def _restarted(target: BackendTarget) -> bool:
 def missing(
     row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | None, *, begun: bool
 ) -> tuple[tuple[WeightSource, ...], str]:
-    """Return what a server has to load, in this order, to get to the weights of `row`, and what prevents it.
+    """Return what `lacking` does for the weights of an update.
 
     Args:
         row: The wanted update.
@@ -286,7 +254,7 @@ def _after_look(target: BackendTarget, seen: Seen) -> tuple[Step, str]:
     if seen.label == update.policy_version and not target.begun and row.weights == "Stale":
         # Nothing was lost: our label is on weights that were loaded, and verified, before.
         return Step.KEEP, ""
-    problem = goal_of(target, seen).problem
+    _, problem = lacking(target, seen)
     return (Step.WAIT, problem) if problem else (Step.REFER, "")
 
 

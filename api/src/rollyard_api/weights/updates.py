@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import orjson
 from rollyard_crds.base import Model
-from rollyard_crds.weights import BackendUpdate, WeightSource, WeightUpdateRequest
+from rollyard_crds.weights import BackendUpdate, WeightUpdateRequest
 
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import timestamp
-from rollyard_api.storage.rows import PoolRow, WeightUpdateRow
+from rollyard_api.storage.rows import WeightUpdateRow
 
 _NO_BACKEND: Final = "waits for a backend: no backend has these weights yet"
 _PRIVATE: Final = "before"
@@ -81,13 +81,6 @@ def document(row: WeightUpdateRow) -> dict[str, Any]:
         "createdAt": timestamp(row.created_at),
         "finishedAt": None if row.finished_at is None else timestamp(row.finished_at),
     }
-
-
-def served_model(pool: PoolRow, source: WeightSource) -> str | None:
-    """Return the model name under which these weights are requested, or None for the model's own name."""
-    if source.lora is not None:
-        return source.lora.name
-    return None if source.checkpoint is not None else pool.served_model
 
 
 def serves(chain: Sequence[WeightUpdateRow]) -> str | None:

@@ -13,7 +13,6 @@ from typing import Final, Literal
 
 from rollyard_crds.backendpool import EngineSpec
 from rollyard_crds.reading.engine_arguments import given
-from rollyard_crds.weights import LogprobReference
 
 from rollyard_api.core.errors import ControlPlaneError
 
@@ -48,11 +47,6 @@ class Reference:
     logprobs: tuple[float, ...]
     tolerance: float
     source: Literal["reference", "transformers", "earlier"]
-
-    @classmethod
-    def of(cls, given: LogprobReference, tolerance: float) -> Reference:
-        """Return the reference that the caller gave, with the tolerance to apply."""
-        return cls(tuple(given.prompt_ids), tuple(given.logprobs), tolerance, "reference")
 
 
 @dataclass(frozen=True, slots=True)

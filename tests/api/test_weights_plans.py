@@ -20,7 +20,17 @@ from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow
 from rollyard_api.storage.schema import pools as pools_table
 from rollyard_api.weights import checkpoints, records
 from rollyard_api.weights.checkpoints import Forward
-from rollyard_api.weights.steps import BEHIND, PAUSED, Seen, Step, missing, need
+from rollyard_api.weights.steps import (
+    BEHIND,
+    LAST,
+    PAUSED,
+    BackendTarget,
+    Seen,
+    Step,
+    following,
+    missing,
+    need,
+)
 from rollyard_api.weights.updates import EarlierLogprobs, serves
 from rollyard_api.weights.verification import Comparison, Reference, Unverifiable, compare, fixed_prompt
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
@@ -120,6 +130,90 @@ BACKEND = BackendRow(
 )
 def test_what_a_backend_needs(pool: dict[str, Any], backend: dict[str, Any], expected: str) -> None:
     assert need(replace(POOL, **pool), replace(BACKEND, **backend)) == expected
+
+
+LOADED = "look refer measure begin pause load label flush resume"
+REFERENCE = Reference((1, 2), (-1.0,), 0.1, "reference")
+REFERS, CANNOT = {Step.REFER: {"reference": REFERENCE}}, {Step.REFER: {"problem": "no reference"}}
+AGREES, DIFFERS = (
+    REFERS | {Step.VERIFY: {"comparison": Comparison(by, 1, 0.1, "reference")}} for by in (0.0, 0.3)
+)
+SILENT = REFERS | {Step.VERIFY: {"problem": "no such call"}}
+FIRST = {"update": None, "row": replace(BACKEND, policy_index=BEHIND)}
+KNOWN = {"reference": REFERENCE, "folder": "/first"}
+FAILED = replace(BACKEND, weights="Failed", policy_index=BEHIND)
+
+
+@pytest.mark.parametrize(
+    ("fields", "request_fields", "shows", "path", "reason"),
+    [
+        ({}, {}, AGREES, f"{LOADED} verify accept", ""),
+        ({}, {}, CANNOT, f"{LOADED} accept", "not verified: no reference"),
+        ({}, {}, SILENT, f"{LOADED} verify accept", "not verified: no such call"),
+        ({}, {}, DIFFERS, f"{LOADED} verify refuse", "differ by up to 0.3 nats"),
+        # A proof is required, which a restart of the server would not give.
+        ({}, {"requireVerified": True}, CANNOT, "look refer refuse", "cannot be verified: no reference"),
+        ({}, {"requireVerified": True}, SILENT, f"{LOADED} verify refuse", "no such call"),
+        ({"state": "Succeeded"}, {"requireVerified": True}, CANNOT, "look refer wait", "cannot be verified"),
+        # The update ended, so a server that differs is at fault.
+        ({"state": "Succeeded"}, {}, DIFFERS, f"{LOADED} verify give up", "differ by"),
+        # The server may hold refused weights.
+        ({"row": FAILED}, {}, CANNOT, "look refer give up", "what it had before cannot be verified"),
+        ({"row": FAILED, "state": "Succeeded"}, {}, SILENT, f"{LOADED} verify give up", "no such call"),
+        # It was to be restarted, and says whether it was.
+        (
+            {"row": replace(BACKEND, weights="Failed")},
+            {},
+            {Step.LOOK: {"label": "unverified:refused"}},
+            "look give up",
+            "it was not restarted",
+        ),
+        (
+            {"row": replace(BACKEND, weights="Stale"), "state": "Succeeded"},
+            {},
+            {Step.LOOK: {"label": "v2"}},
+            "look keep",
+            "",
+        ),
+        ({"state": "Succeeded"}, {"source": PUSHED}, {}, "look wait", "push them again"),
+        # The weights that the server was started with.
+        ({"update": None}, {}, {Step.LOOK: {"label": "default"}}, "look keep", ""),
+        (FIRST, {}, AGREES | {Step.REFER: KNOWN}, f"{LOADED} verify accept", ""),
+        (FIRST, {}, DIFFERS | {Step.REFER: KNOWN}, f"{LOADED} verify give up", "is wrong too: log-prob"),
+        (FIRST, {}, SILENT | {Step.REFER: KNOWN}, f"{LOADED} verify give up", "is wrong too: no such call"),
+        (FIRST, {}, REFERS, "look refer give up", "does not say which folder it was started on"),
+        (
+            FIRST,
+            {},
+            {Step.REFER: {"folder": "/first", "problem": "no transformers"}},
+            "look refer give up",
+            "its weights are not known; what it had before cannot be verified: no transformers",
+        ),
+        (
+            FIRST,
+            {},
+            {Step.REFER: KNOWN, Step.LOAD: {"problem": "disk"}},
+            f"{LOADED.partition(' label')[0]} give up",
+            "it does not load what it had before: disk",
+        ),
+    ],
+)
+def test_the_steps_of_a_backend(
+    fields: dict[str, Any], request_fields: dict[str, Any], shows: dict[Step, Any], path: str, reason: str
+) -> None:
+    body = {"policyVersion": "v2", "source": FULL, **request_fields}
+    request = WeightUpdateRequest.model_validate(body).model_dump_json(by_alias=True).encode()
+    update = replace(updates(FULL, FULL)[0], request=request, state=fields.get("state", "Running"))
+    target = BackendTarget(
+        POOL, fields.get("row", replace(BACKEND, policy_index=1)), fields.get("update", update), ()
+    )
+    seen, steps, why = Seen(), [], ""
+    while seen.last is None or seen.last not in LAST:
+        step, why = following(target, seen)
+        seen = replace(seen, last=step, **shows.get(step, {}))
+        steps.append(step)
+    assert " ".join(steps) == path
+    assert (reason in why) if reason else not why
 
 
 @pytest.mark.parametrize(

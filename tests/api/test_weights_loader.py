@@ -15,7 +15,7 @@ from rollyard_api.storage.schema import weight_updates
 from rollyard_api.weights import records
 from rollyard_api.weights.checkpoints import Forward
 from rollyard_api.weights.coordinator import Coordinator, LoadFailed, UpdateLimits
-from rollyard_api.weights.steps import BEHIND, PAUSED, Seen, Step, need
+from rollyard_api.weights.steps import BEHIND, PAUSED, Observation, WeightStep, need
 from rollyard_api.weights.updates import EarlierLogprobs
 from rollyard_api.weights.verification import fixed_prompt
 from rollyard_crds.weights import PauseMode, WeightSource
@@ -234,7 +234,7 @@ async def test_a_server_that_has_lost_pushed_weights_waits_for_them(two: Pools, 
     await two.succeed(number)
     await two.set("p", two.urls[2], weights="Stale", policy_index=BEHIND)
     server = Server()
-    assert await loader.bring(await two.target(two.urls[2]), server) is Step.WAIT
+    assert await loader.bring(await two.target(two.urls[2]), server) is WeightStep.WAIT
     assert server.calls == [], "nothing is done to it"
     found = (await two.status())["backends"]
     assert [b["weights"] for b in found] == ["Current", "Current", "Stale", "Current", "Current"]
@@ -267,7 +267,7 @@ async def test_servers_go_back_to_what_they_had_before_refused_weights(
             policy_index=0, label="mine", folder=folder, prompt_ids=(1, 2), logprobs=(-1.0,)
         )
         target = await two.target(url)
-        await two.write(records.begin, name="me", target=target, seen=Seen(before=gave))
+        await two.write(records.begin, name="me", target=target, seen=Observation(before=gave))
         await two.step(number, url, step="Verifying")
     await loader.bring(await two.target(d), servers[d])
     assert (await two.update(number))["state"] == "Failed"

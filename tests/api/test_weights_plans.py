@@ -25,8 +25,8 @@ from rollyard_api.weights.steps import (
     LAST,
     PAUSED,
     BackendTarget,
-    Seen,
-    Step,
+    Observation,
+    WeightStep,
     following,
     missing,
     need,
@@ -99,7 +99,7 @@ def test_the_name_under_which_weights_are_served(sources: Sequence[dict[str, Any
 POOL = PoolRow(
     1, "", "default", "p", 1, b"{}", b"{}", b"{}", "m", "m", 8, True, 0.0, "v2", 2, False, None, None
 )
-VERIFIED = Seen(last=Step.VERIFY, comparison=Comparison(0.0, 1, 0.1, "reference"))
+VERIFIED = Observation(last=WeightStep.VERIFY, comparison=Comparison(0.0, 1, 0.1, "reference"))
 """What is known of a server that gives what the reference says."""
 BACKEND = BackendRow(
     *(1, "http://a", 0, True, "v2", "", "Current", "", 2, False, False),
@@ -134,11 +134,11 @@ def test_what_a_backend_needs(pool: dict[str, Any], backend: dict[str, Any], exp
 
 LOADED = "look refer measure begin pause load label flush resume"
 REFERENCE = Reference((1, 2), (-1.0,), 0.1, "reference")
-REFERS, CANNOT = {Step.REFER: {"reference": REFERENCE}}, {Step.REFER: {"problem": "no reference"}}
+REFERS, CANNOT = {WeightStep.REFER: {"reference": REFERENCE}}, {WeightStep.REFER: {"problem": "no reference"}}
 AGREES, DIFFERS = (
-    REFERS | {Step.VERIFY: {"comparison": Comparison(by, 1, 0.1, "reference")}} for by in (0.0, 0.3)
+    REFERS | {WeightStep.VERIFY: {"comparison": Comparison(by, 1, 0.1, "reference")}} for by in (0.0, 0.3)
 )
-SILENT = REFERS | {Step.VERIFY: {"problem": "no such call"}}
+SILENT = REFERS | {WeightStep.VERIFY: {"problem": "no such call"}}
 FIRST = {"update": None, "row": replace(BACKEND, policy_index=BEHIND)}
 KNOWN = {"reference": REFERENCE, "folder": "/first"}
 FAILED = replace(BACKEND, weights="Failed", policy_index=BEHIND)
@@ -164,42 +164,58 @@ FAILED = replace(BACKEND, weights="Failed", policy_index=BEHIND)
         (
             {"row": replace(BACKEND, weights="Failed")},
             {},
-            {Step.LOOK: {"label": "unverified:refused"}},
+            {WeightStep.LOOK: {"label": "unverified:refused"}},
             "look give up",
             "it was not restarted",
         ),
         (
             {"row": replace(BACKEND, weights="Stale"), "state": "Succeeded"},
             {},
-            {Step.LOOK: {"label": "v2"}},
+            {WeightStep.LOOK: {"label": "v2"}},
             "look keep",
             "",
         ),
         ({"state": "Succeeded"}, {"source": PUSHED}, {}, "look wait", "push them again"),
         # The weights that the server was started with.
-        ({"update": None}, {}, {Step.LOOK: {"label": "default"}}, "look keep", ""),
-        (FIRST, {}, AGREES | {Step.REFER: KNOWN}, f"{LOADED} verify accept", ""),
-        (FIRST, {}, DIFFERS | {Step.REFER: KNOWN}, f"{LOADED} verify give up", "is wrong too: log-prob"),
-        (FIRST, {}, SILENT | {Step.REFER: KNOWN}, f"{LOADED} verify give up", "is wrong too: no such call"),
+        ({"update": None}, {}, {WeightStep.LOOK: {"label": "default"}}, "look keep", ""),
+        (FIRST, {}, AGREES | {WeightStep.REFER: KNOWN}, f"{LOADED} verify accept", ""),
+        (
+            FIRST,
+            {},
+            DIFFERS | {WeightStep.REFER: KNOWN},
+            f"{LOADED} verify give up",
+            "is wrong too: log-prob",
+        ),
+        (
+            FIRST,
+            {},
+            SILENT | {WeightStep.REFER: KNOWN},
+            f"{LOADED} verify give up",
+            "is wrong too: no such call",
+        ),
         (FIRST, {}, REFERS, "look refer give up", "does not say which folder it was started on"),
         (
             FIRST,
             {},
-            {Step.REFER: {"folder": "/first", "problem": "no transformers"}},
+            {WeightStep.REFER: {"folder": "/first", "problem": "no transformers"}},
             "look refer give up",
             "its weights are not known; what it had before cannot be verified: no transformers",
         ),
         (
             FIRST,
             {},
-            {Step.REFER: KNOWN, Step.LOAD: {"problem": "disk"}},
+            {WeightStep.REFER: KNOWN, WeightStep.LOAD: {"problem": "disk"}},
             f"{LOADED.partition(' label')[0]} give up",
             "it does not load what it had before: disk",
         ),
     ],
 )
 def test_the_steps_of_a_backend(
-    fields: dict[str, Any], request_fields: dict[str, Any], shows: dict[Step, Any], path: str, reason: str
+    fields: dict[str, Any],
+    request_fields: dict[str, Any],
+    shows: dict[WeightStep, Any],
+    path: str,
+    reason: str,
 ) -> None:
     body = {"policyVersion": "v2", "source": FULL, **request_fields}
     request = WeightUpdateRequest.model_validate(body).model_dump_json(by_alias=True).encode()
@@ -207,7 +223,7 @@ def test_the_steps_of_a_backend(
     target = BackendTarget(
         POOL, fields.get("row", replace(BACKEND, policy_index=1)), fields.get("update", update), ()
     )
-    seen, steps, why = Seen(), [], ""
+    seen, steps, why = Observation(), [], ""
     while seen.last is None or seen.last not in LAST:
         step, why = following(target, seen)
         seen = replace(seen, last=step, **shows.get(step, {}))
@@ -629,7 +645,9 @@ async def test_pushed_weights_let_a_paused_pool_continue_and_others_do_not(two: 
         assert not any(b["restartRequested"] for b in (await two.status())["backends"])
     # A server that is brought to them later changes nothing about a later pause.
     await two.write(records.pause, namespace="default", name="p", mode="wait")
-    await two.write(records.done, target=await two.target(two.urls[0]), seen=Seen(last=Step.LOOK))
+    await two.write(
+        records.done, target=await two.target(two.urls[0]), seen=Observation(last=WeightStep.LOOK)
+    )
     assert (await two.status())["paused"]
 
 
@@ -673,7 +691,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     await two.set("p", url, **({"weights": "Current"} | changes))
     before = EarlierLogprobs(policy_index=0, label="default", prompt_ids=(1, 2), logprobs=(-1.0,))
     target = await two.target(url)
-    await two.write(records.begin, name="me", target=target, seen=Seen(before=before))
+    await two.write(records.begin, name="me", target=target, seen=Observation(before=before))
     await two.write(records.advance, name="me", target=target, values={"step": "Loading"})
     now = await two.target(url)
     assert (now.row.weights, now.row.policy_index) == (weights, index)
@@ -686,7 +704,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     if changes and changes != {"policy_index": 1}:
         return
     # It begins once more, with nothing measured: what was measured before is kept.
-    await two.write(records.begin, name="me", target=target, seen=Seen())
+    await two.write(records.begin, name="me", target=target, seen=Observation())
     read = partial(records.earlier, pool_id=1, url=url, policy_index=0)
     assert await two.served.plane.database.read(read) == before
     await two.begin("v2", NEXT)

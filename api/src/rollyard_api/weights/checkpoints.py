@@ -145,15 +145,19 @@ def _safetensors(field: str, file: Path) -> None:
         )
 
 
-def checkpoint_dtype(folder: Path) -> str:
-    """Return the data type that a checkpoint's `config.json` names, or an empty string if it names none."""
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a checkpoint, or an empty object if it holds none."""
     try:
         with (folder / "config.json").open("rb") as file:
-            config: Any = json.loads(file.read(_MAX_CONFIG))
+            config = json.loads(file.read(_MAX_CONFIG))
     except (OSError, ValueError, RecursionError):
-        return ""
-    if not isinstance(config, dict):
-        return ""
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def checkpoint_dtype(folder: Path) -> str:
+    """Return the data type that a checkpoint's `config.json` names, or an empty string if it names none."""
+    config = _config(folder)
     for part in (config, config.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(part, dict) and isinstance(part.get(key), str):
@@ -255,9 +259,9 @@ def _identity(folder: Path) -> tuple[Any, ...]:
 
 def _vocabulary(folder: Path) -> tuple[int, int]:
     """Return the size of the vocabulary and the number of tokens that a prompt may have."""
+    config = _config(folder)
+    text = config.get("text_config") or config
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        text = config.get("text_config") or config
         return int(text["vocab_size"]), int(text.get("max_position_embeddings", 2048)) - 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unverifiable(f"{folder / 'config.json'} has no vocab_size: {error!r}") from error

@@ -38,7 +38,7 @@ from rollyard_api.storage.database import Database
 from rollyard_api.weights import checkpoints, records, steps, verification
 from rollyard_api.weights.checkpoints import Forward
 from rollyard_api.weights.records import Superseded
-from rollyard_api.weights.steps import BackendTarget, Need, Seen, Step
+from rollyard_api.weights.steps import BackendTarget, Need, Observation, WeightStep
 from rollyard_api.weights.updates import EarlierLogprobs, serves
 from rollyard_api.weights.verification import Reference, Unverifiable
 
@@ -146,7 +146,7 @@ class Coordinator:
             log.exception("weights of %s: unexpected", target.row.url)
             self._later(target, LOAD_ATTEMPTS)
         else:
-            if last is Step.WAIT:
+            if last is WeightStep.WAIT:
                 self._later(target, LOAD_ATTEMPTS + 2)
             elif what != "look":
                 self._tries.pop(target.key, None)
@@ -171,7 +171,7 @@ class Coordinator:
         elif loading and tries.loads >= LOAD_ATTEMPTS:
             await self._write(records.give_up_loading, target=target, message=message)
 
-    async def _do(self, what: Need, target: BackendTarget) -> Step | None:
+    async def _do(self, what: Need, target: BackendTarget) -> WeightStep | None:
         """Do what a backend needs, and return the last step if it was brought to weights."""
         if what == "stale":
             await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
@@ -212,7 +212,7 @@ class Coordinator:
         await self._mark(target, weights="Stale", weights_message=message, policy_index=steps.BEHIND)
         return True
 
-    async def bring(self, target: BackendTarget, server: WeightControl) -> Step:
+    async def bring(self, target: BackendTarget, server: WeightControl) -> WeightStep:
         """Bring a backend from any state to the pool's weights, and return the last step.
 
         Raises:
@@ -220,7 +220,7 @@ class Coordinator:
             LoadFailed: The server could not load the weights.
             BackendError: The server failed in another step. Another attempt may succeed.
         """
-        seen = Seen()
+        seen = Observation()
         while seen.last is None or seen.last not in steps.LAST:
             step, message = steps.following(target, seen)
             if step in steps.RECORDED:
@@ -228,65 +228,65 @@ class Coordinator:
             try:
                 seen = await self._carry_out(step, message, target, server, seen)
             except (LoadFailed, ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
-                if target.update is not None or step not in (Step.PAUSE, Step.LOAD):
+                if target.update is not None or step not in (WeightStep.PAUSE, WeightStep.LOAD):
                     raise
                 seen = replace(seen, problem=str(error))
             seen = replace(seen, last=step)
         return seen.last
 
     async def _carry_out(
-        self, step: Step, message: str, target: BackendTarget, server: WeightControl, seen: Seen
-    ) -> Seen:
+        self, step: WeightStep, message: str, target: BackendTarget, server: WeightControl, seen: Observation
+    ) -> Observation:
         """Carry out a step, and return what is known after it."""
         version, lenient = steps.version_of(target, seen), target.lenient
         match step:
-            case Step.LOOK:
+            case WeightStep.LOOK:
                 return replace(seen, label=await _label(server))
-            case Step.REFER:
+            case WeightStep.REFER:
                 return await self._refer(target, server, seen)
-            case Step.MEASURE:
+            case WeightStep.MEASURE:
                 return replace(seen, before=await self._measure(target, server, seen.reference))
-            case Step.BEGIN:
+            case WeightStep.BEGIN:
                 await self._write(records.begin, name=self.name, target=target, seen=seen)
-            case Step.PAUSE:
+            case WeightStep.PAUSE:
                 seen = replace(seen, paused_at=time.monotonic())
                 request = target.request
                 await _unless_missing(server.pause("abort" if request is None else request.mode), lenient)
-            case Step.LOAD:
+            case WeightStep.LOAD:
                 try:
                     for source in steps.lacking(target, seen)[0]:
                         await server.load(source)
                 except (ServerFailed, BackendRefused, BackendMismatch) as error:
                     raise LoadFailed(str(error)) from error
-            case Step.LABEL:
+            case WeightStep.LABEL:
                 label = version if seen.reference is None else UNVERIFIED + version
                 await _unless_missing(server.set_label(label), lenient)
-            case Step.FLUSH:
+            case WeightStep.FLUSH:
                 await _unless_missing(server.reset_prefix_cache(), lenient)
-            case Step.RESUME:
+            case WeightStep.RESUME:
                 await _unless_missing(server.resume(), lenient)
                 seconds = time.monotonic() - seen.paused_at
                 await self._note(target, paused_seconds=round(seconds, 4))
                 return replace(seen, paused=seconds)
-            case Step.VERIFY:
+            case WeightStep.VERIFY:
                 return await _compared(server, target.model, seen)
-            case Step.ACCEPT:
+            case WeightStep.ACCEPT:
                 if target.update is None:
                     await self._write(records.begin, name=self.name, target=target, seen=seen)
                 if seen.reference is not None:
                     await _unless_missing(server.set_label(version), lenient)
                 await self._write(records.done, target=target, seen=seen, message=message)
-            case Step.KEEP:
+            case WeightStep.KEEP:
                 if target.update is not None:
                     await self._write(records.begin, name=self.name, target=target, seen=seen)
                 with suppress(NoSuchCall):
                     await server.resume()
                 await self._write(records.done, target=target, seen=seen)
-            case Step.WAIT:
+            case WeightStep.WAIT:
                 if target.row.weights_message != message:
                     await self._mark(target, weights="Stale", weights_message=message)
-            case Step.REFUSE:
-                if seen.last is Step.VERIFY:
+            case WeightStep.REFUSE:
+                if seen.last is WeightStep.VERIFY:
                     # It has other weights than it should, so it must not sample with them any more.
                     with suppress(BackendError):
                         await server.pause("abort")
@@ -294,7 +294,7 @@ class Coordinator:
                     await self._note(target, step="Failed", message=message, max_difference=difference)
                     message = f"{target.row.url}: {message}"
                 await self._refuse(target, message)
-            case Step.GIVE_UP:
+            case WeightStep.GIVE_UP:
                 with suppress(BackendError):
                     await server.pause("abort")
                 with suppress(BackendError):
@@ -302,7 +302,7 @@ class Coordinator:
                 await self._write(records.restart, target=target, message=message)
         return seen
 
-    async def _refer(self, target: BackendTarget, server: WeightControl, seen: Seen) -> Seen:
+    async def _refer(self, target: BackendTarget, server: WeightControl, seen: Observation) -> Observation:
         """Find the reference of the wanted weights, and of the first weights also their folder and label.
 
         A server that may hold refused weights is compared with what it gave itself before the update, since a
@@ -415,7 +415,7 @@ async def _label(server: WeightControl) -> str | None:
         return None
 
 
-async def _compared(server: WeightControl, model: str, seen: Seen) -> Seen:
+async def _compared(server: WeightControl, model: str, seen: Observation) -> Observation:
     """Compare what the server gives with the reference."""
     assert seen.reference is not None
     try:

@@ -24,7 +24,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_all, read_one
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
-from rollyard_api.weights.steps import BEHIND, BackendTarget, Seen, Step, need
+from rollyard_api.weights.steps import BEHIND, BackendTarget, Observation, WeightStep, need
 from rollyard_api.weights.updates import (
     BackendProgress,
     EarlierLogprobs,
@@ -335,7 +335,7 @@ def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpda
     return row
 
 
-def begin(tx: Transaction, name: str, target: BackendTarget, seen: Seen) -> None:
+def begin(tx: Transaction, name: str, target: BackendTarget, seen: Observation) -> None:
     """Record that the backend gets no more rollouts and that this process may have paused its server.
 
     Rollouts that do not continue over the update, or that refused weights may have served, return to Init.
@@ -355,7 +355,7 @@ def begin(tx: Transaction, name: str, target: BackendTarget, seen: Seen) -> None
         note(tx, row.id, target.row.url, step="Pausing", message="", **measured)
         if seen.reference is not None and target.begun and row.state == "Running":
             _change(tx, row, verified_by=seen.reference.source)
-    loads = seen.last is not Step.LOOK
+    loads = seen.last is not WeightStep.LOOK
     if loads and (target.lenient or target.restored or target.update is None):
         staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
@@ -393,7 +393,7 @@ def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
         note(tx, target.update.id, target.row.url, message=message)
 
 
-def done(tx: Transaction, target: BackendTarget, seen: Seen, message: str = "") -> None:
+def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str = "") -> None:
     """Record that the backend has the wanted weights.
 
     Args:
@@ -405,7 +405,7 @@ def done(tx: Transaction, target: BackendTarget, seen: Seen, message: str = "") 
             read.
     """
     update, pool, url = target.update, target.pool, target.row.url
-    loaded = seen.last is not Step.LOOK
+    loaded = seen.last is not WeightStep.LOOK
     current: dict[str, Any] = {"weights": "Current", "weights_message": "", "restart_requested": False}
     if update is None:
         label = seen.first_label if loaded else seen.label

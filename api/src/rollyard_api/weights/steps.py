@@ -1,9 +1,9 @@
 """Decide what a backend needs, and by which steps it gets to the weights that its pool wants.
 
 `need` says what a backend needs by its row and its pool's row. A backend that needs other weights is brought
-to them by the steps of `Step`, one after another: `following` says which one comes next, from the tables and
-from what the steps before it have shown. Both decide without asking a server, a table or a clock; the
-coordinator carries the steps out. After a kill at any step, the successor begins with the first one.
+to them by the steps of `WeightStep`, one after another: `following` says which one comes next, from the
+tables and from what the steps before it have shown. Both decide without asking a server, a table or a clock;
+the coordinator carries the steps out. After a kill at any step, the successor begins with the first one.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class BackendTarget:
         return bool(self.row.weights == "Failed" and (behind or self.row.restart_requested))
 
 
-class Step(StrEnum):
+class WeightStep(StrEnum):
     """A step of a backend on its way to the wanted weights. MEASURE to VERIFY follow each other."""
 
     LOOK = "look"  # Read the server's label of its weights.
@@ -135,18 +135,20 @@ class Step(StrEnum):
     GIVE_UP = "give up"  # Pause the server and ask for its restart.
 
 
-LAST: Final = frozenset({Step.ACCEPT, Step.KEEP, Step.WAIT, Step.REFUSE, Step.GIVE_UP})
+LAST: Final = frozenset(
+    {WeightStep.ACCEPT, WeightStep.KEEP, WeightStep.WAIT, WeightStep.REFUSE, WeightStep.GIVE_UP}
+)
 """The steps after which nothing follows."""
-_ORDER: Final = tuple(Step)
-RECORDED: Final[dict[Step, UpdateStep]] = {Step.LOAD: "Loading", Step.LABEL: "Verifying"}
+_ORDER: Final = tuple(WeightStep)
+RECORDED: Final[dict[WeightStep, UpdateStep]] = {WeightStep.LOAD: "Loading", WeightStep.LABEL: "Verifying"}
 """What the update's record calls a backend from the beginning of a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """What the steps so far have shown."""
 
-    last: Step | None = None
+    last: WeightStep | None = None
     """The last step that was carried out."""
     label: str | None = None
     """The server's label of its weights, or None if it has none."""
@@ -173,12 +175,12 @@ class Seen:
         return (self.label or "").startswith(UNVERIFIED)
 
 
-def version_of(target: BackendTarget, seen: Seen) -> str:
+def version_of(target: BackendTarget, seen: Observation) -> str:
     """Return the final label of the wanted weights."""
     return seen.first_label if target.update is None else target.update.policy_version
 
 
-def lacking(target: BackendTarget, seen: Seen) -> tuple[tuple[WeightSource, ...], str]:
+def lacking(target: BackendTarget, seen: Observation) -> tuple[tuple[WeightSource, ...], str]:
     """Return what a server has to load, in this order, to get to the wanted weights, and what prevents it."""
     if target.update is None:
         first = None if seen.folder is None else WeightSource(checkpoint=CheckpointSource(path=seen.folder))
@@ -221,7 +223,7 @@ def missing(
     return tuple(reversed(sources)), ""
 
 
-def following(target: BackendTarget, seen: Seen) -> tuple[Step, str]:
+def following(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
     """Return the step that comes after `seen.last`, and where it is the last one, the reason.
 
     The weights that a server was started with are loaded and compared as those of an update are. Where this
@@ -229,66 +231,68 @@ def following(target: BackendTarget, seen: Seen) -> tuple[Step, str]:
     """
     match seen.last:
         case None:
-            return Step.LOOK, ""
-        case Step.LOOK:
+            return WeightStep.LOOK, ""
+        case WeightStep.LOOK:
             return _after_look(target, seen)
-        case Step.REFER:
+        case WeightStep.REFER:
             return _after_refer(target, seen)
-        case Step.PAUSE | Step.LOAD if target.update is None and seen.problem:
-            return Step.GIVE_UP, _of_first(target, f"it does not load what it had before: {seen.problem}")
-        case Step.RESUME if seen.reference is None:
-            return Step.ACCEPT, f"not verified: {seen.problem}"
-        case Step.VERIFY:
+        case WeightStep.PAUSE | WeightStep.LOAD if target.update is None and seen.problem:
+            return WeightStep.GIVE_UP, _of_first(
+                target, f"it does not load what it had before: {seen.problem}"
+            )
+        case WeightStep.RESUME if seen.reference is None:
+            return WeightStep.ACCEPT, f"not verified: {seen.problem}"
+        case WeightStep.VERIFY:
             return _after_verify(target, seen)
         case last:
             return _ORDER[_ORDER.index(last) + 1], ""
 
 
-def _after_look(target: BackendTarget, seen: Seen) -> tuple[Step, str]:
+def _after_look(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
     """Return whether the server has the weights already, can get them, or has not been restarted."""
     update, row = target.update, target.row
     if update is None:
-        return (Step.REFER if row.policy_index == BEHIND or seen.marked else Step.KEEP), ""
+        return (WeightStep.REFER if row.policy_index == BEHIND or seen.marked else WeightStep.KEEP), ""
     if _restarted(target) and seen.marked:
-        return Step.GIVE_UP, "it was not restarted"
+        return WeightStep.GIVE_UP, "it was not restarted"
     if seen.label == update.policy_version and not target.begun and row.weights == "Stale":
         # Nothing was lost: our label is on weights that were loaded, and verified, before.
-        return Step.KEEP, ""
+        return WeightStep.KEEP, ""
     _, problem = lacking(target, seen)
-    return (Step.WAIT, problem) if problem else (Step.REFER, "")
+    return (WeightStep.WAIT, problem) if problem else (WeightStep.REFER, "")
 
 
-def _after_refer(target: BackendTarget, seen: Seen) -> tuple[Step, str]:
+def _after_refer(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
     """Return what becomes of weights that cannot be compared with anything: most may be used nevertheless."""
     request = target.request
     if request is None and seen.folder is None:
-        return Step.GIVE_UP, _of_first(target, "it does not say which folder it was started on")
+        return WeightStep.GIVE_UP, _of_first(target, "it does not say which folder it was started on")
     if seen.reference is not None:
-        return Step.MEASURE, ""
+        return WeightStep.MEASURE, ""
     if request is None:
-        return Step.GIVE_UP, _of_first(target, f"what it had before cannot be verified: {seen.problem}")
+        return WeightStep.GIVE_UP, _of_first(target, f"what it had before cannot be verified: {seen.problem}")
     if request.require_verified and target.begun:
-        return Step.REFUSE, f"cannot be verified: {seen.problem}"
+        return WeightStep.REFUSE, f"cannot be verified: {seen.problem}"
     if target.restored:
-        return Step.GIVE_UP, f"what it had before cannot be verified: {seen.problem}"
+        return WeightStep.GIVE_UP, f"what it had before cannot be verified: {seen.problem}"
     if request.require_verified:
         # A restart of the server would not make its weights verifiable.
-        return Step.WAIT, f"its weights cannot be verified: {seen.problem}"
-    return Step.MEASURE, ""
+        return WeightStep.WAIT, f"its weights cannot be verified: {seen.problem}"
+    return WeightStep.MEASURE, ""
 
 
-def _after_verify(target: BackendTarget, seen: Seen) -> tuple[Step, str]:
+def _after_verify(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
     """Return whether the weights are the wanted ones."""
     request, comparison = target.request, seen.comparison
     if comparison is not None and comparison.agrees:
-        return Step.ACCEPT, ""
+        return WeightStep.ACCEPT, ""
     required = request is None or request.require_verified or target.restored
     if comparison is None and not required:
-        return Step.ACCEPT, f"not verified: {seen.problem}"
+        return WeightStep.ACCEPT, f"not verified: {seen.problem}"
     problem = seen.problem if comparison is None else str(comparison)
     if request is None:
         problem = _of_first(target, f"loaded again, what it had before is wrong too: {problem}")
-    return (Step.REFUSE if target.begun else Step.GIVE_UP), problem
+    return (WeightStep.REFUSE if target.begun else WeightStep.GIVE_UP), problem
 
 
 def _of_first(target: BackendTarget, problem: str) -> str:

@@ -1,4 +1,4 @@
-"""Every statement that writes `pools` or `backends`, except those of weight updates on their own columns.
+"""Every statement that writes `pools` or `backends`, and the reads that several modules share.
 
 A change that may let a rollout be leased wakes the queues.
 """
@@ -110,9 +110,10 @@ def find(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> 
     return pool
 
 
-def by_id(conn: Connection, pool_id: int) -> PoolRow | None:
-    """Return the row of a pool by its number, or None if it is gone."""
-    return read_one(PoolRow, conn.execute(_BY_ID, {"b_pool": pool_id}).one_or_none())
+def by_id(conn: Connection, pool_id: int, *, lock: bool = False) -> PoolRow | None:
+    """Return the row of a pool by its number, or None if it is gone; `lock` locks it until the commit."""
+    query = _BY_ID.with_for_update() if lock else _BY_ID
+    return read_one(PoolRow, conn.execute(query, {"b_pool": pool_id}).one_or_none())
 
 
 def create(tx: Transaction, values: Mapping[str, Any]) -> PoolRow:

@@ -194,8 +194,8 @@ _JOBS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where
     jobs.c.id.in_(bindparam("b_jobs", expanding=True))
 )
 
-_MEMBERS = sa.select(*(rollouts.c[name] for name in Member.__struct_fields__)).where(
-    _OF_JOB, rollouts.c.group_no == bindparam("b_no")
+_MEMBERS = sa.select(rollouts.c.group_no, *(rollouts.c[name] for name in Member.__struct_fields__)).where(
+    _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
 )
 # The last lease of a rollout names the worker, and a completed stage is recorded under the lease's token.
 _COMPLETED = (
@@ -252,9 +252,12 @@ def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
     return {row.id: JobOfRollouts(*row[1:]) for row in rows}
 
 
-def members(tx: Transaction, job_id: int, no: int) -> list[Member]:
-    """Return the rollouts of a group, all of which have ended."""
-    return [Member(*row) for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_no": no}).all()]
+def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, list[Member]]:
+    """Return the rollouts of groups whose members have all ended, by the numbers of the groups."""
+    ended: dict[int, list[Member]] = {no: [] for no in numbers}
+    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": numbers}).all():
+        ended[row[0]].append(Member(*row[1:]))
+    return ended
 
 
 def has_completed(tx: Transaction, job_id: int, worker: str) -> bool:

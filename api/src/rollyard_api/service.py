@@ -44,7 +44,7 @@ from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_api.views.objects import ViewObjects
-from rollyard_api.weights import verification
+from rollyard_api.weights import checkpoints
 from rollyard_api.weights.coordinator import Coordinator
 
 log = logging.getLogger("rollyard.api")
@@ -138,9 +138,9 @@ class ControlPlane:
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
         """The transport that every call to a backend uses."""
-        python = settings.verify_python or verification.default_python()
+        python = settings.verify_python or checkpoints.default_python()
         self.coordinator = Coordinator(
-            database, self.transport, verification.Forward(python, self.disk), settings.weight_limits
+            database, self.transport, checkpoints.Forward(python, self.disk), settings.weight_limits
         )
         self.ready = False
 

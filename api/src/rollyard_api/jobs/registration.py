@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import sqlalchemy as sa
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
 from rollyard_crds.base import ObjectMeta
 from rollyard_crds.rolloutjob import RolloutJobSpec
@@ -24,10 +23,10 @@ from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED,
 from rollyard_api.jobs.jobs import NewJob
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import DELETED
-from rollyard_api.storage.rows import JobRow, PoolRow
-from rollyard_api.storage.schema import pools as pool_table
+from rollyard_api.storage.rows import JobRow
 
 MUTABLE: Final = frozenset(
     {
@@ -170,10 +169,7 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
             be another one.
     """
     meta = pool.metadata
-    query = sa.select(pool_table).where(
-        pool_table.c.namespace == meta.namespace, pool_table.c.name == meta.name
-    )
-    row = tx.conn.execute(query.with_for_update()).one_or_none()
+    row = pool_rows.named(tx.conn, meta.namespace, meta.name, lock=True)
     if row is None:
         return pools.create(tx, pool)
     known = ObjectMeta.model_validate({**loads(row.metadata), "name": row.name, "namespace": row.namespace})
@@ -182,17 +178,12 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
         return pools.create(tx, pool)
     wrong = pools.fixed(BackendPoolSpec.model_validate(loads(row.spec)), pool.spec)
     if wrong:
-        raise Conflict(
-            f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec "
-            f"({wrong[0]}); delete it first or choose another name",
-            reason="AlreadyExists",
-            errors=wrong,
-        )
-    pools.change(tx, PoolRow(*row), pool.spec)
+        raise pools.differs(meta, wrong)
+    pools.change(tx, row, pool.spec)
     own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     kept = {"labels": meta.labels, "annotations": own | meta.annotations}
     if loads(row.metadata) != kept:
-        tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(kept)))
+        pool_rows.put_metadata(tx, row.id, dumps(kept))
     return False
 
 
@@ -220,12 +211,12 @@ def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
 
     A driver that finds the mark deletes the object of the pool and then removes the pool.
     """
-    row = pools.find(tx.conn, namespace, name)
+    row = pool_rows.find(tx.conn, namespace, name)
     meta = loads(row.metadata)
     annotations = meta.get("annotations") or {}
     if OBJECT_UID not in annotations:
         pools.delete(tx, namespace, name)
         return True
     meta["annotations"] = annotations | {DELETE_REQUESTED: "true"}
-    tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(meta)))
+    pool_rows.put_metadata(tx, row.id, dumps(meta))
     return False

@@ -30,6 +30,7 @@ from rollyard_api.rollouts import transitions
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import migrate
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import pools as pool_table
@@ -161,7 +162,7 @@ class Store:
 
         def create(tx: Transaction) -> None:
             pools.create(tx, pool)
-            row = pools.find(tx.conn, pool.metadata.namespace, name)
+            row = pool_rows.find(tx.conn, pool.metadata.namespace, name)
             for index, version in enumerate(versions, 1):
                 _updated(tx, row.id, version, index)
 

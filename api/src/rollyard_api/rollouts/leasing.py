@@ -73,9 +73,11 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
     if not live:
         return []
     pools = {(row.namespace, row.pool) for row in live.values() if row.pool is not None}
-    if ask.capacity.get("run", 0) > 0:
+    routed = bool(pools) and ask.capacity.get("run", 0) > 0
+    if routed:
         lock(tx, pools)
-    active = tx.conn.execute(ACTIVE).all()
+    # One job alone needs no share, and without a Run no backend is chosen.
+    active = tx.conn.execute(ACTIVE).all() if routed or len(live) > 1 else []
     loads: defaultdict[int, int] = defaultdict(int)
     for row in active:
         loads[row.job_id] += row.n
@@ -85,7 +87,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
         if places <= 0 or room <= 0:
             continue
         routers = None
-        if stage == "run":
+        if stage == "run" and routed:
             routers = Routers(tx, active)
             routers.count_waiting(tx, pools)
         shares = [

@@ -307,10 +307,13 @@ class _Batch:
         for ending in endings:
             left[ending.rollout.group_no] += 1
         tally = Tally(surplus_rollouts=sum(ending.transition.reason == TARGET_MET for ending in endings))
-        for no, count in sorted(left.items()):
-            if group_rows.leave(tx, job_id, no, count) == 0:
-                result = result_of(rollout_rows.members(tx, job_id, no), job.limits)
-                group_rows.end(tx, job_id, no, job_rows.next_group(tx, job_id), result)
+        complete = group_rows.leave(tx, job_id, left)
+        if complete:
+            members = rollout_rows.members(tx, job_id, complete)
+            results = {no: result_of(members[no], job.limits) for no in complete}
+            first = job_rows.count_ended_groups(tx, job_id, len(complete))
+            group_rows.end(tx, job_id, first, results)
+            for result in results.values():
                 tally.add(result)
         if job.limits.sampling is not None:
             job_rows.count_groups(tx, job_id, **msgspec.structs.asdict(tally))

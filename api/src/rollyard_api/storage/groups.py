@@ -17,7 +17,11 @@ _OF_JOB = groups.c.job_id == bindparam("b_job")
 _THIS = sa.and_(_OF_JOB, groups.c.no == bindparam("b_no"))
 _AMONG = groups.c.no.in_(bindparam("b_nos", expanding=True))
 _UPDATE = sa.update(groups).where(_THIS)
-_LEAVE = _UPDATE.values(remaining=groups.c.remaining - bindparam("b_count")).returning(groups.c.remaining)
+_LEAVE = _UPDATE.values(remaining=groups.c.remaining - bindparam("b_count"))
+_COMPLETE = sa.select(groups.c.no).where(_OF_JOB, _AMONG, groups.c.remaining == 0).order_by(groups.c.no)
+_END = _UPDATE.values(
+    {name: bindparam(f"b_{name}") for name in ("seq", "delivered", "informative", "reason")}
+)
 _DELETE = sa.delete(groups).where(_OF_JOB)
 _IDS_AT_ONCE: Final = 500
 """The number of ids in one statement."""
@@ -64,21 +68,34 @@ def stick(tx: Transaction, job_id: int, no: int, backend: str) -> None:
     tx.conn.execute(_UPDATE, {"b_job": job_id, "b_no": no, "backend": backend})
 
 
-def leave(tx: Transaction, job_id: int, no: int, count: int) -> int:
-    """Note that members of a group have ended, and return how many have not."""
-    remaining: int = tx.conn.execute(_LEAVE, {"b_job": job_id, "b_no": no, "b_count": count}).scalar_one()
-    return remaining
+def leave(tx: Transaction, job_id: int, ended: Mapping[int, int]) -> list[int]:
+    """Note how many members of groups have ended, by the groups' numbers.
+
+    Returns:
+        The numbers of those groups whose members have all ended.
+    """
+    numbers = sorted(ended)
+    tx.conn.execute(_LEAVE, [{"b_job": job_id, "b_no": no, "b_count": ended[no]} for no in numbers])
+    return list(tx.conn.scalars(_COMPLETE, {"b_job": job_id, "b_nos": numbers}))
 
 
-def end(tx: Transaction, job_id: int, no: int, seq: int, result: GroupResult) -> None:
-    """Note the result of a group, and its place in the order in which the job's groups ended."""
-    values = {
-        "seq": seq,
-        "delivered": result.delivered,
-        "informative": result.informative,
-        "reason": result.reason,
-    }
-    tx.conn.execute(_UPDATE, {"b_job": job_id, "b_no": no, **values})
+def end(tx: Transaction, job_id: int, first: int, results: Mapping[int, GroupResult]) -> None:
+    """Note the results of groups, by their numbers, in the order in which the groups ended.
+
+    The first of them has the place `first` in the order in which the job's groups ended.
+    """
+    ends = [
+        {
+            "b_job": job_id,
+            "b_no": no,
+            "b_seq": seq,
+            "b_delivered": result.delivered,
+            "b_informative": result.informative,
+            "b_reason": result.reason,
+        }
+        for seq, (no, result) in enumerate(results.items(), first)
+    ]
+    tx.conn.execute(_END, ends)
 
 
 def remove(tx: Transaction, job_id: int) -> None:

@@ -254,7 +254,9 @@ _COUNT_ENDED = _UPDATE.values(
         for name in ("ended", "succeeded", "failed", "cancelled", "reward_sum")
     }
 ).returning(*(jobs.c[name] for name in EndedCounts._fields))
-_NEXT_GROUP = _UPDATE.values(groups_ended=jobs.c.groups_ended + 1).returning(jobs.c.groups_ended)
+_COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
+    jobs.c.groups_ended
+)
 _CLOSE = _UPDATE.values(closed=True)
 _CONCLUDE = _UPDATE.where(*_OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
 _FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
@@ -281,10 +283,10 @@ def count_ended(
     return EndedCounts(*row)
 
 
-def next_group(tx: Transaction, job_id: int) -> int:
-    """Count an ended group, and return its place in the order in which the job's groups ended."""
-    place: int = tx.conn.execute(_NEXT_GROUP, {"b_job": job_id}).scalar_one()
-    return place
+def count_ended_groups(tx: Transaction, job_id: int, count: int) -> int:
+    """Count ended groups, and return the place of the first in the order in which the job's groups ended."""
+    last: int = tx.conn.execute(_COUNT_ENDED_GROUPS, {"b_job": job_id, "b_count": count}).scalar_one()
+    return last - count + 1
 
 
 def close(tx: Transaction, job_id: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -193,8 +194,8 @@ _JOBS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where
     jobs.c.id.in_(bindparam("b_jobs", expanding=True))
 )
 
-_MEMBERS = sa.select(*(rollouts.c[name] for name in Member.__struct_fields__)).where(
-    _OF_JOB, rollouts.c.group_no == bindparam("b_no")
+_MEMBERS = sa.select(rollouts.c.group_no, *(rollouts.c[name] for name in Member.__struct_fields__)).where(
+    _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
 )
 # The last lease of a rollout names the worker, and a completed stage is recorded under the lease's token.
 _COMPLETED = (
@@ -251,9 +252,12 @@ def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
     return {row.id: JobOfRollouts(*row[1:]) for row in rows}
 
 
-def members(tx: Transaction, job_id: int, no: int) -> list[Member]:
-    """Return the rollouts of a group, all of which have ended."""
-    return [Member(*row) for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_no": no}).all()]
+def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, list[Member]]:
+    """Return the rollouts of groups whose members have all ended, by the numbers of the groups."""
+    ended: dict[int, list[Member]] = {no: [] for no in numbers}
+    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": numbers}).all():
+        ended[row[0]].append(Member(*row[1:]))
+    return ended
 
 
 def has_completed(tx: Transaction, job_id: int, worker: str) -> bool:
@@ -407,14 +411,17 @@ def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
     alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for values in kept:
         alike[tuple(values)].append(values)
-    insert = sqlite.insert if tx.sqlite else postgresql.insert
     for names, some in alike.items():
-        statement = insert(payloads)
-        statement = statement.on_conflict_do_update(
-            index_elements=[payloads.c.rollout_id],
-            set_={name: statement.excluded[name] for name in names if name != "rollout_id"},
-        )
-        tx.conn.execute(statement, some)
+        tx.conn.execute(_upsert(tx.sqlite, names), some)
+
+
+@lru_cache
+def _upsert(for_sqlite: bool, names: tuple[str, ...]) -> sa.Insert:
+    insert = sqlite.insert(payloads) if for_sqlite else postgresql.insert(payloads)
+    return insert.on_conflict_do_update(
+        index_elements=[payloads.c.rollout_id],
+        set_={name: insert.excluded[name] for name in names if name != "rollout_id"},
+    )
 
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:

@@ -34,18 +34,13 @@ _AMONG: Final = bindparam("b_ids", type_=sa.String, expanding=True)
 _UPDATE = sa.update(rollouts).where(_THIS)
 
 
-def _read(tx: Transaction, query: sa.Select[Any], **values: Any) -> list[Rollout]:
-    return [Rollout(*row) for row in tx.conn.execute(query, values).all()]
-
-
 # Rollouts are found, and their rows are locked until the commit, in the order of the ids where they are many:
 # two replicas could deadlock otherwise. Rows that another replica has locked are left out where a later round
 # takes them.
 
 _NAMED = _SELECT.where(rollouts.c.id.in_(_AMONG)).order_by(rollouts.c.id).with_for_update()
-_KEPT = ("carry", "trajectory")
 _BYTES = sum(
-    (sa.func.coalesce(sa.func.length(payloads.c[name]), 0) for name in _KEPT),
+    (sa.func.coalesce(sa.func.length(payloads.c[name]), 0) for name in ("carry", "trajectory")),
     start=sa.func.length(groups.c.task),
 )
 _WAITING = (
@@ -65,59 +60,7 @@ _EXPIRED = (
     .limit(bindparam("b_limit"))
     .with_for_update(skip_locked=True)
 )
-_HELD_BY = (
-    _SELECT.where(_IS_HELD, _OF_JOB, rollouts.c.worker == bindparam("b_worker"))
-    .order_by(rollouts.c.id)
-    .limit(bindparam("b_limit"))
-    .with_for_update()
-)
-_AT_NODE = (
-    _SELECT.where(_OF_JOB, _IN_SANDBOX, rollouts.c.node == bindparam("b_node"))
-    .order_by(rollouts.c.id)
-    .limit(bindparam("b_limit"))
-    .with_for_update(skip_locked=True)
-)
-_FOR_SANDBOXES = (
-    _SELECT.where(rollouts.c.sandbox_id.in_(_AMONG), _IN_SANDBOX).order_by(rollouts.c.id).with_for_update()
-)
-_UNFINISHED = _SELECT.where(_OF_JOB, rollouts.c.state < RolloutState.SUCCEEDED).order_by(rollouts.c.id)
-_OVERDUE = (
-    _SELECT.join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
-    .where(
-        jobs.c.finished_at.is_(None),
-        jobs.c.cancel_reason.is_(None),
-        jobs.c.deadline_at.is_(None),
-        jobs.c.outage_began <= bindparam("b_since"),
-        rollouts.c.state.in_([RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN]),
-        rollouts.c.since <= bindparam("b_since"),
-    )
-    .order_by(rollouts.c.id)
-    .limit(bindparam("b_limit"))
-    .with_for_update(of=rollouts, skip_locked=True)
-)
-_OF_POOL = (
-    _SELECT.add_columns(jobs.c.limits)
-    .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
-    .where(
-        jobs.c.namespace == bindparam("b_namespace"),
-        jobs.c.pool == bindparam("b_pool"),
-        jobs.c.finished_at.is_(None),
-    )
-    .order_by(rollouts.c.id)
-    .with_for_update(of=rollouts)
-)
-_BEHIND = _OF_POOL.where(
-    rollouts.c.state.in_([RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]),
-    rollouts.c.policy_index < bindparam("b_index"),
-)
-_RUNNING_ON = _OF_POOL.where(
-    rollouts.c.backend == bindparam("b_url"), rollouts.c.state == RolloutState.LEASED_RUN
-)
-
-
-def named(tx: Transaction, ids: Iterable[str]) -> dict[str, Rollout]:
-    """Return the rollouts with these ids, by their ids."""
-    return {row.id: row for row in _read(tx, _NAMED, b_ids=sorted(set(ids)))}
+_WITH_JOB = _SELECT.add_columns(jobs.c.limits).join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
 
 
 class Waiting(NamedTuple):
@@ -125,6 +68,11 @@ class Waiting(NamedTuple):
 
     rollout: Rollout
     bytes: int
+
+
+def named(tx: Transaction, ids: Iterable[str]) -> dict[str, Rollout]:
+    """Return the rollouts with these ids, by their ids."""
+    return {row.id: Rollout(*row) for row in tx.conn.execute(_NAMED, {"b_ids": sorted(set(ids))}).all()}
 
 
 def waiting(tx: Transaction, job_id: int, state: RolloutState, node: str, limit: int) -> list[Waiting]:
@@ -135,22 +83,32 @@ def waiting(tx: Transaction, job_id: int, state: RolloutState, node: str, limit:
 
 def expired(tx: Transaction, limit: int) -> list[Rollout]:
     """Return the rollouts whose leases have expired, those that expired first before the others."""
-    return _read(tx, _EXPIRED, b_now=tx.now, b_limit=limit)
+    rows = tx.conn.execute(_EXPIRED, {"b_now": tx.now, "b_limit": limit}).all()
+    return [Rollout(*row) for row in rows]
+
+
+def _found(
+    tx: Transaction, *where: sa.ColumnElement[bool], limit: int | None = None, skip_locked: bool = False
+) -> list[Rollout]:
+    query = _SELECT.where(*where).order_by(rollouts.c.id).limit(limit)
+    rows = tx.conn.execute(query.with_for_update(of=rollouts, skip_locked=skip_locked)).all()
+    return [Rollout(*row) for row in rows]
 
 
 def held_by(tx: Transaction, job_id: int, worker: str, limit: int) -> list[Rollout]:
     """Return the rollouts of a job that a worker holds."""
-    return _read(tx, _HELD_BY, b_job=job_id, b_worker=worker, b_limit=limit)
+    return _found(tx, _IS_HELD, rollouts.c.job_id == job_id, rollouts.c.worker == worker, limit=limit)
 
 
 def at_node(tx: Transaction, job_id: int, node: str, limit: int) -> list[Rollout]:
     """Return the rollouts of a job that wait for the workers of a node, because their sandboxes are there."""
-    return _read(tx, _AT_NODE, b_job=job_id, b_node=node, b_limit=limit)
+    where = (rollouts.c.job_id == job_id, _IN_SANDBOX, rollouts.c.node == node)
+    return _found(tx, *where, limit=limit, skip_locked=True)
 
 
 def for_sandboxes(tx: Transaction, sandboxes: Sequence[str]) -> list[Rollout]:
     """Return the rollouts that wait with one of these sandboxes."""
-    return _read(tx, _FOR_SANDBOXES, b_ids=sandboxes)
+    return _found(tx, rollouts.c.sandbox_id.in_(sandboxes), _IN_SANDBOX)
 
 
 def unfinished(
@@ -163,29 +121,48 @@ def unfinished(
     skip_locked: bool = False,
 ) -> list[Rollout]:
     """Return the unfinished rollouts of a job, of one of its groups, or only the given one."""
-    query = _UNFINISHED
+    where = [rollouts.c.job_id == job_id, rollouts.c.state < RolloutState.SUCCEEDED]
     if group is not None:
-        query = query.where(rollouts.c.group_no == group)
+        where.append(rollouts.c.group_no == group)
     if rollout is not None:
-        query = query.where(rollouts.c.id == rollout)
-    return _read(tx, query.limit(limit).with_for_update(skip_locked=skip_locked), b_job=job_id)
+        where.append(rollouts.c.id == rollout)
+    return _found(tx, *where, limit=limit, skip_locked=skip_locked)
 
 
 def overdue(tx: Transaction, since: float, limit: int) -> list[Rollout]:
     """Return what has waited for Init or Run since that time, in an outage, in jobs without a deadline."""
-    return _read(tx, _OVERDUE, b_since=since, b_limit=limit)
+    late = sa.select(jobs.c.id).where(
+        jobs.c.finished_at.is_(None),
+        jobs.c.cancel_reason.is_(None),
+        jobs.c.deadline_at.is_(None),
+        jobs.c.outage_began <= since,
+    )
+    states = [RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN]
+    where = (rollouts.c.job_id.in_(late), rollouts.c.state.in_(states), rollouts.c.since <= since)
+    return _found(tx, *where, limit=limit, skip_locked=True)
+
+
+def _of_pool(
+    tx: Transaction, namespace: str, pool: str, *where: sa.ColumnElement[bool]
+) -> list[tuple[Rollout, Limits]]:
+    """Return the rollouts of a pool's unfinished jobs that meet the conditions, with their jobs' limits."""
+    query = _WITH_JOB.where(
+        jobs.c.namespace == namespace, jobs.c.pool == pool, jobs.c.finished_at.is_(None), *where
+    )
+    rows = tx.conn.execute(query.order_by(rollouts.c.id).with_for_update(of=rollouts)).all()
+    return [(Rollout(*row[:-1]), row.limits) for row in rows]
 
 
 def behind(tx: Transaction, namespace: str, pool: str, index: int) -> list[tuple[Rollout, Limits]]:
     """Return the pool's rollouts in Run or before Eval whose Run began before the weights of this index."""
-    values = {"b_namespace": namespace, "b_pool": pool, "b_index": index}
-    return [(Rollout(*row[:-1]), row.limits) for row in tx.conn.execute(_BEHIND, values).all()]
+    states = [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]
+    return _of_pool(tx, namespace, pool, rollouts.c.state.in_(states), rollouts.c.policy_index < index)
 
 
 def running_on(tx: Transaction, namespace: str, pool: str, url: str) -> list[Rollout]:
     """Return the pool's rollouts that are in Run on this backend."""
-    values = {"b_namespace": namespace, "b_pool": pool, "b_url": url}
-    return [Rollout(*row[:-1]) for row in tx.conn.execute(_RUNNING_ON, values).all()]
+    running = (rollouts.c.backend == url, rollouts.c.state == RolloutState.LEASED_RUN)
+    return [row for row, _ in _of_pool(tx, namespace, pool, *running)]
 
 
 # Other reads.

@@ -39,7 +39,7 @@ class Pool:
             return ended
 
         ended: int = await self.served.plane.database.write(op)
-        for job_id in await self.served.plane.database.read(cancellation.unfinished_cancellations):
+        for job_id in await self.served.plane.database.read(job_rows.cancelling):
             await self.served.plane.cancel_rest(job_id)
         return ended
 

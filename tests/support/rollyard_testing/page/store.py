@@ -19,13 +19,15 @@ import sqlalchemy as sa
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs import jobs
 from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import ending
 from rollyard_api.rollouts.ending import Ending
 from rollyard_api.settings import Settings
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import migrate
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import payloads, rollouts, weight_updates
 from rollyard_api.storage.schema import pools as pool_table
@@ -140,7 +142,7 @@ class Store:
 
         def create(tx: Transaction) -> None:
             pools.create(tx, pool)
-            row = pools.find(tx.conn, pool.metadata.namespace, name)
+            row = pool_rows.find(tx.conn, pool.metadata.namespace, name)
             for index, version in enumerate(versions, 1):
                 _updated(tx, row.id, version, index)
 
@@ -187,7 +189,7 @@ class Store:
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began
             jobs.create(tx, new, _ROOM)
-            job = jobs.find(tx.conn, namespace, name)
+            job = job_rows.find(tx.conn, namespace, name)
             return job.id, f"{name}-{job.uid[:8]}"
 
         job_id, prefix = await self._database.write(create)

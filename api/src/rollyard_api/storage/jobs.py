@@ -20,7 +20,7 @@ from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, SamplingRow, columns, read_one
-from rollyard_api.storage.schema import dynamic_sampling, jobs, sampling_targets
+from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampling_targets
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
@@ -129,11 +129,21 @@ def unfinished_rollouts(conn: Connection, namespace: str) -> tuple[int, int]:
 
 
 _CANCELLING = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
+_REMOVABLE = sa.select(jobs.c.id).where(
+    jobs.c.deleted_at.is_not(None),
+    jobs.c.finished_at.is_not(None),
+    ~sa.exists().where(rollouts.c.job_id == jobs.c.id, rollouts.c.pending.is_not(None)),
+)
 
 
 def cancelling(conn: Connection) -> list[int]:
     """Return the ids of the jobs whose cancellation has begun, perhaps before a restart, and not ended."""
     return list(conn.scalars(_CANCELLING))
+
+
+def removable(conn: Connection) -> list[int]:
+    """Return the ids of the deleted jobs whose rollouts have ended and are in the trajectory store."""
+    return list(conn.scalars(_REMOVABLE))
 
 
 # Jobs begin and are changed.
@@ -244,7 +254,9 @@ _COUNT_ENDED = _UPDATE.values(
         for name in ("ended", "succeeded", "failed", "cancelled", "reward_sum")
     }
 ).returning(*(jobs.c[name] for name in EndedCounts._fields))
-_NEXT_GROUP = _UPDATE.values(groups_ended=jobs.c.groups_ended + 1).returning(jobs.c.groups_ended)
+_COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
+    jobs.c.groups_ended
+)
 _CLOSE = _UPDATE.values(closed=True)
 _CONCLUDE = _UPDATE.where(*_OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
 _FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
@@ -271,10 +283,10 @@ def count_ended(
     return EndedCounts(*row)
 
 
-def next_group(tx: Transaction, job_id: int) -> int:
-    """Count an ended group, and return its place in the order in which the job's groups ended."""
-    place: int = tx.conn.execute(_NEXT_GROUP, {"b_job": job_id}).scalar_one()
-    return place
+def count_ended_groups(tx: Transaction, job_id: int, count: int) -> int:
+    """Count ended groups, and return the place of the first in the order in which the job's groups ended."""
+    last: int = tx.conn.execute(_COUNT_ENDED_GROUPS, {"b_job": job_id, "b_count": count}).scalar_one()
+    return last - count + 1
 
 
 def close(tx: Transaction, job_id: int) -> None:
@@ -288,9 +300,9 @@ def conclude(tx: Transaction, job_id: int, reason: str) -> None:
 
     It is finished if none of its rollouts is unfinished. The others are ended soon after.
     """
-    tx.conn.execute(_CONCLUDE, {"b_job": job_id, "b_reason": reason})
-    finish_concluded(tx, job_id)
-    _wake(tx, job_id)
+    if tx.conn.execute(_CONCLUDE, {"b_job": job_id, "b_reason": reason}).rowcount:
+        finish_concluded(tx, job_id)
+        _wake(tx, job_id)
 
 
 def finish(tx: Transaction, job_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Every statement that writes `pools` or `backends`.
+"""Every statement that writes `pools` or `backends`, and the reads that several modules share.
 
 A change that may let a rollout be leased wakes the queues.
 """

@@ -316,7 +316,7 @@ class _Batch:
             for result in results.values():
                 tally.add(result)
         if job.limits.sampling is not None:
-            job_rows.count_groups(tx, job_id, **msgspec.structs.asdict(tally))
+            job_rows.count_groups(tx, job_id, tally)
             advance(tx, job_id)
         elif job.closed and job.ended == job.total:
             job_rows.finish(tx, job_id)

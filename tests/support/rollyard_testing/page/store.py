@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
 from rollyard_api.core.room import Room
-from rollyard_api.jobs import jobs
+from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine import events
 from rollyard_api.machine.rollout import Refused, Transition, decide
@@ -204,7 +204,7 @@ class Store:
                 **({} if pool is None else {"backendRef": {"name": pool}}),
             },
         }
-        new = jobs.prepare(RolloutJob.model_validate(document), tasks)
+        new = manifests.prepare(RolloutJob.model_validate(document), tasks)
 
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began

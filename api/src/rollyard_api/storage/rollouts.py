@@ -221,7 +221,7 @@ class JobOfRollouts(NamedTuple):
     limits: Limits
 
 
-class Lease(NamedTuple):
+class LeaseState(NamedTuple):
     """The token and the state of a rollout's row, for the judgement of a heartbeat."""
 
     token: int
@@ -268,10 +268,10 @@ def waited_for(tx: Transaction, apart_from: Sequence[str]) -> list[tuple[str, in
     return sorted((row.node, row.job_id) for row in tx.conn.execute(query))
 
 
-def leases(tx: Transaction, ids: Iterable[str]) -> dict[str, Lease]:
+def leases(tx: Transaction, ids: Iterable[str]) -> dict[str, LeaseState]:
     """Return the tokens and states of these rollouts."""
     rows = tx.conn.execute(_LEASES, {"b_ids": sorted(set(ids))}).all()
-    return {row.id: Lease(row.token, row.state) for row in rows}
+    return {row.id: LeaseState(row.token, row.state) for row in rows}
 
 
 def stale_pools(tx: Transaction, ids: Sequence[str]) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ from rollyard_crds.rolloutjob import StageName
 
 NO_BACKEND: Final = "NoBackend"
 """The reason of a rollout whose pool had no ready backend for too long."""
+BACKEND_UNAVAILABLE: Final = "BackendUnavailable"
+"""The reason of a Run whose backend did not answer."""
 NODE_GONE: Final = "NodeGone"
 
 
@@ -123,6 +125,16 @@ class Failed(Struct, frozen=True):
     pool_is_down: bool = False
     """Whether the job's pool has no ready backend, which the control plane has looked up."""
     times: Times = NO_TIMES
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether a Run failed because its pool had no ready backend.
+
+        A worker that knows this reports the reason NoBackend. The others report BackendUnavailable, and the
+        pool is looked at.
+        """
+        gone = self.reason == NO_BACKEND or (self.pool_is_down and self.reason == BACKEND_UNAVAILABLE)
+        return gone and self.stage == "run"
 
 
 class LeaseLost(Struct, frozen=True):

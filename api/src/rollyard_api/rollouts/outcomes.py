@@ -8,7 +8,7 @@ import msgspec
 
 from rollyard_api.backends.assignment import without_backend
 from rollyard_api.machine import events
-from rollyard_api.machine.failure_policy import BACKEND_UNAVAILABLE
+from rollyard_api.machine.events import BACKEND_UNAVAILABLE
 from rollyard_api.machine.rollout import Rejection, decide
 from rollyard_api.rollouts import staleness, transitions
 from rollyard_api.storage import rollouts as rollout_rows

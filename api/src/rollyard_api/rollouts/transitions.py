@@ -151,19 +151,7 @@ class _Batch:
         if transition.returns or (held and after == RolloutState.FAILED):
             number = timing.attempts(timings, stage)
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
-        if held:
-            spans.worked(
-                tx,
-                rollout.id,
-                stage,
-                rollout.token,
-                rollout.since,
-                worker=rollout.worker,
-                node=rollout.node,
-                error=transition.reason,
-            )
-        else:
-            spans.waited(tx, rollout.id, stage, rollout.since, reason=transition.reason)
+        spans.left(tx, rollout, reason=transition.reason)
         if after.has_ended:
             ending = _Ending(rollout, transition, changes, timing.total(timings))
             self.endings[rollout.job_id].append(ending)

@@ -246,8 +246,7 @@ class _Batch:
         tx = self.tx
         counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
         rollout_rows.change(tx, self.changes)
-        if self.kept:
-            rollout_rows.keep(tx, self.kept)
+        rollout_rows.keep(tx, self.kept)
         rollout_rows.drop(tx, self.dropped)
         circuits.completed(tx, self.answering)
         malformed_calls.count(tx, self.calls)

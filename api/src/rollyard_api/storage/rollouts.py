@@ -335,11 +335,16 @@ _GRACE = (
 
 def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
     """Write the changed columns of rollouts, whose ids stand under "b_id"; only `transitions` calls this."""
-    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for values in changes:
-        alike[tuple(values)].append(values)
-    for some in alike.values():
+    for some in _alike(changes).values():
         tx.conn.execute(_UPDATE, some)
+
+
+def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """Return the rows by the columns that they name, because one statement takes those that name the same."""
+    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for values in rows:
+        alike[tuple(values)].append(values)
+    return alike
 
 
 def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> None:
@@ -391,10 +396,7 @@ def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
 
 def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
     """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
-    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for values in kept:
-        alike[tuple(values)].append(values)
-    for names, some in alike.items():
+    for names, some in _alike(kept).items():
         tx.conn.execute(_upsert(tx.sqlite, names), some)
 
 

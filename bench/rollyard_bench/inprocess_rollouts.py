@@ -19,7 +19,7 @@ import numpy as np
 from rollyard_crds.lease import LeaseRef
 from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.sampling import SamplingParams
-from rollyard_engine.generation.scheduler import Limits, Scheduler
+from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits
 from rollyard_engine.generation.sequence import Sequence as EngineSequence
 from rollyard_engine.generation.thread import EngineThread
 from rollyard_pipeline.handlers.scripts import run_test
@@ -59,7 +59,7 @@ class LocalEngine:
 
     def __init__(self, folder: Path, stop: int) -> None:
         model = load_model(folder, 0)
-        limits = Limits(CONTEXT_TOKENS * 2, 64, 256, 1024 << 20)
+        limits = SchedulerLimits(CONTEXT_TOKENS * 2, 64, 256, 1024 << 20)
         scheduler = Scheduler(model, "0", {*model.folder.eos_token_ids, stop}, limits)
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(scheduler, max_waiting=2048, notify=self._notify)

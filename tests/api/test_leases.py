@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from rollyard_api.core.codec import unpack
 from rollyard_api.core.problems import Invalid
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_api.machine.events import RunDone
 from rollyard_api.rollouts import heartbeats, sweeps, wire
 from rollyard_api.storage.database import Transaction
@@ -325,7 +325,7 @@ async def test_nothing_of_a_cancelled_job_is_leased_while_its_rollouts_are_being
     await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
 
     def cancel(tx: Transaction) -> int:
-        return cancellation.cancel_job(tx, "default", "job", "Cancelled")
+        return jobs.cancel(tx, "default", "job", "Cancelled")
 
     job_id = await served.plane.database.write(cancel)
     assert {lease["job"] for lease in await worker.lease(init=8)} == {"other"}

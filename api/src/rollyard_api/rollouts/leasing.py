@@ -24,7 +24,7 @@ from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.groups import Group
+from rollyard_api.storage.groups import LeasedGroup
 from rollyard_api.storage.rollouts import Payload, Waiting
 from rollyard_api.storage.rows import LeasableJob, columns, read_all
 from rollyard_api.storage.schema import jobs
@@ -159,9 +159,8 @@ class _Grant:
                     continue
                 assignment = self.routers.assignment((job.namespace, job.pool), chosen)
             total += size
-            event = Leased(self.ask.worker, self.ask.node, tx.now + self.lease_seconds)
-            if chosen is not None:
-                event = Leased(event.worker, event.node, event.expires, chosen.url, chosen.policy_index)
+            backend = (None, None) if chosen is None else (chosen.url, chosen.policy_index)
+            event = Leased(self.ask.worker, self.ask.node, tx.now + self.lease_seconds, *backend)
             decision = decide(row, event, None, tx.now)
             assert isinstance(decision, Transition), f"{row.id} waits for {stage}"
             decided.append((row, decision))
@@ -191,14 +190,16 @@ class _Grant:
         transitions.apply(tx, decided)
         return leases, total
 
-    def _groups(self, rows: Sequence[Rollout]) -> dict[int, dict[int, Group]]:
+    def _groups(self, rows: Sequence[Rollout]) -> dict[int, dict[int, LeasedGroup]]:
         """Return the groups of the rollouts, by their jobs and numbers."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for row in rows:
             wanted[row.job_id].add(row.group_no)
         return {job_id: group_rows.named(self.tx.conn, job_id, nos) for job_id, nos in wanted.items()}
 
-    def _route(self, routers: Routers, key: Key, row: Rollout, groups: dict[int, Group]) -> Backend | None:
+    def _route(
+        self, routers: Routers, key: Key, row: Rollout, groups: dict[int, LeasedGroup]
+    ) -> Backend | None:
         router = routers.get(key)
         if router is None:
             return None
@@ -214,7 +215,7 @@ class _Grant:
         return chosen
 
 
-def _carried(group: Group, payload: Payload | None, stage: StageName) -> dict[str, bytes]:
+def _carried(group: LeasedGroup, payload: Payload | None, stage: StageName) -> dict[str, bytes]:
     """Return the large parts of a lease as JSON."""
     carried = {"task": unpack(group.task)}
     if payload is not None and payload.carry is not None:

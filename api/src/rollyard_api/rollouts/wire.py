@@ -12,7 +12,7 @@ from rollyard_api.core.codec import dumps, pack
 from rollyard_api.core.problems import Invalid
 from rollyard_api.core.validation import MAX_PROBLEMS, validated
 from rollyard_api.machine import events
-from rollyard_api.machine.events import Failed, InitDone, RunCounts, RunDone, Sandbox, Scored, Times
+from rollyard_api.machine.events import Failed, InitDone, InitSandbox, RunCounts, RunDone, Scored, Times
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.traces import MAX_REASON
 
@@ -122,7 +122,7 @@ def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> event
         )
     sandbox = None
     if result.sandbox is not None:
-        sandbox = Sandbox(result.sandbox.id, result.sandbox.node, dumps(document["sandbox"]))
+        sandbox = InitSandbox(result.sandbox.id, result.sandbox.node, dumps(document["sandbox"]))
     return InitDone(token=result.token, sandbox=sandbox, carry=kept, times=times)
 
 

@@ -132,22 +132,6 @@ class EndedRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """A row of `dynamic_sampling`."""
-
-    job_id: int
-    samples: int
-    target: int
-    started: int
-    informative: int
-    uninformative: int
-    dropped: int
-    surplus: int
-    surplus_rollouts: int
-    discarded_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class BlobRow:
     """A row of `blobs`."""
 

@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
 from rollyard_api.core.room import Room
-from rollyard_api.jobs import jobs
+from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine import events
-from rollyard_api.machine.rollout import Refused, Transition, decide
+from rollyard_api.machine.rollout import Rejection, Transition, decide
 from rollyard_api.machine.rollout import Rollout as RolloutRow
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
@@ -204,7 +204,7 @@ class Store:
                 **({} if pool is None else {"backendRef": {"name": pool}}),
             },
         }
-        new = jobs.prepare(RolloutJob.model_validate(document), tasks)
+        new = manifests.prepare(RolloutJob.model_validate(document), tasks)
 
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began
@@ -307,7 +307,7 @@ def _transition(row: RolloutRow, result: Result) -> Transition:
     elif result.state == RolloutState.FAILED:
         event = events.BackendAwaited(result.message or "", result.reason or "")
     decision = decide(row, event, None, result.ended_at)
-    if isinstance(decision, Refused):
+    if isinstance(decision, Rejection):
         # Only a wait for Init or Run can be for a backend. The other failures look the same afterwards.
         decision = decide(replace(row, state=RolloutState.QUEUED_RUN), event, None, result.ended_at)
     assert isinstance(decision, Transition)

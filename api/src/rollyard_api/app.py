@@ -43,7 +43,6 @@ from rollyard_api.routes import (
     workers,
 )
 from rollyard_api.routes.common import describe_bodies
-from rollyard_api.routes.page import events as page_events
 from rollyard_api.routes.page import fleet as page_fleet
 from rollyard_api.routes.page import job as page_job
 from rollyard_api.routes.page import rollout as page_rollout
@@ -230,7 +229,7 @@ class Application(FastAPI):
 _ROUTES = (
     *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes),
     *(sessions, api_docs),
-    *(page_fleet, page_events, page_job, page_rollout),
+    *(page_fleet, page_job, page_rollout),
 )
 _ROUTERS = tuple(module.router for module in _ROUTES)
 

@@ -9,7 +9,7 @@ from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.states import ENDED
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.views.fleet.feed import FleetFeed
-from rollyard_api.views.fleet.reader import FleetReader
+from rollyard_api.views.fleet.overview import FleetReader
 from rollyard_api.views.fleet.workers import SeenWorkers
 from rollyard_api.views.job.folding import Folding
 from rollyard_api.views.rollout.live import Watching

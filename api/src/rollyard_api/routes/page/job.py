@@ -14,9 +14,9 @@ from rollyard_api.jobs import jobs
 from rollyard_api.rollouts.admission import prefix_of
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
 from rollyard_api.storage.rows import JobRow
+from rollyard_api.views.job import folding, rollout_list
 from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
-from rollyard_api.views.job import kept
 from rollyard_api.views.job.gantt import GanttSort
 from rollyard_api.views.job.grid import GridSort, GroupFilter
 from rollyard_api.views.job.rollout_list import Status
@@ -37,7 +37,7 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
 
     def query(conn: Connection) -> tuple[JobRow, bool]:
         job = jobs.find(conn, namespace, name)
-        return job, kept.is_behind(conn, job)
+        return job, folding.is_behind(conn, job)
 
     job, behind = await plane.database.read(query)
     if behind:
@@ -82,7 +82,11 @@ async def statistics(plane: Plane, name: str, namespace: Namespace = "default") 
     """
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
-        return answer(await plane.database.read(partial(kept.statistics, job=job)))
+
+        def query(conn: Connection) -> dict[str, Any]:
+            return folding.statistics(conn, job, rollout_list.labels(conn, job))
+
+        return answer(await plane.database.read(query))
 
 
 @router.get("/{name}/gantt")

@@ -19,7 +19,7 @@ from rollyard_api.core.codec import dumps
 from rollyard_api.jobs import jobs as job_table
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
-from rollyard_api.views.fleet.reader import FleetReader, FleetSnapshot
+from rollyard_api.views.fleet.overview import FleetReader, FleetSnapshot
 from rollyard_api.views.job.rollout_list import slim_ended
 
 BUFFER: Final = 256

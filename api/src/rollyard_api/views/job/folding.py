@@ -8,7 +8,7 @@ order of the commits (see `rollouts.ending`), so none is passed over.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
 from rollyard_api.views.job.statistics import EndedView, Statistics
@@ -55,6 +56,7 @@ _ENDED = (
     .order_by(rollouts.c.end_seq)
     .limit(BATCH)
 )
+_PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
     sa.select(groups.c.no, groups.c.seq, groups.c.informative, groups.c.reason)
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
@@ -253,3 +255,21 @@ class Folding:
         for _ in range(batches):
             if not await self._database.write(partial(fold, job_id=job_id), durable=False):
                 return
+
+
+def is_behind(conn: Connection, job: JobRow) -> bool:
+    """Return whether rollouts or groups of a job have ended that are not folded yet."""
+    row = conn.execute(_PLACES, {"b_job": job.id}).one_or_none()
+    folded, groups_folded = (0, 0) if row is None else (row.rollouts, row.groups)
+    return job.ended > folded or job.groups_ended > groups_folded
+
+
+def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict[str, Any]:
+    """Return the statistics of a job as the API answers them.
+
+    Args:
+        labels: The policy version of each index that is known.
+    """
+    row = conn.execute(_STATISTICS, {"b_job": job.id}).one_or_none()
+    kept = Statistics(None if row is None else loads(unpack(row.document)))
+    return {"upto": 0 if row is None else row.rollouts, **kept.view(labels)}

@@ -28,12 +28,11 @@ from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import ApiError, Invalid, Unavailable
 from rollyard_api.jobs import jobs
 from rollyard_api.prorl import calls, results, servers
-from rollyard_api.prorl.addresses import MAX_ADDRESS
 from rollyard_api.prorl.calls import Asked, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.gate import BodyGate
-from rollyard_api.prorl.instances import FORMATS, Formats, name_of, task_of
-from rollyard_api.prorl.parameters import RolloutParams, digest_of, job_spec
+from rollyard_api.prorl.process_calls import RolloutParams, job_spec, name_of, task_of
+from rollyard_api.prorl.servers import MAX_ADDRESS
 from rollyard_api.prorl.waits import Ends
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
@@ -91,7 +90,7 @@ class ProrlCalls:
         self._plane = plane
         self._config = config
         self._ends = Ends(plane)
-        self._formats = Formats({**FORMATS, **config.data_sources}, config.specs)
+        self._formats = config.formats
         self._reading = asyncio.Semaphore(READING)
         self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
 
@@ -189,14 +188,12 @@ class ProrlCalls:
         task = await self._plane.parsing.run(
             partial(task_of, body.instance, "new", self._formats), self._config.namespace
         )
-        given = [body.instance, body.sampling_params.model_dump()]
-        digest = hashlib.sha256(orjson.dumps(given, option=orjson.OPT_SORT_KEYS)).hexdigest()
         asked = Asked(
             key=key,
-            digest=digest,
+            digest=_digest([body.instance, body.sampling_params.model_dump()]),
             anonymous=anonymous,
             spec=spec,
-            settings=digest_of(spec),
+            settings=_digest(spec.to_json()),
             task=task,
             namespace=self._config.namespace,
             max_jobs=self._config.max_jobs,
@@ -288,6 +285,11 @@ class _Gone(ApiError):
 
     status = 500
     reason = "RolloutGone"
+
+
+def _digest(document: Any) -> str:
+    """Return the SHA-256 of a value of JSON, whatever the order of its fields."""
+    return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _decoded(data: bytes) -> Any:

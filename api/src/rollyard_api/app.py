@@ -23,7 +23,7 @@ from rollyard_api.access import job_scope, permissions
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.permissions import Access, Rule
 from rollyard_api.browsers.door import SessionOver
-from rollyard_api.browsers.front import Front
+from rollyard_api.browsers.page import Front
 from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
 from rollyard_api.prorl.listener import ProrlListener, listening
 from rollyard_api.routes import (

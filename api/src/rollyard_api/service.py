@@ -24,8 +24,7 @@ from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
 from rollyard_api.browsers.door import Door
-from rollyard_api.browsers.guesses import Guesses
-from rollyard_api.browsers.sessions import Sessions
+from rollyard_api.browsers.sessions import Guesses, Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable

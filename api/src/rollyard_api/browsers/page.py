@@ -1,4 +1,4 @@
-"""The files of the page, which are read into memory once, so that no request names a file of the machine."""
+"""The files of the page, which are read into memory once, and the layer that answers the page's paths."""
 
 from __future__ import annotations
 
@@ -13,9 +13,46 @@ from pathlib import Path
 from typing import Final
 
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollyard_api.browsers import headers
-from rollyard_api.core.problems import ApiError
+from rollyard_api.browsers import origins
+from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.core.problems import ApiError, MethodNotAllowed, NotFound, response
+
+_NOTHING: Final = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+PAGE_POLICY: Final = (
+    f"{_NOTHING}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; font-src 'none'; "
+    "require-trusted-types-for 'script'"
+)
+"""The content security policy of the page. It permits the files and calls of the control plane alone."""
+DOCS_POLICY: Final = (
+    f"{_NOTHING}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "font-src 'none'"
+)
+"""The policy of `/docs`. The style sheet of Swagger UI has images in itself, and its script sets markup."""
+DATA_POLICY: Final = _NOTHING
+"""The policy of answers that are data, in case a browser shows one as a document."""
+
+COMMON: Final[tuple[tuple[str, str], ...]] = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("X-Frame-Options", "DENY"),
+)
+"""The headers of every answer to a browser."""
+DOCUMENT: Final = (("Cross-Origin-Opener-Policy", "same-origin"),)
+"""The headers of documents in addition."""
+
+
+def document_headers(policy: str) -> dict[str, str]:
+    """Return the headers of a document with this content security policy."""
+    return {"Content-Security-Policy": policy, **dict(COMMON), **dict(DOCUMENT)}
+
+
+def data_headers() -> dict[str, str]:
+    """Return the headers of an answer that is no document."""
+    return {"Content-Security-Policy": DATA_POLICY, **dict(COMMON)}
+
 
 MAX_FILES: Final = 256
 MAX_BYTES: Final = 16 << 20
@@ -81,7 +118,7 @@ def web_file(name: str, body: bytes, policy: str = "") -> WebFile:
     """
     ending = Path(name).suffix
     packed = gzip.compress(body, 9, mtime=0) if ending in _PACKED and len(body) >= WORTH_PACKING else None
-    sent = headers.document_headers(policy) if policy else headers.data_headers()
+    sent = document_headers(policy) if policy else data_headers()
     sent["Content-Type"] = TYPES[ending]
     sent["Cache-Control"] = FOREVER if not policy and _HASHED.fullmatch(name) else ASK_AGAIN
     tag = hashlib.sha256(body).hexdigest()[:32]
@@ -134,7 +171,7 @@ def _read(folder: Path, prefix: str) -> Mapping[str, WebFile]:
             raise PageUnusable(f"{folder}: the page's files have more than {MAX_BYTES} bytes")
         name = path.relative_to(folder).as_posix()
         if name == "index.html":
-            found[name] = web_file(name, _filled(body, prefix), headers.PAGE_POLICY)
+            found[name] = web_file(name, _filled(body, prefix), PAGE_POLICY)
         else:
             found[name] = web_file(name, body)
     return found
@@ -169,3 +206,81 @@ def takes_gzip(header: str) -> bool:
 
 def _has_tag(header: str, tag: str) -> bool:
     return any(one.strip().removeprefix("W/") in (tag, "*") for one in header.split(","))
+
+
+_SEGMENT: Final = rb"[^/]+"
+_DOCUMENT_PATH: Final = re.compile(
+    rb"/|/jobs/%(s)s/%(s)s/?|/jobs/%(s)s/%(s)s/(?:groups|rollouts)/%(s)s/?" % {b"s": _SEGMENT}
+)
+"""The paths of the page. They are matched before they are decoded, because a name of a task may hold an
+encoded slash."""
+_ASSET_PATH: Final = re.compile(rb"/(assets/[A-Za-z0-9_][A-Za-z0-9._-]*|favicon\.(?:ico|svg|png))")
+
+
+class PageNotBuilt(NotFound):
+    """This installation lacks the page's files."""
+
+    reason = "PageNotBuilt"
+
+
+class Front:
+    """An ASGI application that answers the paths of the page, and passes all others on.
+
+    Args:
+        app: What answers all other paths.
+        settings: The prefix, the folder of the page, and the names under which browsers may open it.
+    """
+
+    def __init__(self, app: ASGIApp, settings: BrowserSettings) -> None:
+        self._app = app
+        self._prefix = settings.path_prefix
+        self._raw_prefix = settings.path_prefix.encode()
+        self._hosts = settings.hosts
+        self._files = PageFiles(settings.page_folder, settings.path_prefix)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as ASGI specifies it."""
+        if scope["type"] == "http":
+            if self._prefix:
+                scope = self._without_prefix(scope)
+            if not scope["path"].startswith("/v1/"):
+                raw: bytes = scope.get("raw_path") or scope["path"].encode()
+                is_document = _DOCUMENT_PATH.fullmatch(raw) is not None
+                asset = None if is_document else _ASSET_PATH.fullmatch(raw)
+                if is_document or asset is not None:
+                    name = "index.html" if asset is None else asset[1].decode()
+                    answer = await self._answer(scope, name)
+                    await answer(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _without_prefix(self, scope: Scope) -> Scope:
+        """Return the request without the prefix. One without it, as from a proxy that removes it, stays."""
+        path: str = scope["path"]
+        raw: bytes = scope.get("raw_path") or path.encode()
+        is_below = path == self._prefix or path.startswith(f"{self._prefix}/")
+        if not is_below or not (raw == self._raw_prefix or raw.startswith(self._raw_prefix + b"/")):
+            return scope
+        shorter = {"path": path[len(self._prefix) :] or "/", "raw_path": raw[len(self._raw_prefix) :] or b"/"}
+        return {**scope, **shorter}
+
+    async def _answer(self, scope: Scope, name: str) -> Response:
+        try:
+            given = origins.headers_of(scope)
+            origins.check_host(given, self._hosts)
+            if not given.is_read:
+                raise MethodNotAllowed(
+                    f"the page does not take {scope['method']}", headers={"Allow": "GET, HEAD"}
+                )
+            found = await self._files.get(name)
+            if found is not None:
+                sent = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+                return found.answer(sent)
+            if name == "index.html":
+                raise PageNotBuilt(
+                    "this installation lacks the page (rollyard_api/page/index.html); install Rollyard from "
+                    "its wheel, or build the page as CONTRIBUTING.md says"
+                )
+            raise NotFound(f"there is no {name} in the page; reload it, because it may have been upgraded")
+        except ApiError as error:
+            return response(error)

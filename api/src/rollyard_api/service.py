@@ -321,14 +321,14 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         TokenFileError: The token file cannot be used.
         StateFolderInUse: Another process serves this state folder.
         TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
+        UnknownSchema: The database is that of a version which this one does not know.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
             stack.enter_context(lock.held(settings.state_dir))
-        older = settings.older_job_tokens
-        tokens = TokenFile(settings.state_dir, settings.tokens_file, older_job_tokens=older)
+        tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         asked = settings.traces_asked
         traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=asked))

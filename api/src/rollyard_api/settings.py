@@ -34,8 +34,6 @@ class Settings:
     which is created if it is missing."""
     tokens_seconds: float = 1.0
     """The time between two checks of the token file for changes, in seconds."""
-    older_job_tokens: bool = True
-    """Whether job tokens without a uid, which older bridges create, are accepted."""
     open_metrics: bool = False
     """Whether `/metrics` needs no token."""
     open_docs: bool = False

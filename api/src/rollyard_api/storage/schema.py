@@ -86,15 +86,15 @@ jobs = sa.Table(
     # When the job's pool lost its last ready backend, or null while it has one.
     sa.Column("outage_began", sa.Double),
     # Whether no rollout may begin, because the target of the stream's last step is met.
-    sa.Column("holding", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("holding", sa.Boolean, nullable=False, default=False),
     # The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
     # the bound on unread results, so that not every page is a write.
-    sa.Column("read_trajectories", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("read_groups", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("read_trajectories", sa.Integer, nullable=False, default=0),
+    sa.Column("read_groups", sa.Integer, nullable=False, default=0),
     # The rollouts with tool calls and these calls, all of which are malformed, until a well-formed one came.
-    sa.Column("malformed_rollouts", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("malformed_calls", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("well_formed", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("malformed_rollouts", sa.Integer, nullable=False, default=0),
+    sa.Column("malformed_calls", sa.BigInteger, nullable=False, default=0),
+    sa.Column("well_formed", sa.Boolean, nullable=False, default=False),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
     _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
@@ -139,7 +139,7 @@ rollouts = sa.Table(
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
     # How often an attempt that ended because the pool had no ready backend was not counted.
-    sa.Column("outages", sa.SmallInteger, nullable=False, server_default="0"),
+    sa.Column("outages", sa.SmallInteger, nullable=False, default=0),
     # The attempts that did not end well, as JSON ({"attempts", "dropped"}), or null if there are none.
     sa.Column("attempts", sa.LargeBinary),
     # The tokens whose outcome was accepted, by which a repeat is recognised: "c3" completed, "f2" failed.
@@ -321,9 +321,9 @@ pools = sa.Table(
     sa.Column("external", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
     # The newest weights that every backend should have. The index orders versions and is 0 before any update.
-    sa.Column("policy_version", sa.String(128), nullable=False, server_default=""),
-    sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("paused", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("policy_version", sa.String(128), nullable=False, default=""),
+    sa.Column("policy_index", sa.Integer, nullable=False, default=0),
+    sa.Column("paused", sa.Boolean, nullable=False, default=False),
     # What happens to the requests in flight while the pool is paused: `abort`, `wait` or `keep`.
     sa.Column("pause_mode", sa.String(8)),
     # The model name that requests must give if it is not `model`, such as a LoRA adapter's name.
@@ -341,14 +341,14 @@ backends = sa.Table(
     sa.Column("policy_version", sa.String(128), nullable=False),
     sa.Column("message", sa.String(1024), nullable=False),
     # Current, Updating, Stale (behind the pool's policy_index) or Failed. Only Current gets rollouts.
-    sa.Column("weights", sa.String(16), nullable=False, server_default="Current"),
-    sa.Column("weights_message", sa.String(1024), nullable=False, server_default=""),
-    sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("restart_requested", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("draining", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("weights", sa.String(16), nullable=False, default="Current"),
+    sa.Column("weights_message", sa.String(1024), nullable=False, default=""),
+    sa.Column("policy_index", sa.Integer, nullable=False, default=0),
+    sa.Column("restart_requested", sa.Boolean, nullable=False, default=False),
+    sa.Column("draining", sa.Boolean, nullable=False, default=False),
     # The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen.
-    sa.Column("circuit", sa.String(16), nullable=False, server_default="Closed"),
-    sa.Column("failures", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("circuit", sa.String(16), nullable=False, default="Closed"),
+    sa.Column("failures", sa.Integer, nullable=False, default=0),
     sa.Column("opened_at", sa.Double),
     # The sampled tokens per second of one rollout's model time, a moving average, or null until measured.
     sa.Column("speed", sa.Double),

@@ -17,7 +17,7 @@ from rollyard_api.backends import circuits
 from rollyard_api.backends.circuit_breaker import Breaker
 from rollyard_api.backends.router import Backend, Router, eligible
 from rollyard_api.backends.run_estimates import Pace
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import RoutedBackend, read_all
 from rollyard_api.storage.schema import backends, groups, jobs, pools, rollouts

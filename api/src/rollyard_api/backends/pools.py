@@ -18,9 +18,9 @@ from rollyard_api.backends import circuits
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import merge_conditions, timestamp
 from rollyard_api.core.problems import Conflict, Invalid, NotFound
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, read_all, read_one
 from rollyard_api.storage.schema import backends, pools, rollouts, weight_updates

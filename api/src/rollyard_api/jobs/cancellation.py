@@ -10,10 +10,10 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.job_views import DELETED
 from rollyard_api.jobs.jobs import find_locked
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import outages
 from rollyard_api.rollouts.ending import cancelled, close, end
 from rollyard_api.storage.database import Transaction

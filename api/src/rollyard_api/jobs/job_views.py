@@ -13,8 +13,8 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import loads
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.jobs import find
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls
 from rollyard_api.rollouts.dynamic_sampling import rules_of
 from rollyard_api.storage.rows import JobRow, SamplingRow, columns

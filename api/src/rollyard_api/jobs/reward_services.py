@@ -26,9 +26,9 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable
 from rollyard_api.jobs.task_sources import AllowList, PrefixError, Source, allowed_prefixes, shown
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
 FIELD: Final = "spec.reward.service.url"

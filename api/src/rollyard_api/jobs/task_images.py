@@ -11,8 +11,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import unpack
 from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.jobs import find
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import groups, rollouts
 
 AHEAD: Final = 64

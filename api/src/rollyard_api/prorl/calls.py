@@ -16,8 +16,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import UNFINISHED, RolloutState
 from rollyard_api.jobs import cancellation, jobs, tasks
+from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.rollouts.admission import prefix_of
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow

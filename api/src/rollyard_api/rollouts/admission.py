@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import QUEUE, job_topic
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import jobs, rollouts
 

@@ -18,8 +18,8 @@ from rollyard_crds.fields.signals import has_signal
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import admission
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import SamplingRow, UnfinishedRollout, columns, read_all

@@ -13,8 +13,8 @@ from rollyard_crds.fields.signals import has_signal
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import dynamic_sampling
 from rollyard_api.rollouts.dynamic_sampling import Tally
 from rollyard_api.storage.database import Transaction

@@ -17,7 +17,7 @@ from sqlalchemy import bindparam
 from rollyard_api.backends.assignment import ACTIVE, STICK, Key, Routers, lock
 from rollyard_api.backends.router import Backend
 from rollyard_api.core.codec import unpack
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage.database import Transaction

@@ -18,7 +18,7 @@ from rollyard_crds.names import NODE
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
-from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, read_all

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollyard_api.backends.assignment import Key, without_backend
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction

@@ -13,8 +13,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from rollyard_api.backends import assignment, circuits
 from rollyard_api.core.codec import dumps, loads, pack
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import queue_topic
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls, outages, timing
 from rollyard_api.rollouts.ending import Ending, close, end
 from rollyard_api.rollouts.malformed_calls import RunCalls

@@ -23,8 +23,8 @@ from rollyard_crds.rolloutjob import StageName
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction

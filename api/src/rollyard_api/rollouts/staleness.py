@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import outcomes, timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.rollouts.requeue import Cause, Return, requeue

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.trajectories import traces
 
 _STAGE = ("queued_seconds", "active_seconds", "attempts")

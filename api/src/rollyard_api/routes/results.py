@@ -15,8 +15,8 @@ from starlette.responses import Response
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import Invalid, TooLarge
-from rollyard_api.core.states import ENDED
 from rollyard_api.jobs import jobs
+from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import Namespace, StrictRoute, Wait, answer, is_older_client, plane_of
 from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page

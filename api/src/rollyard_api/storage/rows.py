@@ -15,7 +15,7 @@ from rollyard_crds.backendpool import BackendWeights, Circuit
 from rollyard_crds.claims import ClaimState
 from rollyard_crds.weights import PauseMode, UpdateState
 
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 
 R = TypeVar("R")
 

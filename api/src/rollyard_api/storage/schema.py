@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
 metadata = sa.MetaData(
     naming_convention={

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
 KEY: Final = "_"
 MAX_STATES: Final = 64

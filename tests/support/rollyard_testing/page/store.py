@@ -19,9 +19,9 @@ import sqlalchemy as sa
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs import jobs
 from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import ending
 from rollyard_api.rollouts.ending import Ending
 from rollyard_api.settings import Settings

@@ -8,8 +8,8 @@ from functools import partial
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.states import ENDED
 from rollyard_api.jobs import jobs
+from rollyard_api.machine.states import ENDED
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts

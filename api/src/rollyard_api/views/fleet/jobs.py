@@ -14,7 +14,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views import keyset

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 from rollyard_api.trajectories import traces
 
 MAX_KEYS: Final = 512

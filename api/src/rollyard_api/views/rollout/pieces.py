@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces

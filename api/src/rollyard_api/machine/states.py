@@ -1,10 +1,14 @@
-"""The states through which a rollout passes."""
+"""The states through which a rollout passes, and which event may take it from one to which others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from typing import Final
 
 from rollyard_crds.rolloutjob import STAGES, StageName
+
+from rollyard_api.machine import events
 
 
 class RolloutState(IntEnum):
@@ -70,3 +74,40 @@ _STATUSES = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancel
 
 ENDED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if state.has_ended)
 UNFINISHED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if not state.has_ended)
+
+_ANY_STAGE = range(len(STAGES))
+_WAITING_IN_A_SANDBOX = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
+
+
+def _all(before: Iterable[RolloutState], *after: RolloutState) -> dict[RolloutState, frozenset[RolloutState]]:
+    return {state: frozenset(after) for state in before}
+
+
+TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[RolloutState]]]] = {
+    events.Leased: {BY_NUMBER[2 * at]: frozenset({BY_NUMBER[2 * at + 1]}) for at in _ANY_STAGE},
+    events.InitDone: _all([RolloutState.LEASED_INIT], RolloutState.QUEUED_RUN),
+    events.RunDone: _all([RolloutState.LEASED_RUN], RolloutState.QUEUED_EVAL),
+    events.Scored: _all([RolloutState.LEASED_EVAL], RolloutState.SUCCEEDED),
+    # A failed stage is repeated, or the rollout starts again from an earlier one.
+    events.Failed: {
+        BY_NUMBER[2 * at + 1]: frozenset({RolloutState.FAILED, *BY_NUMBER[0 : 2 * at + 1 : 2]})
+        for at in _ANY_STAGE
+    },
+    events.LeaseLost: _all(
+        [RolloutState.LEASED_INIT, RolloutState.LEASED_RUN], RolloutState.QUEUED_INIT, RolloutState.FAILED
+    )
+    | _all(
+        [RolloutState.LEASED_EVAL], RolloutState.QUEUED_EVAL, RolloutState.QUEUED_INIT, RolloutState.FAILED
+    ),
+    events.NodeLost: _all(_WAITING_IN_A_SANDBOX, RolloutState.QUEUED_INIT),
+    events.NewWeights: _all(
+        [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL],
+        RolloutState.QUEUED_INIT,
+        RolloutState.CANCELLED,
+    ),
+    events.BackendAwaited: _all([RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN], RolloutState.FAILED),
+    events.Cancelled: _all(UNFINISHED, RolloutState.CANCELLED),
+    events.Moved: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
+    events.Blamed: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
+}
+"""For each event, the states in which it may come, and those that may follow. It is refused in the others."""

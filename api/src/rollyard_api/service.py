@@ -16,10 +16,8 @@ from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from sqlalchemy.engine import Connection, make_url
 
-from rollyard_api.access.bearer_tokens import Tokens
+from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.job_scope import BoundJobs
-from rollyard_api.access.quotas import Idle, Quota, Turns
-from rollyard_api.access.token_file import TokenFile
 from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
@@ -28,12 +26,13 @@ from rollyard_api.browsers.sessions import Guesses, Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
-from rollyard_api.core.wakeups import Bus
+from rollyard_api.core.quotas import Quota, Turns
+from rollyard_api.core.wakeups import Bus, Idle
 from rollyard_api.jobs import cancellation
+from rollyard_api.jobs.blobs import Uploads
 from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
-from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, lease_expiry, node_loss, outages
 from rollyard_api.settings import Settings

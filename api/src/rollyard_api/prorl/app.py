@@ -21,11 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from rollyard_api.access.quotas import Quota
 from rollyard_api.core import entrypoints
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import ApiError, Invalid, Unavailable
+from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs import jobs
 from rollyard_api.prorl import calls, results, servers
 from rollyard_api.prorl.calls import Asked, StartedCall

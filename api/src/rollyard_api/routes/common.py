@@ -169,6 +169,11 @@ def answer(document: Any, status: int = 200, headers: dict[str, str] | None = No
     return Response(dumps(document), status_code=status, media_type="application/json", headers=headers)
 
 
+def page_answer(items: list[dict[str, Any]], more: str | None, **fields: Any) -> Response:
+    """Return a page of a list, whose `metadata.continue` begins the next page unless `more` is None."""
+    return answer({**fields, "items": items, "metadata": {} if more is None else {"continue": more}})
+
+
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a body that the route reads by itself.
 

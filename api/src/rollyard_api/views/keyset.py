@@ -46,7 +46,9 @@ class Order:
 
     def rows(self, conn: Connection, query: sa.Select[Any], limit: int, place: ListPlace | None) -> list[Any]:
         """Return the first rows of a query after a place, up to one more than `limit`."""
-        key, number, rows = self.key, self.number, []
+        key, number = self.key, self.number
+        rows: list[Any] = []
+        where: list[sa.ColumnElement[bool]]
         if place is None or place.key is not None:
             where = [] if self.missing is None else [key.is_not(None)]
             if place is not None:

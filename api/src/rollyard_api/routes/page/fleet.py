@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
 from rollyard_api.jobs import jobs
-from rollyard_api.routes.common import Plane, StrictRoute, answer
+from rollyard_api.routes.common import Plane, StrictRoute, answer, page_answer
 from rollyard_api.trajectories.delivery import Delivery
 from rollyard_api.views.fleet import jobs as job_rows
 from rollyard_api.views.fleet.feed import JobName
@@ -48,15 +48,9 @@ async def list_slim_jobs(
     """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
     fleet = await plane.views.fleet.look()
     rows, more = job_rows.page(
-        fleet.jobs,
-        namespace=namespace,
-        state=state,
-        search=search,
-        sort=sort,
-        limit=limit,
-        given=after,
+        fleet.jobs, namespace=namespace, state=state, search=search, sort=sort, limit=limit, given=after
     )
-    return answer({"items": rows, "metadata": {} if more is None else {"continue": more}})
+    return page_answer(rows, more)
 
 
 @router.get("/workers/{name}/rollouts")
@@ -78,7 +72,7 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
 
     async with plane.looks.held(namespace or ""):
         items = await plane.database.read(query)
-    return answer({"items": items, "metadata": {}})
+    return page_answer(items, None)
 
 
 _JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rollyard_api.jobs import jobs
 from rollyard_api.rollouts.admission import prefix_of
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, page_answer
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.views.job import folding, rollout_list
 from rollyard_api.views.job import gantt as gantt_rows
@@ -70,8 +70,7 @@ async def grid(
             return grid_rows.page(conn, job, asked, limit, after)
 
         items, more = await plane.database.read(query)
-    metadata = {} if more is None else {"continue": more}
-    return answer({"prefix": f"{prefix_of(job.name, job.uid)}-", "items": items, "metadata": metadata})
+    return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
 
 @router.get("/{name}/statistics")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Query
-from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
@@ -147,15 +146,11 @@ async def _vocabulary(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, 
     """Return the texts of the tokens of a job's pool, or None and why there are none."""
     if job.pool is None:
         return None, "the job has no pool, so no tokenizer is known"
-    tokenizer = await plane.database.read(partial(_tokenizer, job=job))
+    query = sa.select(pools.c.tokenizer).where(pools.c.namespace == job.namespace, pools.c.name == job.pool)
+    tokenizer = await plane.database.read(lambda conn: conn.scalar(query))
     if tokenizer is None:
         return None, f"the pool {job.pool!r} of the job is gone"
     try:
         return await plane.views.token_texts.of(tokenizer, job.namespace), ""
     except TextsMissing as error:
         return None, f"no texts for the tokenizer {tokenizer!r}: {error}"
-
-
-def _tokenizer(conn: Connection, job: JobRow) -> Any:
-    query = sa.select(pools.c.tokenizer).where(pools.c.namespace == job.namespace, pools.c.name == job.pool)
-    return conn.scalar(query)

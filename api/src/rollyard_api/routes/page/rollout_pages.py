@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import QueryRefused
-from rollyard_api.routes.common import answer
+from rollyard_api.routes.common import page_answer
 from rollyard_api.routes.page.job import folded
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.functions import PlaceIn
@@ -106,12 +106,10 @@ async def slim_page(
         job = await folded(plane, namespace, name)
         if not asked.search:
             look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
-            return _answer(await plane.database.read(look))
-    return _answer(await _searched(plane, job, asked, limit, after))
-
-
-def _answer(found: RolloutPage) -> Response:
-    return answer({"items": found.rows, "metadata": {} if found.more is None else {"continue": found.more}})
+            found = await plane.database.read(look)
+    if asked.search:
+        found = await _searched(plane, job, asked, limit, after)
+    return page_answer(found.rows, found.more)
 
 
 async def _searched(
@@ -189,8 +187,10 @@ async def _confirmed(
     plane: ControlPlane, job: JobRow, rows: Sequence[Any], wanted: Sequence[str]
 ) -> list[Any]:
     """Return those of some rows whose records really have the words."""
-    look = partial(_records, job_id=job.id, places=[row.end_seq for row in rows])
-    left = await plane.database.read(look)
+    places = [row.end_seq for row in rows]
+    query = records.select().where(rollouts.c.job_id == job.id, rollouts.c.end_seq.in_(places))
+    ordered = query.order_by(rollouts.c.end_seq)
+    left = await plane.database.read(lambda conn: read_all(EndedRollout, conn.execute(ordered)))
     true: set[int] = set()
     while left:
         # The store is read for a few records at a time, with the bound of a page.
@@ -199,12 +199,6 @@ async def _confirmed(
         true |= {row.end_seq for row, one in zip(left, has, strict=False) if one}
         left = left[len(lines) :]
     return [row for row in rows if row.end_seq in true]
-
-
-def _records(conn: Connection, job_id: int, places: Sequence[int]) -> list[EndedRollout]:
-    """Return the rows with which records are read, in the order of their places."""
-    query = records.select().where(rollouts.c.job_id == job_id, rollouts.c.end_seq.in_(places))
-    return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.end_seq)))
 
 
 def _having(lines: Sequence[bytes], wanted: Sequence[str]) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import orjson
@@ -237,9 +237,12 @@ def page(
     ]
     chosen.sort(key=lambda item: item[0])
     asked = keyset.digest([namespace, state, search, sort])
-    after = _after(given, asked)
-    if after is not None:
-        chosen = _beyond(chosen, after, given)
+    if given:
+        after = _after(given, asked)
+        try:
+            chosen = [item for item in chosen if item[0] > after]
+        except TypeError as error:
+            raise cursors.garbage(_PARAMETER, given, "jobs") from error
     rows = [job for _, job in chosen[:limit]]
     if len(chosen) <= limit:
         return rows, None
@@ -268,9 +271,7 @@ def _key(sort: JobSort, number: int, job: Mapping[str, Any]) -> tuple[Any, ...]:
             return (0, f"{job['namespace']}/{job['name']}", number)
 
 
-def _after(given: str, asked: str) -> tuple[Any, ...] | None:
-    if not given:
-        return None
+def _after(given: str, asked: str) -> tuple[Any, ...]:
     try:
         padded = given + "=" * (-len(given) % 4)
         found = orjson.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
@@ -279,12 +280,3 @@ def _after(given: str, asked: str) -> tuple[Any, ...] | None:
     if not isinstance(found, list) or len(found) != 4 or found[0] != asked:
         raise cursors.garbage(_PARAMETER, given, "this list of jobs")
     return tuple(found[1:])
-
-
-def _beyond(
-    chosen: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], after: tuple[Any, ...], given: str
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    try:
-        return [item for item in chosen if item[0] > after]
-    except TypeError as error:
-        raise cursors.garbage(_PARAMETER, given, "jobs") from error

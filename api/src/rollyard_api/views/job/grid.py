@@ -53,9 +53,7 @@ def page(
     """
     kind: type[float] | type[str] = str if asked.sort == "reason" else float
     place = keyset.place(given, job.uid, job.name, asdict(asked), kind)
-    rows = _by_number(conn, job.id, asked, limit, place)
-    if asked.sort != "no":
-        rows = _by_key(conn, job.id, asked, limit, place)
+    rows = _rows(conn, job.id, asked, limit, place)
     more = len(rows) > limit
     rows = rows[:limit]
     cells = _cells(conn, job, [row.no for row in rows])
@@ -97,30 +95,23 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
     return found
 
 
-def _by_number(
+def _rows(
     conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
 ) -> Sequence[Any]:
-    if asked.sort != "no":
-        return ()
-    where = _where(job_id, asked)
-    if place is not None:
-        where.append(groups.c.no > place.number)
-    query = sa.select(*_GROUP).where(*where).order_by(groups.c.no).limit(limit + 1)
-    return conn.execute(query).all()
-
-
-def _by_key(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
-) -> Sequence[Any]:
-    """Return groups in an order by what only those that have ended have."""
+    """Return groups after a place: by number, or in an order by what only those that have ended have."""
+    if asked.sort == "no":
+        query = sa.select(*_GROUP).where(*_where(job_id, asked))
+        if place is not None:
+            query = query.where(groups.c.no > place.number)
+        return conn.execute(query.order_by(groups.c.no).limit(limit + 1)).all()
     name, falls = asked.sort.lstrip("-"), asked.sort.startswith("-")
     column, number = ended_groups.c[_COLUMN[name]], ended_groups.c.no
     both = sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no)
-    query = sa.select(*_GROUP, ended_groups.c.mean, ended_groups.c.variance)
-    query = query.join_from(ended_groups, groups, both)
-    query = query.where(ended_groups.c.job_id == job_id, *_where(job_id, asked))
+    kept = (ended_groups.c.mean, ended_groups.c.variance)
+    base: sa.Select[Any] = sa.select(*_GROUP, *kept).join_from(ended_groups, groups, both)
+    where = (ended_groups.c.job_id == job_id, *_where(job_id, asked))
     missing = column.is_(None) if column.nullable else None
-    return keyset.Order(column, number, missing, falls=falls).rows(conn, query, limit, place)
+    return keyset.Order(column, number, missing, falls=falls).rows(conn, base.where(*where), limit, place)
 
 
 def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int, list[tuple[Any, ...]]]:

@@ -43,7 +43,13 @@ def brief(
     head = dict(record.head)
     turns = head.pop("turns", [])
     head["turns"] = [
-        turn | {"tool_calls": [_call(call) for call in turn.get("tool_calls") or ()]}
+        turn
+        | {
+            "tool_calls": [
+                {name: value for name, value in call.items() if name != "arguments"}
+                for call in turn.get("tool_calls") or ()
+            ]
+        }
         for turn in turns[:MAX_TURNS]
     ]
     return {
@@ -55,10 +61,6 @@ def brief(
         "neighbours": neighbours,
         "trace_id": trace_id(head["id"]),
     }
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name != "arguments"}
 
 
 def around(

@@ -292,12 +292,16 @@ async def request(
     target = location.path + (f"?{location.query}" if location.query else "")
     connect, silent = seconds
     host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
-    common = {"Host": host, "User-Agent": "rollyard", "Accept-Encoding": "identity"}
+    common: dict[bytes | str, bytes | str] = {
+        "Host": host,
+        "User-Agent": "rollyard",
+        "Accept-Encoding": "identity",
+    }
     return await stack.enter_async_context(
         pool.stream(
             method,
             f"{location.scheme}://{location.authority}{target}",
-            headers={**common, **(headers or {})},
+            headers=common | dict(headers or {}),
             content=body,
             extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
         )

@@ -11,21 +11,19 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
 from rollyard_api.jobs import blobs
-from rollyard_api.jobs.job_views import DELETED
-from rollyard_api.jobs.jobs import find_locked
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import outages
-from rollyard_api.rollouts.ending import cancelled, close, end
+from rollyard_api.rollouts.ending import cancelled, end
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.jobs import DELETED
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import (
     cursors,
-    dynamic_sampling,
     groups,
     jobs,
     payloads,
     rollouts,
-    sampling_targets,
 )
 from rollyard_api.trajectories import view_rows
 
@@ -55,10 +53,10 @@ def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
     Returns:
         The id of the job.
     """
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if job.cancel_reason is None and job.finished_at is None:
-        close(tx, job.id, reason)
-    return int(job.id)
+        job_rows.conclude(tx, job.id, reason)
+    return job.id
 
 
 def cancel_some(tx: Transaction, job_id: int) -> int:
@@ -66,8 +64,7 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
 
     A rollout that waits for a backend until the job's deadline, while the pool has none, ends as failed.
     """
-    query = sa.select(jobs.c.cancel_reason, jobs.c.outage_began).where(jobs.c.id == job_id)
-    job = tx.conn.execute(query).one_or_none()
+    job = job_rows.by_id(tx.conn, job_id)
     if job is None or job.cancel_reason is None:
         return 0
     rows = read_all(UnfinishedRollout, tx.conn.execute(_unfinished(job_id).limit(BATCH)))
@@ -89,7 +86,7 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
     Raises:
         NotFound: The job has no such group or rollout.
     """
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if rollout is not None:
         found = tx.conn.execute(
             sa.select(rollouts.c.id).where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)
@@ -131,45 +128,18 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     The name is free at once. The rows are removed by `purge_some`.
     """
     job_id = cancel_job(tx, namespace, name, DELETED)
-    tx.conn.execute(sa.update(jobs).where(jobs.c.id == job_id).values(deleted_at=tx.now))
+    job_rows.delete(tx, job_id)
     return job_id
 
 
-def unfinished_cancellations(conn: Connection) -> list[int]:
-    """Return the ids of the jobs whose cancellation has begun, perhaps before a restart, and not ended."""
-    query = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
-    return list(conn.scalars(query))
-
-
 def enforce(tx: Transaction) -> None:
-    """Cancel jobs that are past their active deadline, and remove finished jobs past their time to live."""
-    late = tx.conn.execute(
-        sa.select(jobs.c.namespace, jobs.c.name).where(
-            jobs.c.finished_at.is_(None),
-            jobs.c.deleted_at.is_(None),
-            jobs.c.cancel_reason.is_(None),
-            jobs.c.deadline_at < tx.now,
-        )
-    )
-    for row in list(late):
-        cancel_job(tx, row.namespace, row.name, DEADLINE)
-    finished = tx.conn.execute(
-        sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
-            jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
-        )
-    )
-    for job in list(finished):
-        ttl = loads(job.spec).get("ttlSecondsAfterFinished")
-        at = float("inf") if ttl is None else job.finished_at + ttl
-        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(delete_at=at))
-    old = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)
-    tx.conn.execute(sa.update(jobs).where(*old, jobs.c.object_uid.is_(None)).values(deleted_at=tx.now))
-    # The driver of an object would register the job again. It therefore deletes the object first.
-    tx.conn.execute(
-        sa.update(jobs)
-        .where(*old, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
-        .values(cancel_reason=DELETED)
-    )
+    """Cancel jobs that are past their active deadline, and delete finished jobs past their time to live."""
+    for job_id in job_rows.past_deadline(tx):
+        job_rows.conclude(tx, job_id, DEADLINE)
+    for job_id, finished_at, spec in job_rows.without_removal(tx):
+        ttl = loads(spec).get("ttlSecondsAfterFinished")
+        job_rows.delete_later(tx, job_id, float("inf") if ttl is None else finished_at + ttl)
+    job_rows.delete_old(tx)
 
 
 def deleted_jobs(conn: Connection) -> list[int]:
@@ -186,7 +156,7 @@ def deleted_jobs(conn: Connection) -> list[int]:
 
 def left_over(conn: Connection) -> tuple[list[int], list[int]]:
     """Return the ids of the jobs whose cancellation has not ended, and of the deleted jobs to remove."""
-    return unfinished_cancellations(conn), deleted_jobs(conn)
+    return job_rows.cancelling(conn), deleted_jobs(conn)
 
 
 def purge_some(tx: Transaction, job_id: int) -> bool:
@@ -198,10 +168,9 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
         tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
     if not view_rows.forget(tx, job_id, BATCH) or len(ids) == BATCH:
         return False
-    for table in (groups, dynamic_sampling, sampling_targets, cursors):
+    for table in (groups, cursors):
         tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))
-    gone = tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id).returning(jobs.c.blob_id))
-    blob_id = gone.scalar_one_or_none()
+    blob_id = job_rows.remove(tx, job_id)
     if blob_id is not None:
         blobs.let_go(tx, blob_id)
     return True

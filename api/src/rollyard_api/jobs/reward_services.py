@@ -23,7 +23,7 @@ from rollyard_crds.fields.reward import MAX_COMPONENTS, RewardServiceSpec
 from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import dumps
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
 from rollyard_api.core.quotas import Turns
@@ -105,7 +105,7 @@ def service_of(conn: Connection, rollout: str, token: int) -> ServiceCall:
         raise NotFound(f"there is no rollout {rollout!r}", reason="RolloutNotFound")
     if row.token != token or row.state != RolloutState.LEASED_EVAL:
         raise Conflict(f"the Eval lease of {rollout!r} with token {token} is not held", reason="LeaseLost")
-    service = loads(row.limits).get("reward_service")
+    service = row.limits.reward_service
     if service is None:
         raise Conflict(f"the job of {rollout!r} has no reward service", reason="NoRewardService")
     return ServiceCall(row.job_id, row.namespace, RewardServiceSpec.model_validate(service))
@@ -210,7 +210,7 @@ class RewardServices:
     async def _response(
         self, source: Source, body: bytes, blocking: Blocking, stack: AsyncExitStack, seconds: float
     ) -> httpcore.Response:
-        headers = {
+        headers: dict[bytes | str, bytes | str] = {
             "Accept": "application/json",
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),

@@ -11,6 +11,7 @@ import stat
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import urljoin
 
@@ -269,7 +270,7 @@ async def request(
     *,
     tls: ssl.SSLContext | None,
     seconds: tuple[float, float] = (CONNECT_SECONDS, SILENT_SECONDS),
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[bytes | str, bytes | str] = MappingProxyType({}),
     body: bytes | None = None,
 ) -> httpcore.Response:
     """Send one request over a connection of its own, and return the beginning of the answer.
@@ -301,7 +302,7 @@ async def request(
         pool.stream(
             method,
             f"{location.scheme}://{location.authority}{target}",
-            headers=common | dict(headers or {}),
+            headers={**common, **headers},
             content=body,
             extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
         )

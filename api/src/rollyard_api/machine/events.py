@@ -6,10 +6,14 @@ believed. The other events are found by the control plane itself, about rollouts
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 from rollyard_crds.rolloutjob import StageName
+
+NO_BACKEND: Final = "NoBackend"
+"""The reason of a rollout whose pool had no ready backend for too long."""
+NODE_GONE: Final = "NodeGone"
 
 
 class Sandbox(Struct, frozen=True):
@@ -125,12 +129,16 @@ class LeaseLost(Struct, frozen=True):
     """The lease has expired, or a driver saw its worker die."""
 
     reason: Literal["LeaseExpired", "WorkerDied"]
+    message: str
+    most: int
+    """The number of leases of one rollout that may be lost. One more ends it."""
 
 
 class NodeLost(Struct, frozen=True):
     """The sandboxes of a node are gone, and with them that of a rollout that waits."""
 
     message: str
+    reason: str = NODE_GONE
 
 
 class NewWeights(Struct, frozen=True):
@@ -146,6 +154,7 @@ class BackendAwaited(Struct, frozen=True):
     """The rollout has waited in a queue for a backend for too long."""
 
     message: str
+    reason: str = NO_BACKEND
 
 
 class Cancelled(Struct, frozen=True):

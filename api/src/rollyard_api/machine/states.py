@@ -111,3 +111,22 @@ TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[R
     events.Blamed: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
 }
 """For each event, the states in which it may come, and those that may follow. It is refused in the others."""
+
+
+def picture() -> str:
+    """Return the transitions as text, one event after the other, for the documentation."""
+    lines = []
+    for event, allowed in TRANSITIONS.items():
+        before_of: dict[frozenset[RolloutState], list[RolloutState]] = {}
+        for before, after in allowed.items():
+            before_of.setdefault(after, []).append(before)
+        for after, befores in before_of.items():
+            start = "every unfinished state" if set(befores) == set(UNFINISHED) else _named(befores)
+            lines.append(f"{event.__name__:<14} {start:<24} ──► {_named(sorted(after))}")
+    return "\n".join(lines) + "\n"
+
+
+def _named(states: Iterable[RolloutState]) -> str:
+    return " | ".join(
+        state.status if state.stage is None else f"{state.status} {state.stage}" for state in states
+    )

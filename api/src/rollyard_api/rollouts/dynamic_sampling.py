@@ -8,7 +8,7 @@ the lock of its row, which every ending takes, and replicas therefore make them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.machine.limits import Limits, SamplingRules
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import admission
 from rollyard_api.storage.database import Transaction
@@ -102,12 +103,6 @@ class Tally:
         self.discarded_tokens += group.discarded_tokens
 
 
-def rules_of(limits: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rules of dynamic sampling among a job's limits, or None if the job does not use it."""
-    rules: dict[str, Any] | None = limits.get("dynamic")
-    return rules
-
-
 def begin(tx: Transaction, job_id: int, target: int, samples: int) -> None:
     """Create the counters of a new job, which wants `target` groups of `samples` rollouts with a signal."""
     counters = dict.fromkeys(_COUNTERS, 0)
@@ -118,7 +113,7 @@ def begin(tx: Transaction, job_id: int, target: int, samples: int) -> None:
     )
 
 
-def result_of(tx: Transaction, job_id: int, no: int, min_group: int, rules: Mapping[str, Any]) -> GroupResult:
+def result_of(tx: Transaction, job_id: int, no: int, min_group: int, rules: SamplingRules) -> GroupResult:
     """Return the result of a group whose members have all ended."""
     members: list[Any] = list(tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_no": no}))
     tokens = sum(m.sampled_tokens or 0 for m in members)
@@ -129,7 +124,7 @@ def result_of(tx: Transaction, job_id: int, no: int, min_group: int, rules: Mapp
     if len(rewarded) < min(min_group, len(members)):
         all_cancelled = all(m.state == RolloutState.CANCELLED for m in members)
         return GroupResult(False, False, "Cancelled" if all_cancelled else "TooFewRewards", tokens)
-    signal = has_signal(_values(rewarded, rules["metric"]), rules["min_std"])
+    signal = has_signal(_values(rewarded, rules.metric), rules.min_std)
     return GroupResult(True, signal, None, 0 if signal else tokens)
 
 
@@ -157,9 +152,10 @@ def advance(tx: Transaction, job_id: int) -> list[UnfinishedRollout]:
     row = tx.conn.execute(_STANDING, {"b_job": job_id}).one_or_none()
     if row is None:
         return []
-    limits = loads(row.limits)
-    rules = limits["dynamic"]
-    most = row.groups if rules["max_groups"] is None else min(row.groups, rules["max_groups"])
+    limits: Limits = row.limits
+    rules = limits.sampling
+    assert rules is not None
+    most = row.groups if rules.max_groups is None else min(row.groups, rules.max_groups)
     if row.informative >= row.target:
         if row.closed:
             _conclude(tx, job_id, TARGET_MET)
@@ -168,12 +164,12 @@ def advance(tx: Transaction, job_id: int) -> list[UnfinishedRollout]:
         return []
     _hold(tx, row, holding=False)
     in_flight = row.started - row.groups_ended
-    starting = max(0, min(most - row.started, rules["in_flight"] - in_flight))
+    starting = max(0, min(most - row.started, rules.groups_in_flight - in_flight))
     if starting:
         tx.conn.execute(_STARTED, {"b_job": job_id, "b_count": starting})
         numbers = range(row.started, row.started + starting)
-        admission.admit(tx, job_id, admission.prefix_of(row.name, row.uid), numbers, limits["samples"])
-    elif in_flight == 0 and (row.closed or most == rules["max_groups"]):
+        admission.admit(tx, job_id, admission.prefix_of(row.name, row.uid), numbers, limits.samples)
+    elif in_flight == 0 and (row.closed or most == rules.max_groups):
         _conclude(tx, job_id, TARGET_NOT_MET)
     return []
 

@@ -12,8 +12,8 @@ from rollyard_crds.fields.dynamic_sampling import TARGET_MET
 from rollyard_crds.fields.signals import has_signal
 from sqlalchemy import bindparam
 
-from rollyard_api.core.codec import loads
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.machine.limits import Limits, SamplingRules
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import dynamic_sampling
 from rollyard_api.rollouts.dynamic_sampling import Tally
@@ -180,13 +180,13 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
             job_id, rollout=e.rollout, stage=e.stage, status=status, reward=e.reward, reason=e.reason or ""
         )
         _trace(tx, e, row.namespace, row.name)
-    limits = loads(row.limits)
-    rules = dynamic_sampling.rules_of(limits)
+    limits: Limits = row.limits
+    rules = limits.sampling
     tally = Tally(surplus_rollouts=sum(e.reason == TARGET_MET for e in endings))
     for no in sorted(left):
         remaining = tx.conn.execute(_LEAVE, {"b_job": job_id, "b_no": no, "b_count": left[no]}).scalar_one()
         if remaining == 0:
-            _end_group(tx, job_id, no, limits["min_group"], rules, tally)
+            _end_group(tx, job_id, no, limits.min_group_size, rules, tally)
     if rules is not None:
         dynamic_sampling.count(tx, job_id, tally)
         advance(tx, job_id)
@@ -216,7 +216,7 @@ def _trace(tx: Transaction, ending: Ending, namespace: str, job: str) -> None:
 
 
 def _end_group(
-    tx: Transaction, job_id: int, no: int, min_group: int, rules: dict[str, Any] | None, tally: Tally
+    tx: Transaction, job_id: int, no: int, min_group: int, rules: SamplingRules | None, tally: Tally
 ) -> None:
     if rules is None:
         delivered, informative, reason = _whole_group(tx, job_id, no, min_group)

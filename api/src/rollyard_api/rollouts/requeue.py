@@ -24,6 +24,7 @@ from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
@@ -116,11 +117,11 @@ class _Verdict:
     changes: dict[str, int]
 
 
-def _judge(item: Return, limits: Mapping[int, Any], max_expiries: int) -> _Verdict:
+def _judge(item: Return, limits: Mapping[int, Limits], max_expiries: int) -> _Verdict:
     row = item.row
     match item.cause:
         case Cause.FAILURE:
-            return _judge_failure(item, limits[row.job_id]["attempts"])
+            return _judge_failure(item, limits[row.job_id])
         case Cause.LEASE_LOST:
             if row.expiries + 1 > max_expiries:
                 return _Verdict(None, False, {})
@@ -131,14 +132,14 @@ def _judge(item: Return, limits: Mapping[int, Any], max_expiries: int) -> _Verdi
             return _Verdict("init", False, {})
 
 
-def _judge_failure(item: Return, most: Mapping[str, int]) -> _Verdict:
+def _judge_failure(item: Return, limits: Limits) -> _Verdict:
     row, stage = item.row, _stage(item.row)
     excused = item.outage and row.outages < MAX_OUTAGES
     counted = not excused if item.outage else item.counts
     if not counted:
         return _Verdict(item.to or stage, False, {"outages": row.outages + 1} if excused else {})
     failures = getattr(row, f"failures_{stage}") + 1
-    retried = item.retryable and failures < most[stage]
+    retried = item.retryable and failures < limits.attempts(stage)
     return _Verdict((item.to or stage) if retried else None, True, {f"failures_{stage}": failures})
 
 
@@ -186,11 +187,11 @@ def requeue(tx: Transaction, items: Sequence[Return], *, max_expiries: int = MAX
         end(tx, endings)
 
 
-def _limits(tx: Transaction, ids: Iterable[int]) -> dict[int, Any]:
+def _limits(tx: Transaction, ids: Iterable[int]) -> dict[int, Limits]:
     wanted = sorted(ids)
     if not wanted:
         return {}
-    return {row.id: loads(row.limits) for row in tx.conn.execute(_LIMITS, {"b_ids": wanted})}
+    return {row.id: row.limits for row in tx.conn.execute(_LIMITS, {"b_ids": wanted})}
 
 
 def _timings(tx: Transaction, item: Return, to: StageName | None) -> str:

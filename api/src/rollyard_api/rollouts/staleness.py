@@ -12,7 +12,6 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollyard_api.core.codec import loads
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import outcomes, timing
 from rollyard_api.rollouts.ending import Ending, end
@@ -60,12 +59,6 @@ _PLACES = (
 )
 
 
-def max_lag(limits: dict[str, Any]) -> int | None:
-    """Return the `maxPolicyLag` of a job from its limits; None means that there is no limit."""
-    lag: int | None = limits.get("max_policy_lag")
-    return lag
-
-
 def reached(tx: Transaction, namespace: str, pool: str) -> int:
     """Return the index of the newest weights that a backend of the pool samples with; 0 before any update."""
     return tx.conn.execute(_REACHED, {"b_namespace": namespace, "b_pool": pool}).scalar_one() or 0
@@ -77,7 +70,7 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
     asked = {"b_namespace": namespace, "b_pool": pool, "b_index": index}
     stale = []
     for row in read_all(AgedRollout, tx.conn.execute(_BEHIND, asked)):
-        lag = max_lag(loads(row.limits))
+        lag = row.limits.max_policy_lag
         if lag is not None and row.policy_index is not None and index - row.policy_index > lag:
             stale.append(row)
     return take_back(tx, stale)
@@ -85,7 +78,7 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
 
 def take_back(tx: Transaction, rows: Sequence[AgedRollout]) -> int:
     """Queue these rollouts at Init again or cancel them, as their jobs specify, and return their number."""
-    cancelled = [row for row in rows if loads(row.limits).get("stale_rollouts") == "Cancel"]
+    cancelled = [row for row in rows if row.limits.stale_rollouts == "Cancel"]
     gone = {row.id for row in cancelled}
     restart(tx, [row for row in rows if row.id not in gone], REASON, TOO_STALE)
     if cancelled:

@@ -34,7 +34,7 @@ from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
-from rollyard_api.jobs import job_views, jobs, reward_services, task_images
+from rollyard_api.jobs import job_views, reward_services, task_images
 from rollyard_api.rollouts import lease_expiry, leasing, node_loss, outcomes, staleness, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
@@ -53,6 +53,7 @@ from rollyard_api.routes.common import (
     unchecked_body_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.views.rollout import live
 
@@ -71,7 +72,7 @@ def _reply(request: Request, document: Any) -> Response:
 
 def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None) -> bool:
     try:
-        job = jobs.find(conn, namespace or "default", name)
+        job = job_rows.find(conn, namespace or "default", name)
     except NotFound:
         return True
     return job.finished_at is not None or job_id not in (None, job.id)

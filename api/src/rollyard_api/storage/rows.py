@@ -15,6 +15,7 @@ from rollyard_crds.backendpool import BackendWeights, Circuit
 from rollyard_crds.claims import ClaimState
 from rollyard_crds.weights import PauseMode, UpdateState
 
+from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import RolloutState
 
 R = TypeVar("R")
@@ -53,7 +54,7 @@ class JobRow:
     metadata: bytes
     spec: bytes
     digest: str
-    limits: bytes
+    limits: Limits
     status: bytes
     pool: str | None
     priority: int
@@ -143,7 +144,7 @@ class AgedRollout(HeldRollout):
     """A rollout, its age in weight updates, and the limits of its job."""
 
     policy_index: int | None
-    limits: bytes
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
@@ -81,9 +82,7 @@ def begin_parts(tx: Transaction) -> list[Part]:
 
 def _begin(tx: Transaction, job_id: int) -> int:
     # The job's row is locked first, so two replicas never put one rollout into two parts.
-    number: int = tx.conn.execute(
-        sa.update(jobs).where(jobs.c.id == job_id).values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
-    ).scalar_one()
+    number = job_rows.next_part(tx, job_id)
     members = (
         sa.select(rollouts.c.id)
         .where(rollouts.c.job_id == job_id, rollouts.c.pending.is_not(None), rollouts.c.part.is_(None))

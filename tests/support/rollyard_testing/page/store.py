@@ -25,6 +25,7 @@ from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import ending
 from rollyard_api.rollouts.ending import Ending
 from rollyard_api.settings import Settings
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import migrate
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import payloads, rollouts, weight_updates
@@ -187,7 +188,7 @@ class Store:
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began
             jobs.create(tx, new, _ROOM)
-            job = jobs.find(tx.conn, namespace, name)
+            job = job_rows.find(tx.conn, namespace, name)
             return job.id, f"{name}-{job.uid[:8]}"
 
         job_id, prefix = await self._database.write(create)

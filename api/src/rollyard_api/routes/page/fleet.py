@@ -11,10 +11,10 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
-from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import Plane, StrictRoute, answer, page_answer
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.trajectories.delivery import Delivery
-from rollyard_api.views.fleet import jobs as job_rows
+from rollyard_api.views.fleet import jobs as slim_jobs
 from rollyard_api.views.fleet.feed import JobName
 from rollyard_api.views.fleet.jobs import JobSort, JobState
 from rollyard_api.views.job import rollout_list
@@ -47,7 +47,7 @@ async def list_slim_jobs(
 ) -> Response:
     """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
     fleet = await plane.views.fleet.look()
-    rows, more = job_rows.page(
+    rows, more = slim_jobs.page(
         fleet.jobs, namespace=namespace, state=state, search=search, sort=sort, limit=limit, given=after
     )
     return page_answer(rows, more)
@@ -64,7 +64,7 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
         found = rollout_list.held_by(conn, name, MAX_ROWS)
         items = []
         for job_id in dict.fromkeys(row.job_id for row in found):
-            job = jobs.by_id(conn, job_id)
+            job = job_rows.by_id(conn, job_id)
             if job is not None and namespace in (None, job.namespace):
                 rows = rollout_list.slim(conn, job, [row for row in found if row.job_id == job_id])
                 items += [row | {"namespace": job.namespace, "job": job.name} for row in rows]

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.jobs import jobs as job_table
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views.fleet.overview import FleetReader, FleetSnapshot
@@ -172,7 +172,7 @@ def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[
     found = []
     room = MAX_ENDED_ALL
     for number, after, upto in due:
-        job = job_table.by_id(conn, number)
+        job = job_rows.by_id(conn, number)
         if job is None:
             continue
         most = min(MAX_ENDED, room)

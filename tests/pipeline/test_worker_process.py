@@ -27,7 +27,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
     command += [str(folder / "token"), "--job", "j", "--concurrency", "init=1,run=1,eval=1"]
     command += ["--sandbox", "process", "--run-dir", str(folder), "--drain-seconds", "1"]
     # Batch scripts of an earlier version, which may have waited in a queue during an upgrade, pass this.
-    command += ["--first-sandbox", '{"handler":"shell","image":null}', "--log-level", "debug"]
+    command += ["--log-level", "debug"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log)
     try:

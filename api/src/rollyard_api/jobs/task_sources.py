@@ -241,7 +241,6 @@ class AllowList:
     def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
         allowed = allowed_prefixes(self)
-        # Older clients look for "cannot be read" and then send the tasks with the job.
         text = (
             f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
             f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"

@@ -191,17 +191,3 @@ def describe_bodies(routes: Iterable[BaseRoute]) -> None:
             model = content["schema"]
             if isinstance(model, type) and issubclass(model, BaseModel):
                 content["schema"] = model.model_json_schema()
-
-
-def client_number(request: Request) -> int:
-    """Return the number of the client's name, which says what it accepts, or 0 if it has none."""
-    name, _, number = request.headers.get("user-agent", "").partition("/")
-    return int(number) if name == "rollyard-client" and number.isdigit() and len(number) < 6 else 0
-
-
-def is_older_client(request: Request) -> bool:
-    """Return whether the answer must not hold fields that clients of older releases refuse.
-
-    Those clients name themselves without a number.
-    """
-    return request.headers.get("user-agent") == "rollyard-client"

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from rollyard_api.core import cursors
 from rollyard_api.core.problems import ApiError
 from rollyard_api.core.wakeups import job_topic
-from rollyard_api.routes.common import is_older_client, plane_of
+from rollyard_api.routes.common import plane_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
-from rollyard_api.trajectories import attempts, delivery, unread
+from rollyard_api.trajectories import delivery, unread
 from rollyard_api.trajectories.delivery import Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 
@@ -60,22 +60,16 @@ class ResultPage(Generic[E]):
     finished: bool
     """Whether no results will follow those that were found."""
     held: AsyncExitStack
-    older: bool
-    """Whether the client is an older one, which refuses attempts."""
 
     async def lines(self, rows: Sequence[EndedRollout]) -> list[bytes]:
         """Return the records of these rows, as many as a page holds."""
         job = self.job
-        lines = await self.plane.archive.lines(
+        return await self.plane.archive.lines(
             rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
         )
-        return [attempts.without(line) for line in lines] if self.older else lines
 
     async def arrays(self, rows: Sequence[EndedRollout]) -> list[Piece]:
-        """Return the records of these rows with their token lists as raw arrays, as many as a page holds.
-
-        Older clients do not know this form, so nothing is left out for them.
-        """
+        """Return the records of these rows with their token lists as raw arrays, as many as a page holds."""
         job = self.job
         return await self.plane.archive.arrays(
             rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
@@ -94,8 +88,7 @@ class ResultPage(Generic[E]):
             reached: The place of the last one, or None for all that were found.
             places: The place of each document.
         """
-        omitted = attempts.FIELDS if self.older else ()
-        encode = partial(delivery.encode, lines, form, omitted)
+        encode = partial(delivery.encode, lines, form)
         data = await self.plane.archive.builds.run(encode, self.job.namespace)
         return self.deliver(data, form, reached, places)
 
@@ -160,4 +153,4 @@ async def result_page(
         )
         # The records themselves are in memory only while a place for the answer is held.
         await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
-        yield ResultPage(plane, kind, job, after, found, finished, held, is_older_client(request))
+        yield ResultPage(plane, kind, job, after, found, finished, held)

@@ -16,13 +16,13 @@ from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import Invalid, TooLarge
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, StrictRoute, Wait, answer, is_older_client, plane_of
+from rollyard_api.routes.common import Namespace, StrictRoute, Wait, answer, plane_of
 from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.routes.result_pages import ResultPage, result_page
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
-from rollyard_api.trajectories import attempts, delivery, group_records, grouping, records
+from rollyard_api.storage.rows import EndedGroup, RolloutSize
+from rollyard_api.trajectories import delivery, group_records, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
@@ -179,22 +179,15 @@ async def list_rollouts(
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
         job = job_rows.find(conn, namespace, name)
-        begin = _rollout_after(after, job)
+        begin = ""
+        if after:
+            begin = cursors.word(after, "rollouts", uid=job.uid, job=job.name, parameter="continue")
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
     async with plane.looks.held(namespace):
         found, more = await plane.database.read(query)
-    if is_older_client(request):
-        found = [{k: v for k, v in item.items() if k not in attempts.FIELDS} for item in found]
     return answer({"items": found, "metadata": {} if more is None else {"continue": more}})
-
-
-def _rollout_after(given: str, job: JobRow) -> str:
-    """Return the rollout's id in `continue`. Older clients give the id alone, with the job's id prefix."""
-    if not given or given.startswith(f"{job.name}-{job.uid[:8]}-"):
-        return given
-    return cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
 
 
 @router.get("/{name}/rollouts/{rollout}")
@@ -208,8 +201,6 @@ async def get_rollout(
     plane = plane_of(request)
     async with AsyncExitStack() as held:
         _, line = await record_line(plane, held, namespace, name, rollout)
-        if is_older_client(request):
-            line = attempts.without(line)
         if not download:
             return Delivery(line, "application/json", {}, held.pop_all())
         headers = {

@@ -332,7 +332,7 @@ class Archive:
     ) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
 
-        Those of a part that an older release has written, without such an object, are made of its lines.
+        Those of a part whose object with arrays was deleted to save space are made of its lines.
 
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.

@@ -79,7 +79,7 @@ def document_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
         "reward_components": {} if row.components is None else loads(row.components),
         "timings": timings(row.timings),
     }
-    # These are given only if there is one, because older clients refuse fields that they do not know.
+    # As docs/trajectories.md says, these are given only if they say something.
     if row.reward_reason:
         document["reward_reason"] = row.reward_reason
     if row.reward_output:

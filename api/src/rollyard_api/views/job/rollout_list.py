@@ -259,8 +259,8 @@ def _slim(
 
 def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
     prefix = f"{prefix_of(job.name, job.uid)}-"
-    after = given
-    if given and not given.startswith(prefix):
+    after = ""
+    if given:
         after = cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
     # The ids of a job lie together, so SQLite need not look for them by the job. PostgreSQL may order them by
     # other rules, and plans by what it knows of the table.

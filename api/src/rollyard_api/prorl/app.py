@@ -230,9 +230,7 @@ class ProrlCalls:
             raise _Gone("the rollout is gone, because somebody deleted its job")
         async with AsyncExitStack() as held:
             await held.enter_async_context(plane.pages_of([size]).held(namespace))
-            (line,) = await plane.archive.lines(
-                [row], job.namespace, job.name, job.uid, plane.settings.page_bytes
-            )
+            (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
             body = await plane.archive.builds.run(partial(answer.body, line), namespace)
             return Delivery(body, JSON, {}, held.pop_all())
 

@@ -19,6 +19,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import cursors
+from rollyard_api.trajectories import unread
 
 KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
 MAX_CURSORS: Final = 64
@@ -115,7 +116,7 @@ def forget(tx: Transaction, job: JobRow, name: str) -> None:
 def _parsed(job: JobRow, given: str, parameter: str) -> tuple[texts.Kind, int]:
     """Return the kind and the position of a cursor of this job's results."""
     kind = texts.kind_of(given, KINDS, parameter)
-    end = job.ended if kind == "trajectories" else job.groups_ended
+    end = unread.end_of(job, kind)
     return kind, texts.number(given, kind, uid=job.uid, job=job.name, end=end, parameter=parameter)
 
 

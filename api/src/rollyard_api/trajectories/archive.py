@@ -10,10 +10,10 @@ under the same name and therefore with the same bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -26,13 +26,12 @@ from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
+from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore
-from rollyard_api.trajectories.part_places import PartRange, arrays_path, part_path, ranges_of
 
 P = TypeVar("P", bytes, Piece)
 
@@ -134,19 +133,6 @@ def _content(conn: Connection, part: Part) -> _Content | None:
     return _Content(job.namespace, job.name, job.uid, rows)
 
 
-def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
-    """Return records, each with its newline: as many as fit, but at least one."""
-    lines: list[bytes] = []
-    total = 0
-    for row in rows:
-        line = records.record(row, job, namespace) + b"\n"
-        total += len(line)
-        if lines and total > max_bytes:
-            break
-        lines.append(line)
-    return lines
-
-
 @dataclass(frozen=True, slots=True)
 class _Objects:
     """What is made of the members of a part, as many as fit into it."""
@@ -176,17 +162,16 @@ def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects
     return _Objects(lines, hashes, packed.joined(lines, arrays))
 
 
-def _packed(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
-    """Return records with raw arrays: as many as fit, but at least one."""
-    found: list[bytes] = []
+def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], max_bytes: int) -> list[bytes]:
+    """Return records of the first rows, until they have more than `max_bytes` together."""
+    made: list[bytes] = []
     total = 0
     for row in rows:
-        record = packed.packed(records.document_of(row, job, namespace))
-        total += len(record)
-        if found and total > max_bytes:
+        made.append(make(row))
+        total += len(made[-1])
+        if total > max_bytes:
             break
-        found.append(record)
-    return found
+    return made
 
 
 def _words(module: Any) -> Any:
@@ -304,9 +289,7 @@ class Archive:
         """Return the number of ended rollouts that wait for the store."""
         return await self._database.read(_pending)
 
-    async def lines(
-        self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
-    ) -> list[bytes]:
+    async def lines(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[bytes]:
         """Return the records of ended rollouts, from the store or the database, in the order of the rows.
 
         If all together would have more than `max_bytes`, fewer are returned, but at least one.
@@ -314,22 +297,10 @@ class Archive:
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
-        waiting = [row for row in rows if row.pending is not None]
-        placed = [row for row in rows if row.pending is None]
-        made: dict[str, bytes] = {}
-        if waiting:
-            build = partial(_lines, waiting, namespace, job, max_bytes)
-            for row, line in zip(waiting, await self.builds.run(build, namespace), strict=False):
-                made[row.id] = line[:-1]
-        if placed:
-            read = partial(self._read, ranges_of(placed, namespace, job, uid))
-            for row, data in zip(placed, await self.reads.run(read, namespace), strict=True):
-                made[row.id] = data.rstrip(b"\n")
-        return _first(rows, made, max_bytes)
+        make = partial(records.record, job=job.name, namespace=job.namespace)
+        return await self._records(rows, job, max_bytes, make, self._read)
 
-    async def arrays(
-        self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
-    ) -> list[Piece]:
+    async def arrays(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
 
         Those of a part whose object with arrays was deleted to save space are made of its lines.
@@ -337,18 +308,33 @@ class Archive:
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
+
+        def make(row: EndedRollout) -> bytes:
+            return packed.packed(records.document_of(row, job.name, job.namespace))
+
+        return await self._records(rows, job, max_bytes, make, self._read_arrays)
+
+    async def _records(
+        self,
+        rows: Sequence[EndedRollout],
+        job: JobRow,
+        max_bytes: int,
+        make: Callable[[EndedRollout], bytes],
+        read: Callable[[Sequence[PartRange]], list[P]],
+    ) -> list[P]:
+        """Return the records of rows, each made of its row while it waits for the store, or read from it."""
         waiting = [row for row in rows if row.pending is not None]
         placed = [row for row in rows if row.pending is None]
-        made: dict[str, Piece] = {}
+        found: dict[str, Any] = {}
         if waiting:
-            build = partial(_packed, waiting, namespace, job, max_bytes)
-            built = await self.builds.run(build, namespace)
-            made |= {row.id: record for row, record in zip(waiting, built, strict=False)}
+            built = await self.builds.run(partial(_made, waiting, make, max_bytes), job.namespace)
+            found |= {row.id: record for row, record in zip(waiting, built, strict=False)}
         if placed:
-            read = partial(self._read_arrays, ranges_of(placed, namespace, job, uid))
-            stored = await self.reads.run(read, namespace)
-            made |= {row.id: record for row, record in zip(placed, stored, strict=True)}
-        return _first(rows, made, max_bytes)
+            ranges = ranges_of(placed, job.namespace, job.name, job.uid)
+            stored = await self.reads.run(partial(read, ranges), job.namespace)
+            found |= {row.id: record for row, record in zip(placed, stored, strict=True)}
+        there = [found[row.id] for row in takewhile(lambda row: row.id in found, rows)]
+        return there[: records.fitting(map(len, there), max_bytes)]
 
     def _read_arrays(self, ranges: Sequence[PartRange]) -> list[Piece]:
         indexes: dict[str, dict[int, tuple[int, int]] | None] = {}
@@ -381,23 +367,9 @@ class Archive:
         for one in ranges:
             data = memoryview(self._store.read(one.path, one.start, sum(one.lengths)))
             for length in one.lengths:
-                found.append(bytes(data[:length]))
+                found.append(bytes(data[:length]).rstrip(b"\n"))
                 data = data[length:]
         return found
-
-
-def _first(rows: Sequence[EndedRollout], made: Mapping[str, P], max_bytes: int) -> list[P]:
-    """Return the records of the first rows: as many as were made and fit, but at least one."""
-    found: list[P] = []
-    total = 0
-    for row in rows:
-        if row.id not in made:
-            break
-        total += len(made[row.id])
-        if found and total > max_bytes:
-            break
-        found.append(made[row.id])
-    return found
 
 
 def _pending(conn: Connection) -> int:
@@ -410,3 +382,37 @@ def _anything_pending(conn: Connection) -> bool:
         sa.select(rollouts.c.id).where(rollouts.c.pending.is_not(None), rollouts.c.part.is_(None)).limit(1)
     )
     return conn.execute(query).first() is not None
+
+
+def part_path(namespace: str, job: str, uid: str, number: int) -> str:
+    """Return a part's path in the store; each job has a folder, with its uid to distinguish namesakes."""
+    return f"{namespace}/{job}-{uid[:8]}/part-{number:06d}.ndjson"
+
+
+def arrays_path(path: str) -> str:
+    """Return the path of the object with raw arrays that belongs to the part at `path`."""
+    return f"{path.removesuffix('.ndjson')}.arrays"
+
+
+@dataclass(frozen=True, slots=True)
+class PartRange:
+    """Consecutive bytes of one part."""
+
+    path: str
+    start: int
+    lengths: list[int]
+
+
+def ranges_of(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[PartRange]:
+    """Return the byte ranges of the records. Neighbours in a part are read together."""
+    ranges: list[PartRange] = []
+    end: tuple[int, int] | None = None
+    for row in rows:
+        assert row.part is not None
+        assert row.part_offset is not None
+        assert row.part_length is not None
+        if end != (row.part, row.part_offset):
+            ranges.append(PartRange(part_path(namespace, job, uid, row.part), row.part_offset, []))
+        ranges[-1].lengths.append(row.part_length)
+        end = (row.part, row.part_offset + row.part_length)
+    return ranges

@@ -24,11 +24,13 @@ def is_ahead(job: JobRow, kind: Kind, position: int, bound: int) -> bool:
         position: The number of results before it.
         bound: The bound on unread results.
     """
-    return position - _noted(job, kind) >= max(1, bound // _PARTS)
+    noted = job.read_groups if kind == "groups" else job.read_trajectories
+    return position - noted >= max(1, bound // _PARTS)
 
 
-def _noted(job: JobRow, kind: Kind) -> int:
-    return job.read_groups if kind == "groups" else job.read_trajectories
+def end_of(job: JobRow, kind: Kind) -> int:
+    """Return the place of the job's newest result of this kind, beyond which no cursor may lie."""
+    return job.groups_ended if kind == "groups" else job.ended
 
 
 def check(job: JobRow, samples: int, bound: int) -> None:

@@ -62,7 +62,7 @@ async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: R
     )
     if not rows:
         raise NotFound(f"no RolloutJob {job.name!r} in namespace {job.namespace!r}", reason="JobNotFound")
-    (line,) = await plane.archive.lines(rows, job.namespace, job.name, job.uid, plane.settings.page_bytes)
+    (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
     return line
 
 

@@ -194,7 +194,7 @@ async def _confirmed(
     true: set[int] = set()
     while left:
         # The store is read for a few records at a time, with the bound of a page.
-        lines = await plane.archive.lines(left, job.namespace, job.name, job.uid, plane.settings.page_bytes)
+        lines = await plane.archive.lines(left, job, plane.settings.page_bytes)
         has = await plane.views.record_threads.run(partial(_having, lines, wanted), job.namespace)
         true |= {row.end_seq for row, one in zip(left, has, strict=False) if one}
         left = left[len(lines) :]

@@ -272,18 +272,6 @@ class ControlPlane:
         """Run one round of health checks of the external backends that are ready, or of all others."""
         await health.check_all(self.database, self.transport, ready=ready)
 
-    async def probe_circuits(self) -> None:
-        """Send one probe to each backend whose circuit has been open long enough."""
-        await circuits.probe_all(self.database, self.transport)
-
-    async def write_speeds(self) -> None:
-        """Store the speeds of rollouts completed since the last call on their backends."""
-        await self.speeds.write(self.database)
-
-    async def read_stats(self) -> None:
-        """Read the backends' own metrics."""
-        await self.poller.poll(self.database, self.transport)
-
 
 def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
     """Return what `cancellation.left_over` returns, and whether there are old assignments."""
@@ -346,7 +334,11 @@ async def _opened(
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)
-        await _open(plane.archive)
+        try:
+            await plane.archive.open()
+        except TimedOut as error:
+            # Jobs run without the store as long as the database has room for their results.
+            log.warning("start: %s", error.detail)
         await _resume(plane)
         async with plane.http:
             background = [
@@ -371,14 +363,6 @@ async def _opened(
         await database.close()
 
 
-async def _open(archive: Archive) -> None:
-    try:
-        await archive.open()
-    except TimedOut as error:
-        # Jobs run without the store as long as the database has room for their results.
-        log.warning("start: %s", error.detail)
-
-
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
     """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
     given = plane.settings
@@ -386,7 +370,9 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
     # wait for it.
     serving = partial(plane.check_health, ready=True)
     starting = partial(plane.check_health, ready=False)
-    circuit, stats = plane.probe_circuits, plane.read_stats
+    circuit = partial(circuits.probe_all, plane.database, plane.transport)
+    stats = partial(plane.poller.poll, plane.database, plane.transport)
+    speeds = partial(plane.speeds.write, plane.database)
     return [
         (given.tokens_seconds, given.tokens_seconds, "token file", plane.look_at_tokens),
         (given.sweep_seconds, given.sweep_seconds, "sweep", plane.sweep),
@@ -395,7 +381,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.health_seconds, given.health_seconds, "first requests", starting),
         (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
-        (given.speeds_seconds, given.stats_seconds, "measured speeds", plane.write_speeds),
+        (given.speeds_seconds, given.stats_seconds, "measured speeds", speeds),
         *((given.folding_seconds, given.stats_seconds, what, work) for what, work in plane.views.rounds()),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]

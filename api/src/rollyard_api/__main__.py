@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
@@ -267,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+    allowed: dict[str, Any] = {name: tuple(getattr(given, name)) for name, *_ in ALLOWED}
     settings = Settings(
         state_dir=given.state_dir,
         db=given.db,
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         open_docs=given.open_docs,
         browsers=shown,
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
-        **{name: tuple(getattr(given, name)) for name, *_ in ALLOWED},
+        **allowed,
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,

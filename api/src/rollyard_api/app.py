@@ -38,7 +38,6 @@ from rollyard_api.routes import (
     probes,
     results,
     sessions,
-    unfinished,
     weights,
     workers,
 )
@@ -226,14 +225,12 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTES = (
-    *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes),
-    *(sessions, api_docs),
-    *(page_fleet, page_job, page_rollout),
+_ROUTERS = (
+    *(module.router for module in (leases, claims, results, cursors, events, jobs, blobs)),
+    jobs.of_drivers,
+    *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
+    *(module.router for module in (page_fleet, page_job, page_rollout)),
 )
-_ROUTERS = tuple(module.router for module in _ROUTES)
-
-
 _DIRECT = tuple(
     route
     for route in leases.router.routes

@@ -148,10 +148,6 @@ DOCS: Final = frozenset({"/docs", "/docs/{name}", "/openapi.json"})
 _PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
 
 
-def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(_PARAMETER.sub("[^/]+", re.escape(template)))
-
-
 class Access:
     """The rules, changed by what the installer makes public.
 
@@ -164,7 +160,11 @@ class Access:
         opened = (DOCS if open_docs else frozenset()) | ({"/metrics"} if open_metrics else frozenset())
         rules = {key: OPEN if key[1] in opened else rule for key, rule in RULES.items()}
         self._exact = {key: rule for key, rule in rules.items() if "{" not in key[1]}
-        self._shaped = [(key[0], _pattern(key[1]), rule) for key, rule in rules.items() if "{" in key[1]]
+        self._shaped = [
+            (method, re.compile(_PARAMETER.sub("[^/]+", re.escape(path))), rule)
+            for (method, path), rule in rules.items()
+            if "{" in path
+        ]
 
     def rule(self, method: str, path: str) -> Rule:
         """Return the rule of a call, or the rule of the admin alone if there is none for the call."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 from starlette.types import Message, Scope, Send
@@ -168,17 +168,14 @@ class Door:
         It adds the headers that keep other pages and caches from the answer. It ends a stream whose session
         has ended in the meantime.
         """
-        return _SessionSend(send, session.digest, self._is_over)
-
-    async def _is_over(self, digest: str) -> bool:
-        return await self._sessions().current(digest) is None
+        return _SessionSend(send, session.digest, self._sessions())
 
 
 class _SessionSend:
-    def __init__(self, send: Send, digest: str, is_over: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, send: Send, digest: str, sessions: Sessions) -> None:
         self._send = send
         self._digest = digest
-        self._is_over = is_over
+        self._sessions = sessions
         self._looked = time.monotonic()
         self._is_endless = False
 
@@ -193,7 +190,7 @@ class _SessionSend:
             message = {**message, "headers": [*message.get("headers", ()), *kept]}
         elif self._is_endless and time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
-            if message.get("more_body", False) and await self._is_over(self._digest):
+            if message.get("more_body", False) and await self._sessions.current(self._digest) is None:
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
                 raise SessionOver("the session has ended")
         await self._send(message)

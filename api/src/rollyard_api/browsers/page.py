@@ -44,11 +44,6 @@ DOCUMENT: Final = (("Cross-Origin-Opener-Policy", "same-origin"),)
 """The headers of documents in addition."""
 
 
-def document_headers(policy: str) -> dict[str, str]:
-    """Return the headers of a document with this content security policy."""
-    return {"Content-Security-Policy": policy, **dict(COMMON), **dict(DOCUMENT)}
-
-
 def data_headers() -> dict[str, str]:
     """Return the headers of an answer that is no document."""
     return {"Content-Security-Policy": DATA_POLICY, **dict(COMMON)}
@@ -100,7 +95,8 @@ class WebFile:
         packed = self.packed if takes_gzip(given.get("accept-encoding", "")) else None
         tag = f'"{self.tag}-gzip"' if packed is not None else f'"{self.tag}"'
         sent = {**dict(self.headers), "ETag": tag, "Vary": "Accept-Encoding"}
-        if _has_tag(given.get("if-none-match", ""), tag):
+        known = (one.strip().removeprefix("W/") for one in given.get("if-none-match", "").split(","))
+        if any(one in (tag, "*") for one in known):
             return Response(status_code=304, headers=sent)
         if packed is not None:
             sent["Content-Encoding"] = "gzip"
@@ -118,7 +114,7 @@ def web_file(name: str, body: bytes, policy: str = "") -> WebFile:
     """
     ending = Path(name).suffix
     packed = gzip.compress(body, 9, mtime=0) if ending in _PACKED and len(body) >= WORTH_PACKING else None
-    sent = document_headers(policy) if policy else data_headers()
+    sent = data_headers() | ({"Content-Security-Policy": policy, **dict(DOCUMENT)} if policy else {})
     sent["Content-Type"] = TYPES[ending]
     sent["Cache-Control"] = FOREVER if not policy and _HASHED.fullmatch(name) else ASK_AGAIN
     tag = hashlib.sha256(body).hexdigest()[:32]
@@ -202,10 +198,6 @@ def takes_gzip(header: str) -> bool:
             weight = parameters.replace(" ", "").removeprefix("q=")
             return not parameters or not re.fullmatch(r"0(\.0{0,3})?", weight)
     return False
-
-
-def _has_tag(header: str, tag: str) -> bool:
-    return any(one.strip().removeprefix("W/") in (tag, "*") for one in header.split(","))
 
 
 _SEGMENT: Final = rb"[^/]+"

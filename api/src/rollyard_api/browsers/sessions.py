@@ -85,16 +85,13 @@ class Sessions:
     async def installation(self) -> str:
         """Return the name of this installation, which all of its replicas share. The first call makes it."""
         if not self._name:
-            self._name = await self._database.read(_named) or await self._make_name()
+            self._name = await self._database.read(_named)
+        if not self._name:
+            # Another replica may be faster.
+            with contextlib.suppress(Conflict):
+                await self._database.write(partial(_name_it, made=secrets.token_hex(4)))
+            self._name = await self._database.read(_named)
         return self._name
-
-    async def _make_name(self) -> str:
-        made = secrets.token_hex(4)
-        try:
-            return await self._database.write(partial(_name_it, made=made))
-        except Conflict:
-            # Another replica was faster.
-            return await self._database.read(_named)
 
     async def make_code(self, role: SessionRole, maker: str, token: str) -> OneTimeCode:
         """Make a code for a session of this role.
@@ -172,7 +169,8 @@ class Sessions:
 
     async def current(self, digest: str) -> BrowserSession | None:
         """Return the session with this digest if it is in force, and record that it is used."""
-        row = await self._database.read(partial(_session, digest=digest))
+        query = browser_sessions.select().where(browser_sessions.c.digest == digest)
+        row = await self._database.read(lambda conn: conn.execute(query).one_or_none())
         now = time.time()
         if row is None or now >= min(row.expires_at, row.used_at + self._idle):
             return None
@@ -236,15 +234,9 @@ def _named(conn: Connection) -> str:
     return conn.execute(sa.select(installation.c.name)).scalar_one_or_none() or ""
 
 
-def _name_it(tx: Transaction, *, made: str) -> str:
-    name = _named(tx.conn)
-    if not name:
+def _name_it(tx: Transaction, *, made: str) -> None:
+    if not _named(tx.conn):
         tx.conn.execute(installation.insert().values(no=1, name=made))
-    return name or made
-
-
-def _session(conn: Connection, *, digest: str) -> Any:
-    return conn.execute(browser_sessions.select().where(browser_sessions.c.digest == digest)).one_or_none()
 
 
 def _touch(tx: Transaction, *, digest: str) -> None:

@@ -15,6 +15,7 @@ from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import outages
 from rollyard_api.rollouts.ending import cancelled, end
 from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import view_tables
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import DELETED
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
@@ -25,7 +26,6 @@ from rollyard_api.storage.schema import (
     payloads,
     rollouts,
 )
-from rollyard_api.trajectories import view_rows
 
 DEADLINE = "DeadlineExceeded"
 """The reason of a job that was cancelled at its deadline."""
@@ -166,7 +166,7 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
         some = ids[at : at + 500]
         tx.conn.execute(sa.delete(payloads).where(payloads.c.rollout_id.in_(some)))
         tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
-    if not view_rows.forget(tx, job_id, BATCH) or len(ids) == BATCH:
+    if not view_tables.forget(tx.conn, job_id, BATCH) or len(ids) == BATCH:
         return False
     for table in (groups, cursors):
         tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))

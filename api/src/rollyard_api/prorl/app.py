@@ -141,7 +141,10 @@ class ProrlCalls:
     async def process(self, request: Request) -> Response:
         """Answer POST /process: 200 with the result once the rollout has ended; otherwise 503, 422 or 500."""
         with self._open.held(self._config.namespace):
-            call, answer = await self._admitted(request)
+            # A trainer sends all calls of a batch at once. A few are read at a time, and the others wait.
+            async with self._reading:
+                asked, answer = await self._asked(request)
+                call = await self._write(lambda tx, namespace: calls.admit(tx, asked))
             left = asyncio.ensure_future(_disconnected(request))
             try:
                 end = await self._ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
@@ -168,12 +171,6 @@ class ProrlCalls:
     async def close(self) -> None:
         """End all waits."""
         await self._ends.close()
-
-    async def _admitted(self, request: Request) -> tuple[StartedCall, _Answer]:
-        # A trainer sends all calls of a batch at once. They are read a few at a time, and the others wait.
-        async with self._reading:
-            asked, answer = await self._asked(request)
-            return await self._write(lambda tx, namespace: calls.admit(tx, asked)), answer
 
     async def _asked(self, request: Request) -> tuple[Asked, _Answer]:
         body = await self._body(request, ProcessCall)
@@ -250,8 +247,14 @@ class ProrlCalls:
 
     async def _body(self, request: Request, model: type[M]) -> M:
         data = await request.body()
-        document = await self._plane.parsing.run(partial(_decoded, data), self._config.namespace)
-        del data, request._body  # The call may wait for hours, and nobody reads the body again.
+
+        def decoded() -> Any:
+            document = decode(data, JSON)
+            check_plain(document)
+            return document
+
+        document = await self._plane.parsing.run(decoded, self._config.namespace)
+        del request._body  # The call may wait for hours, and nobody reads the body again.
         request.state.body_read()
         return model.model_validate(document)
 
@@ -288,12 +291,6 @@ class _Gone(ApiError):
 def _digest(document: Any) -> str:
     """Return the SHA-256 of a value of JSON, whatever the order of its fields."""
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _decoded(data: bytes) -> Any:
-    document = decode(data, JSON)
-    check_plain(document)
-    return document
 
 
 async def _disconnected(request: Request) -> None:

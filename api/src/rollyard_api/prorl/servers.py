@@ -102,7 +102,14 @@ async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
 
 async def clear(plane: ControlPlane, config: ProrlConfig) -> None:
     """Remove all servers from the pool. Rollouts wait until there are others."""
-    await plane.database.write(partial(_clear, config=config))
+
+    def change(tx: Transaction) -> None:
+        calls.locked(tx, config.namespace)
+        pool = _pool(tx.conn, config)
+        if pool is not None:
+            pools.put_servers(tx, pool, [])
+
+    await plane.database.write(change)
 
 
 def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
@@ -156,10 +163,3 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
         text = f"address: there are {len(urls)} servers, and no more may be"
         raise Invalid(text, errors=[text])
     pools.put_servers(tx, pool, [*urls, url])
-
-
-def _clear(tx: Transaction, config: ProrlConfig) -> None:
-    calls.locked(tx, config.namespace)
-    pool = _pool(tx.conn, config)
-    if pool is not None:
-        pools.put_servers(tx, pool, [])

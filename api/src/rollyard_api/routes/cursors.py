@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rollyard_api.core.cursors import MAX_LENGTH
 from rollyard_api.core.validation import validated
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import acknowledged
@@ -59,13 +59,12 @@ async def get_cursor(
 
 @router.put("/{name}/cursors/{cursor}", openapi_extra=body_schema(Acknowledge))
 async def acknowledge(
-    request: Request, name: str, cursor: CursorName, namespace: Namespace = "default"
+    request: Request, plane: Plane, name: str, cursor: CursorName, namespace: Namespace = "default"
 ) -> Response:
     """Acknowledge the results before a cursor: 200 kept, 409 it would move backwards or was moved by another.
 
     A repeat with the same cursor changes nothing.
     """
-    plane = plane_of(request)
     asked = validated(Acknowledge, await body_of(request))
     keep = partial(
         acknowledged.acknowledge,

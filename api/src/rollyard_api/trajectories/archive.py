@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
@@ -26,6 +25,7 @@ from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 from rollyard_api.storage.view_tables import rollout_words
@@ -174,11 +174,7 @@ def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], m
     return made
 
 
-def _words(module: Any) -> Any:
-    return module.insert(rollout_words).on_conflict_do_nothing()
-
-
-_WORDS = {"sqlite": _words(sqlite), "postgresql": _words(postgresql)}
+_WORDS = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
 
 
 def _place(
@@ -188,7 +184,7 @@ def _place(
         {"job_id": part.job_id, "end_seq": place, "words": hashes} for place, hashes in of_words if hashes
     ]
     if kept:
-        tx.conn.execute(_WORDS["sqlite" if tx.sqlite else "postgresql"], kept)
+        tx.conn.execute(_WORDS[tx.sqlite], kept)
     offset, places = 0, []
     for rollout, length in lines:
         places.append({"b_id": rollout, "b_offset": offset, "b_length": length})

@@ -18,7 +18,7 @@ from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import pools
 from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout import pieces
-from rollyard_api.views.rollout.texts import Pieces, TextsMissing
+from rollyard_api.views.rollout.texts import Pieces
 
 router = APIRouter(
     route_class=StrictRoute, prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"]
@@ -150,7 +150,7 @@ async def _vocabulary(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, 
     tokenizer = await plane.database.read(lambda conn: conn.scalar(query))
     if tokenizer is None:
         return None, f"the pool {job.pool!r} of the job is gone"
-    try:
-        return await plane.views.token_texts.of(tokenizer, job.namespace), ""
-    except TextsMissing as error:
-        return None, f"no texts for the tokenizer {tokenizer!r}: {error}"
+    found = await plane.views.token_texts.of(tokenizer, job.namespace)
+    if isinstance(found, str):
+        return None, f"no texts for the tokenizer {tokenizer!r}: {found}"
+    return found, ""

@@ -15,10 +15,10 @@ import sqlalchemy as sa
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.security.log_text import one_line
 from sqlalchemy import bindparam
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.storage.database import Database, Transaction, Trouble
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import seen_workers
 
@@ -45,16 +45,12 @@ class _Noted:
     written: float = 0.0
 
 
-def _upsert(module: Any) -> Any:
-    insert = module.insert(seen_workers)
-    names = ("node", "stages", "heard_at")
-    return insert.on_conflict_do_update(
+_HEARD = by_dialect(
+    lambda insert: (made := insert(seen_workers)).on_conflict_do_update(
         index_elements=[seen_workers.c.job_id, seen_workers.c.name],
-        set_={name: insert.excluded[name] for name in names},
+        set_={name: made.excluded[name] for name in ("node", "stages", "heard_at")},
     )
-
-
-_HEARD = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+)
 _TROUBLE = (
     sa.update(seen_workers)
     .where(seen_workers.c.job_id.in_((0, bindparam("b_job"))), seen_workers.c.name == bindparam("b_name"))
@@ -150,7 +146,7 @@ class SeenWorkers:
 
             def op(tx: Transaction) -> None:
                 if rows:
-                    tx.conn.execute(_HEARD["sqlite" if tx.sqlite else "postgresql"], rows)
+                    tx.conn.execute(_HEARD[tx.sqlite], rows)
                 if changes:
                     tx.conn.execute(_TROUBLE, changes)
                 old = seen_workers.c.heard_at < tx.now - KEPT_SECONDS

@@ -145,12 +145,8 @@ class TokenTexts:
         self._threads = threads
         self._kept: OrderedDict[str, tuple[float, Pieces | str]] = OrderedDict()
 
-    async def of(self, tokenizer: str, namespace: str) -> Pieces:
-        """Return the pieces of a pool's tokenizer.
-
-        Raises:
-            TextsMissing: They cannot be read here.
-        """
+    async def of(self, tokenizer: str, namespace: str) -> Pieces | str:
+        """Return the pieces of a pool's tokenizer, or why they cannot be read here."""
         found = self._known(tokenizer)
         if found is None:
             # Two requests at once may both read the file, which is better than one that waits for a disk that
@@ -159,8 +155,6 @@ class TokenTexts:
             self._kept[tokenizer] = (time.monotonic(), found)
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        if isinstance(found, str):
-            raise TextsMissing(found)
         return found
 
     def _known(self, tokenizer: str) -> Pieces | str | None:

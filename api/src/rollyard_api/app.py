@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollyard_api.access import job_scope, permissions
+from rollyard_api.access import permissions
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.permissions import Access, Rule
 from rollyard_api.browsers.door import SessionOver
@@ -146,7 +146,7 @@ class Gate:
         if caller.job is not None:
             job = await plane.bound_jobs.of(caller.job)
             if not permissions.still(rule, job.stand):
-                raise job_scope.refused(job)
+                raise permissions.refused(job)
             state["bound"] = job
         return send
 

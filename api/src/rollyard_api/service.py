@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import httpx
 from rollyard_crds.telemetry.export import SpanExport, exporting
@@ -17,7 +17,7 @@ from rollyard_inference.transports.with_httpx import HttpxTransport
 from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
-from rollyard_api.access.job_scope import BoundJobs
+from rollyard_api.access.permissions import BoundJobs
 from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
@@ -33,6 +33,7 @@ from rollyard_api.jobs.blobs import Uploads
 from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
+from rollyard_api.machine.states import ENDED
 from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, lease_expiry, node_loss, outages
 from rollyard_api.settings import Settings
@@ -41,9 +42,61 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
-from rollyard_api.views.objects import ViewObjects
+from rollyard_api.views.fleet.feed import FleetFeed
+from rollyard_api.views.fleet.overview import FleetReader
+from rollyard_api.views.fleet.workers import SeenWorkers
+from rollyard_api.views.job.folding import Folding
+from rollyard_api.views.rollout.live import Watching
+from rollyard_api.views.rollout.records import KeptRecords
+from rollyard_api.views.rollout.texts import TokenTexts
 from rollyard_api.weights import verification
 from rollyard_api.weights.coordinator import Coordinator
+
+HEARD_SECONDS: Final = 5.0
+"""The time between two writes that a worker is still heard, in seconds."""
+RECORD_SECONDS: Final = 30.0
+_ENDS: Final = frozenset(state.status for state in ENDED)
+
+
+class ViewObjects:
+    """What is kept in memory for those who look.
+
+    Args:
+        database: The database.
+        disk: The threads in which folders of models are read.
+        fleet_seconds: The age up to which one read of the fleet is given to all.
+    """
+
+    def __init__(self, database: Database, disk: Bulkhead, fleet_seconds: float) -> None:
+        self.fleet = FleetReader(database, fleet_seconds)
+        self.feed = FleetFeed(self.fleet, database)
+        self.folding = Folding(database)
+        self.record_threads = Bulkhead("reading of records", threads=2, waiting=256, seconds=RECORD_SECONDS)
+        """The threads in which records are parsed for those who look at a piece of one."""
+        self.kept_records = KeptRecords()
+        self.token_texts = TokenTexts(disk)
+        self.watching = Watching(alone=database.sqlite)
+        self.seen_workers = SeenWorkers(database, HEARD_SECONDS)
+
+    def after_commit(self, tx: Transaction) -> None:
+        """Note what a transaction that has just been committed ended, and which workers had trouble."""
+        if tx.events:
+            self.folding.note(job_id for job_id, data in tx.events if data["status"] in _ENDS)
+        if tx.troubles:
+            self.seen_workers.troubled(tx.troubles, tx.now)
+
+    def rounds(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
+        """Return the work that is repeated in the background, each with a name for the log."""
+        return [
+            ("statistics", self.folding.round),
+            ("workers", self.seen_workers.write),
+            ("events of the fleet", self.feed.tick),
+        ]
+
+    def close(self) -> None:
+        """Stop the threads, without waiting for those that hang."""
+        self.record_threads.close()
+
 
 log = logging.getLogger("rollyard.api")
 

@@ -28,7 +28,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups
-from rollyard_api.trajectories import unread
+from rollyard_api.trajectories import acknowledged
 
 SKIPPED_ROWS: Final = "skippedRows"
 """The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
@@ -225,7 +225,7 @@ def push(
     fresh = [t for t in tasks if t.id not in known]
     if fresh:
         if max_unread is not None:
-            unread.check(job, job.limits.samples, max_unread)
+            acknowledged.check_unread(job, job.limits.samples, max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 

@@ -14,9 +14,9 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from rollyard_api.access import job_scope
+from rollyard_api.access import permissions
 from rollyard_api.access.bearer_tokens import Caller
-from rollyard_api.access.job_scope import BoundJob
+from rollyard_api.access.permissions import BoundJob
 from rollyard_api.core.codec import check_plain, decode, dumps
 from rollyard_api.core.problems import Forbidden, Invalid
 from rollyard_api.service import ControlPlane
@@ -112,7 +112,7 @@ def others_among(
     job = bound_of(request)
 
     def query(conn: Connection) -> Forbidden | None:
-        if job is not None and job_scope.reaches_others(conn, job.identity, rollouts, sandboxes):
+        if job is not None and permissions.reaches_others(conn, job.identity, rollouts, sandboxes):
             return _of_other(job)
         return None
 

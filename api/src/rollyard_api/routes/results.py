@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_fil
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
-from rollyard_api.trajectories import delivery, grouping, records, unread
+from rollyard_api.trajectories import acknowledged, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
@@ -103,8 +104,8 @@ async def result_page(
     """
     plane = plane_of(request)
     job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
-    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=unread.end_of(job, kind))
-    if unread.is_ahead(job, kind, after, plane.settings.max_unread):
+    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=acknowledged.end_of(job, kind))
+    if acknowledged.is_ahead(job, kind, after, plane.settings.max_unread):
         with suppress(ApiError):  # A full disk must not prevent reading.
             await plane.database.write(partial(job_rows.note_read, job_id=job.id, kind=kind, position=after))
 
@@ -150,11 +151,7 @@ async def trajectories(
     """
     plane = plane_of(request)
     wanted = [state for state in ENDED if status in (None, state.status)]
-    most = plane.settings.page_bytes
-
-    def look(conn: Connection, job_id: int, after: int) -> records.EndedRollouts:
-        return records.ended_after(conn, job_id, after, limit, wanted, most)
-
+    look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
     form = delivery.media_type(request.headers.get("accept", ""))
     async with result_page(request, "trajectories", namespace, name, cursor, wait, look) as page:
         lines: Sequence[Piece] = []
@@ -196,12 +193,9 @@ async def groups(
         raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
     plane = plane_of(request)
     most = plane.settings.page_bytes
-
-    def look(conn: Connection, job_id: int, after: int) -> grouping.EndedGroups:
-        return grouping.ended_after(
-            conn, job_id, after, limit, informative=informative, dropped=dropped, max_bytes=most
-        )
-
+    look = partial(
+        grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
+    )
     async with result_page(request, "groups", namespace, name, cursor, wait, look) as page:
         found, short = page.found.groups, page.found.sizes
         lines: list[bytes] = []
@@ -296,14 +290,9 @@ async def get_rollout(
         _, line = await record_line(plane, held, namespace, name, rollout)
         if not download:
             return Delivery(line, "application/json", {}, held.pop_all())
+        file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)
         headers = {
-            "Content-Disposition": f'attachment; filename="{_file_name(rollout)}.json"',
+            "Content-Disposition": f'attachment; filename="{file_name}.json"',
             "X-Content-Type-Options": "nosniff",
         }
         return Delivery(line, "text/plain; charset=utf-8", headers, held.pop_all())
-
-
-def _file_name(rollout: str) -> str:
-    return "".join(
-        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "_" for letter in rollout
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
@@ -65,11 +65,8 @@ async def grid(
     asked = GroupFilter(sort, informative, status, task, search)
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
-
-        def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
-            return grid_rows.page(conn, job, asked, limit, after)
-
-        items, more = await plane.database.read(query)
+        look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
+        items, more = await plane.database.read(look)
     return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
 
@@ -81,11 +78,10 @@ async def statistics(plane: Plane, name: str, namespace: Namespace = "default") 
     """
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
-
-        def query(conn: Connection) -> dict[str, Any]:
-            return folding.statistics(conn, job, rollout_list.labels(conn, job))
-
-        return answer(await plane.database.read(query))
+        found = await plane.database.read(
+            lambda conn: folding.statistics(conn, job, rollout_list.labels(conn, job))
+        )
+    return answer(found)
 
 
 @router.get("/{name}/gantt")

@@ -117,7 +117,7 @@ class Gate:
                 raise
         except Exception as error:
             if not answered:
-                await _unexpected(error)(scope, receive, watched)
+                await (await _problem(Request(scope), error))(scope, receive, watched)
             raise  # The server logs it with its traceback.
         finally:
             route = scope.get("route")
@@ -175,37 +175,25 @@ _LENGTHS = (b"content-length", b"transfer-encoding")
 _HEADERS = (b"authorization", b"content-length", b"cookie")
 
 
-async def _api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return response(error)
-
-
-async def _validation_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problems = [
-        f"{'.'.join(str(part) for part in item['loc'][1:]) or item['loc'][0]}: {item['msg']}"
-        for item in error.errors()
-    ]
-    return response(Invalid(problems[0], errors=problems))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return response(NotFound(f"there is no {request.url.path}"))
-    if error.status_code == 405:
-        return response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
-    other = ApiError(str(error.detail))
-    return response(other)
-
-
-def _unexpected(error: Exception) -> Response:
-    return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
-
-
-async def _unexpected_error(_request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after the answer.
-    return _unexpected(error)
+async def _problem(request: Request, error: Exception) -> Response:
+    """Return the answer of a route that raised an exception."""
+    match error:
+        case ApiError():
+            return response(error)
+        case RequestValidationError():
+            problems = [
+                f"{'.'.join(str(part) for part in item['loc'][1:]) or item['loc'][0]}: {item['msg']}"
+                for item in error.errors()
+            ]
+            return response(Invalid(problems[0], errors=problems))
+        case HTTPException(status_code=404):
+            return response(NotFound(f"there is no {request.url.path}"))
+        case HTTPException(status_code=405):
+            return response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+        case HTTPException():
+            return response(ApiError(str(error.detail)))
+        case _:  # Starlette raises it again after the answer.
+            return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
 
 
 class Application(FastAPI):
@@ -288,12 +276,9 @@ def build(
         docs_url=None,
         redoc_url=None,
         servers=[{"url": prefix}] if (prefix := settings.browsers.path_prefix) else None,
-        exception_handlers={
-            ApiError: _api_error,
-            RequestValidationError: _validation_error,
-            HTTPException: _http_error,
-            Exception: _unexpected_error,
-        },
+        exception_handlers=dict.fromkeys(
+            (ApiError, RequestValidationError, HTTPException, Exception), _problem
+        ),
     )
     for router in _ROUTERS:
         # Including a router would analyse all its routes again, for each application.

@@ -306,28 +306,20 @@ _BUSY: Final = frozenset({429, 504, 507})
 """The statuses that the protocol does not know, and that stand for a server that cannot answer now."""
 
 
-def _refused(error: ApiError) -> Response:
-    status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
-    return JSONResponse({"detail": error.detail}, status, error.headers)
-
-
-def _invalid(error: ValidationError) -> Response:
-    # The content of the request is left out, because it may hold a key of another service.
-    found = [
-        {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
-        for item in error.errors(include_url=False, include_context=False, include_input=False)
-    ]
-    return _detail(422, found)
-
-
 def _answering(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await call(request)
         except ApiError as error:
-            return _refused(error)
+            status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
+            return JSONResponse({"detail": error.detail}, status, error.headers)
         except ValidationError as error:
-            return _invalid(error)
+            # The content of the request is left out, because it may hold a key of another service.
+            found = [
+                {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
+                for item in error.errors(include_url=False, include_context=False, include_input=False)
+            ]
+            return _detail(422, found)
         except Exception:
             log.exception("%s failed", request.url.path)
             return _detail(500, "unexpected error; the server's log says more")

@@ -111,12 +111,10 @@ class ProrlCalls:
     async def status(self, request: Request) -> Response:
         """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
         found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
-        if not found.running:
+        if found is None:
             return _detail(503, calls.NOT_RUNNING)
-        pending = found.init + found.run + found.eval
-        stages = {"init": found.init, "run": found.run, "eval": found.eval}
-        body = {"status": "running", "running": True, "pending_jobs": pending, "jobs": found.jobs, **stages}
-        return JSONResponse(body)
+        pending = sum(found.values()) - found["jobs"]
+        return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **found})
 
     async def add_server(self, request: Request) -> Response:
         """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""

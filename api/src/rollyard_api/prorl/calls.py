@@ -282,26 +282,14 @@ def drop_anonymous(tx: Transaction, namespace: str) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What `/status` says."""
-
-    running: bool
-    jobs: int
-    init: int
-    run: int
-    eval: int
-
-
-def counts(conn: Connection, namespace: str) -> Counts:
-    """Return the number of calls of the open batch, and of unfinished rollouts in each stage."""
+def counts(conn: Connection, namespace: str) -> dict[str, int] | None:
+    """Return the calls of the open batch and its unfinished rollouts by stage, or None if no batch is open."""
     state = batch(conn, namespace)
-    calls = conn.execute(
-        sa.select(sa.func.count())
-        .select_from(prorl_calls)
-        .where(prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
-    ).scalar_one()
-    stages = dict.fromkeys(("init", "run", "eval"), 0)
+    if not state.running:
+        return None
+    of_batch = (prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
+    calls = conn.execute(sa.select(sa.func.count()).select_from(prorl_calls).where(*of_batch)).scalar_one()
+    found = {"jobs": calls, "init": 0, "run": 0, "eval": 0}
     ids = [job.id for job in open_jobs(conn, namespace)]
     query = (
         sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -309,5 +297,5 @@ def counts(conn: Connection, namespace: str) -> Counts:
         .group_by(rollouts.c.state)
     )
     for row in conn.execute(query):
-        stages[row.state.stage] += row.n
-    return Counts(state.running, calls, **stages)
+        found[row.state.stage] += row.n
+    return found

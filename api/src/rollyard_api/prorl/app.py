@@ -7,7 +7,6 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
@@ -50,6 +49,7 @@ RESULT_TRIES: Final = 20
 """How often a result is read from a trajectory store that does not answer."""
 
 M = TypeVar("M", bound=BaseModel)
+_Result = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class AddServer(BaseModel):
@@ -141,8 +141,10 @@ class ProrlCalls:
         with self._open.held(self._config.namespace):
             # A trainer sends all calls of a batch at once. A few are read at a time, and the others wait.
             async with self._reading:
-                asked, answer = await self._asked(request)
-                call = await self._write(lambda tx, namespace: calls.admit(tx, asked))
+                asked, result = await self._asked(request)
+                call = await self._plane.database.write(partial(calls.admit, asked=asked))
+            key, anonymous = asked.key, asked.anonymous
+            del asked  # The call may wait for hours, and nobody needs its task any more.
             left = asyncio.ensure_future(_disconnected(request))
             try:
                 end = await self._ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
@@ -150,15 +152,15 @@ class ProrlCalls:
                 left.cancel()
                 with suppress(asyncio.CancelledError):
                     await left
-            if end != "ended" and answer.anonymous:
+            if end != "ended" and anonymous:
                 # Without a job_id, nobody can ask for the result any more.
-                await self._write(partial(calls.cancel, key=answer.key), quiet=True)
+                await self._write(partial(calls.cancel, key=key), quiet=True)
             if end == "closing":
                 raise Unavailable("the server is restarting; ask again with the same job_id")
             if end != "ended":
                 seconds = f"{self._config.wait_seconds:g}"
                 raise Unavailable(f"no result within {seconds} s; ask again with the same job_id")
-            return await self._result(answer, call)
+            return await self._result(result, call)
 
     async def forget_lost(self) -> None:
         """End the rollouts whose clients an earlier process has lost, and those of a stopped batch."""
@@ -170,7 +172,8 @@ class ProrlCalls:
         """End all waits."""
         await self._ends.close()
 
-    async def _asked(self, request: Request) -> tuple[Asked, _Answer]:
+    async def _asked(self, request: Request) -> tuple[Asked, _Result]:
+        """Return what a call asks for, and what makes its answer of the record of its rollout."""
         body = await self._body(request, ProcessCall)
         key, anonymous = calls.key_of(body.job_id)
         spec = job_spec(self._config.spec, self._config.pool, body.sampling_params)
@@ -194,16 +197,21 @@ class ProrlCalls:
             max_jobs=self._config.max_jobs,
             room=self._plane.settings.rollout_room,
         )
-        names = (name_of(body.instance, "instance_id"), name_of(body.instance, "trajectory_id"))
-        return asked, _Answer(key, anonymous, *names, tuple(spec.agent.tools))
+        result = partial(
+            results.result,
+            instance_id=name_of(body.instance, "instance_id"),
+            trajectory_id=name_of(body.instance, "trajectory_id"),
+            tools=tuple(spec.agent.tools),
+        )
+        return asked, result
 
-    async def _result(self, answer: _Answer, call: StartedCall) -> Response:
+    async def _result(self, result: _Result, call: StartedCall) -> Response:
         plane, namespace = self._plane, self._config.namespace
         for again in range(RESULT_TRIES):
             if again:
                 await asyncio.sleep(RETRY_SECONDS)
             try:
-                return await self._read(answer, call)
+                return await self._read(result, call)
             except ApiError as error:
                 # A store that does not answer must not cost a client one of its retries at once.
                 if error.status not in (429, 503, 504) or plane.bus.closing:
@@ -211,7 +219,7 @@ class ProrlCalls:
                 log.warning("result of %s in %s: %s: %s", call.rollout, namespace, error.reason, error.detail)
         raise Unavailable("the result cannot be read; ask again with the same job_id")
 
-    async def _read(self, answer: _Answer, call: StartedCall) -> Response:
+    async def _read(self, result: _Result, call: StartedCall) -> Response:
         plane, namespace = self._plane, self._config.namespace
 
         def query(conn: Connection) -> tuple[EndedRollout | None, RolloutSize | None]:
@@ -226,7 +234,7 @@ class ProrlCalls:
         async with AsyncExitStack() as held:
             await held.enter_async_context(plane.pages_of([size]).held(namespace))
             (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
-            body = await plane.archive.builds.run(partial(answer.body, line), namespace)
+            body = await plane.archive.builds.run(lambda: dumps(result(loads(line))), namespace)
             return Delivery(body, JSON, {}, held.pop_all())
 
     async def _cancel_rest(self) -> None:
@@ -255,28 +263,6 @@ class ProrlCalls:
         del request._body  # The call may wait for hours, and nobody reads the body again.
         request.state.body_read()
         return model.model_validate(document)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What is kept of a `/process` call while it waits."""
-
-    key: str
-    anonymous: bool
-    instance_id: str | int | None
-    trajectory_id: str | int | None
-    tools: tuple[str, ...]
-
-    def body(self, line: bytes) -> bytes:
-        """Return the body of the answer, for the record of the rollout."""
-        return dumps(
-            results.result(
-                loads(line),
-                instance_id=self.instance_id,
-                trajectory_id=self.trajectory_id,
-                tools=self.tools,
-            )
-        )
 
 
 class _Gone(ApiError):

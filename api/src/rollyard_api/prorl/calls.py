@@ -283,7 +283,7 @@ def drop_anonymous(tx: Transaction, namespace: str) -> int:
 
 
 def counts(conn: Connection, namespace: str) -> dict[str, int] | None:
-    """Return the calls of the open batch and its unfinished rollouts by stage, or None if no batch is open."""
+    """Return the calls of the open batch and its unfinished rollouts by stage, or None if none is open."""
     state = batch(conn, namespace)
     if not state.running:
         return None

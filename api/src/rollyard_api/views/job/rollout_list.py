@@ -136,30 +136,26 @@ def ended_after(
             where.append(t.end_seq < place.number if falls else t.end_seq > place.number)
         order = t.end_seq.desc() if falls else t.end_seq
         rows = conn.execute(sa.select(ended_rollouts).where(*where).order_by(order).limit(limit + 1)).all()
-        return _cut(rows, limit, "end_seq")
+        return _cut(rows, limit, asked.sort)
     # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
     key: sa.ColumnElement[Any] = column if len(where) == 1 else column + 0
     missing = (column + 0).is_(None) if column.nullable else None
     order_by = keyset.Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
     found = order_by.rows(conn, sa.select(ended_rollouts).where(*where), limit, place)
-    return _cut(found, limit, column.name)
+    return _cut(found, limit, asked.sort)
 
 
-def _cut(rows: Sequence[Any], limit: int, name: str) -> tuple[list[Any], ListPlace | None]:
+def _cut(rows: Sequence[Any], limit: int, sort: Sort) -> tuple[list[Any], ListPlace | None]:
     if len(rows) <= limit:
         return list(rows), None
-    return list(rows[:limit]), _place(rows[limit - 1], name)
-
-
-def _place(row: Any, name: str) -> ListPlace:
-    key = getattr(row, name)
-    return ListPlace(None if key is None else float(key), row.end_seq)
+    return list(rows[:limit]), place_of(rows[limit - 1], sort)
 
 
 def place_of(row: Any, sort: Sort) -> ListPlace:
     """Return the place of a row of `ended_rollouts` in a list with this order."""
-    return _place(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
+    key = getattr(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
+    return ListPlace(None if key is None else float(key), row.end_seq)
 
 
 def _restrictions(asked: RolloutFilter, group: tuple[int, ...] | None) -> list[sa.ColumnElement[bool]]:

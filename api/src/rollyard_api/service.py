@@ -28,15 +28,16 @@ from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.core.quotas import Quota, Turns
 from rollyard_api.core.wakeups import Bus, Idle
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_api.jobs.blobs import Uploads
 from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
 from rollyard_api.machine.states import ENDED
 from rollyard_api.metrics import Metrics
-from rollyard_api.rollouts import assignments, claims, lease_expiry, node_loss, outages
+from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
@@ -49,7 +50,7 @@ from rollyard_api.views.job.folding import Folding
 from rollyard_api.views.rollout.live import Watching
 from rollyard_api.views.rollout.records import KeptRecords
 from rollyard_api.views.rollout.texts import TokenTexts
-from rollyard_api.weights import verification
+from rollyard_api.weights import checkpoints
 from rollyard_api.weights.coordinator import Coordinator
 
 HEARD_SECONDS: Final = 5.0
@@ -183,15 +184,15 @@ class ControlPlane:
         self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
         self.door = Door(settings.browsers, lambda: self.sessions)
         self.guesses = Guesses()
-        self.unclaimed = lease_expiry.Unclaimed()
+        self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
         """The transport that every call to a backend uses."""
-        python = settings.verify_python or verification.default_python()
+        python = settings.verify_python or checkpoints.default_python()
         self.coordinator = Coordinator(
-            database, self.transport, verification.Forward(python, self.disk), settings.weight_limits
+            database, self.transport, checkpoints.Forward(python, self.disk), settings.weight_limits
         )
         self.ready = False
 
@@ -230,7 +231,7 @@ class ControlPlane:
 
     async def cancel_rest(self, job_id: int) -> None:
         """End the unfinished rollouts of a cancelled job, batch by batch, and release their claims."""
-        while await self.database.write(partial(cancellation.cancel_some, job_id=job_id)):
+        while await self.database.write(partial(jobs.cancel_some, job_id=job_id)):
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
@@ -293,11 +294,11 @@ class ControlPlane:
         given = self.settings
         # Each operation has the size of its batches, or 0 if it does everything at once.
         work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
-            (partial(lease_expiry.expire, max_expiries=given.max_expiries), lease_expiry.EXPIRY_BATCH),
-            (partial(node_loss.give_up_silent, silent_seconds=given.node_seconds), node_loss.BATCH),
-            (outages.look, 0),
-            (partial(outages.end_overdue, patience=given.no_backend_seconds), outages.BATCH),
-            (cancellation.enforce, 0),
+            (partial(sweeps.expire, max_expiries=given.max_expiries), sweeps.EXPIRY_BATCH),
+            (partial(heartbeats.give_up_silent, silent_seconds=given.node_seconds), heartbeats.NODE_BATCH),
+            (sweeps.note_outages, 0),
+            (partial(sweeps.end_overdue, patience=given.no_backend_seconds), sweeps.OUTAGE_BATCH),
+            (jobs.enforce, 0),
             (claims.release_unneeded, 0),
         )
         # The writer takes all of them in one transaction, in this order. Usually none has much to do.
@@ -309,7 +310,7 @@ class ControlPlane:
         for job_id in cancelled:
             await self.cancel_rest(job_id)
         for job_id in deleted:
-            while not await write(partial(cancellation.purge_some, job_id=job_id)):
+            while not await write(partial(jobs.purge_some, job_id=job_id)):
                 pass
             self.events.forget(job_id)
         if assigned:
@@ -327,8 +328,8 @@ class ControlPlane:
 
 
 def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
-    """Return what `cancellation.left_over` returns, and whether there are old assignments."""
-    return *cancellation.left_over(conn), assignments.has_old(conn)
+    """Return the jobs to end, the deleted jobs to remove, and whether there are old assignments."""
+    return job_rows.cancelling(conn), job_rows.removable(conn), assignments.has_old(conn)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -443,9 +444,8 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
 async def _resume(plane: ControlPlane) -> None:
     """Resume at a start what an earlier process left: leases get their full time, and parts are adopted."""
     try:
-        await plane.database.write(partial(lease_expiry.grace, lease_seconds=plane.settings.lease_seconds))
-        await plane.database.write(node_loss.grace)
-        await plane.database.write(partial(node_loss.forget, silent_seconds=plane.settings.node_seconds))
+        await plane.database.write(partial(heartbeats.grace, lease_seconds=plane.settings.lease_seconds))
+        await plane.database.write(partial(heartbeats.forget, silent_seconds=plane.settings.node_seconds))
     except StorageFull as error:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict
-from rollyard_api.rollouts.ending import advance
+from rollyard_api.rollouts.transitions import advance
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import SamplingStep
@@ -67,7 +67,7 @@ def open_step(
         )
     if job.closed:
         raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
-    acknowledged.check_unread(job, job.limits.samples, max_unread)
+    acknowledged.check_unread(job, max_unread)
     if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"

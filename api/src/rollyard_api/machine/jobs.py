@@ -13,6 +13,11 @@ from rollyard_crds.fields.dynamic_sampling import TARGET_MET, TARGET_NOT_MET
 from rollyard_api.machine.limits import SamplingRules
 
 
+def prefix_of(name: str, uid: str) -> str:
+    """Return the beginning of the ids of a job's rollouts."""
+    return f"{name}-{uid[:8]}"
+
+
 class Progress(Struct, frozen=True):
     """What a job with dynamic sampling has reached."""
 

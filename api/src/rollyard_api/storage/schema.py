@@ -241,7 +241,11 @@ payloads = sa.Table(
     metadata,
     sa.Column("rollout_id", sa.String(128), primary_key=True),
     sa.Column("carry", sa.LargeBinary),
+    # What Run recorded: a Transcript as JSON, and apart from it its token lists in the form of `packed`.
     sa.Column("trajectory", sa.LargeBinary),
+    sa.Column("segments", sa.LargeBinary),
+    # Whether the leases of Eval carry the token lists.
+    sa.Column("tokens_in_eval", sa.Boolean),
 )
 
 # Uploaded files. A row is visible to others once it is complete. An incomplete row that was last touched

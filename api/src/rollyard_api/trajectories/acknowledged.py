@@ -116,6 +116,11 @@ def forget(tx: Transaction, job: JobRow, name: str) -> None:
         raise _missing(job, name)
 
 
+def forget_all(tx: Transaction, job_id: int) -> None:
+    """Remove the cursors of a deleted job."""
+    tx.conn.execute(sa.delete(cursors).where(cursors.c.job_id == job_id))
+
+
 def _parsed(job: JobRow, given: str, parameter: str) -> tuple[texts.Kind, int]:
     """Return the kind and the position of a cursor of this job's results."""
     kind = texts.kind_of(given, KINDS, parameter)
@@ -174,19 +179,18 @@ def end_of(job: JobRow, kind: Kind) -> int:
     return job.groups_ended if kind == "groups" else job.ended
 
 
-def check_unread(job: JobRow, samples: int, bound: int) -> None:
+def check_unread(job: JobRow, bound: int) -> None:
     """Refuse further rollouts of a stream while too many of its results are unread.
 
     Args:
         job: The job.
-        samples: The rollouts of each of its groups.
         bound: The bound on unread rollouts.
 
     Raises:
         Conflict: The bound is reached.
     """
     # A trainer reads trajectories or groups, and seldom both.
-    unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * samples)
+    unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * job.limits.samples)
     if unread >= bound:
         raise Conflict(
             f"RolloutJob {job.name!r} has about {unread} ended rollouts that nobody has read, and {bound} is "

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, page_answer
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow

@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import Annotated
 
-import sqlalchemy as sa
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
@@ -14,8 +13,8 @@ from rollyard_api.core.problems import QueryRefused
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
 from rollyard_api.routes.page.records import compact_record
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import pools
 from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout import pieces
 from rollyard_api.views.rollout.texts import Pieces
@@ -146,11 +145,10 @@ async def _vocabulary(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, 
     """Return the texts of the tokens of a job's pool, or None and why there are none."""
     if job.pool is None:
         return None, "the job has no pool, so no tokenizer is known"
-    query = sa.select(pools.c.tokenizer).where(pools.c.namespace == job.namespace, pools.c.name == job.pool)
-    tokenizer = await plane.database.read(lambda conn: conn.scalar(query))
-    if tokenizer is None:
+    pool = await plane.database.read(partial(pool_rows.named, namespace=job.namespace, name=job.pool))
+    if pool is None:
         return None, f"the pool {job.pool!r} of the job is gone"
-    found = await plane.views.token_texts.of(tokenizer, job.namespace)
+    found = await plane.views.token_texts.of(pool.tokenizer, job.namespace)
     if isinstance(found, str):
-        return None, f"no texts for the tokenizer {tokenizer!r}: {found}"
+        return None, f"no texts for the tokenizer {pool.tokenizer!r}: {found}"
     return found, ""

@@ -151,26 +151,21 @@ class PageFiles:
         return self._files.get(path)
 
     def _read(self) -> Mapping[str, WebFile]:
+        found: dict[str, WebFile] = {}
+        total = 0
         try:
-            return _read(self._folder, self._prefix)
+            for path in _paths(self._folder):
+                body = path.read_bytes()
+                total += len(body)
+                if total > MAX_BYTES:
+                    raise PageUnusable(f"{self._folder}: the page's files have more than {MAX_BYTES} bytes")
+                name = path.relative_to(self._folder).as_posix()
+                is_document = name == "index.html"
+                content = _filled(body, self._prefix) if is_document else body
+                found[name] = web_file(name, content, PAGE_POLICY if is_document else "")
         except (OSError, UnicodeDecodeError) as error:
             raise PageUnusable(f"the files of the page cannot be read: {error}") from error
-
-
-def _read(folder: Path, prefix: str) -> Mapping[str, WebFile]:
-    found: dict[str, WebFile] = {}
-    total = 0
-    for path in _paths(folder):
-        body = path.read_bytes()
-        total += len(body)
-        if total > MAX_BYTES:
-            raise PageUnusable(f"{folder}: the page's files have more than {MAX_BYTES} bytes")
-        name = path.relative_to(folder).as_posix()
-        if name == "index.html":
-            found[name] = web_file(name, _filled(body, prefix), PAGE_POLICY)
-        else:
-            found[name] = web_file(name, body)
-    return found
+        return found
 
 
 def _paths(folder: Path) -> Sequence[Path]:

@@ -27,7 +27,7 @@ from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
-from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece
@@ -56,22 +56,19 @@ class Part:
 
 def begin_parts(tx: Transaction) -> list[Part]:
     """Assign parts to the waiting rollouts: at most one part of PART_RECORDS rollouts per job."""
-    ids = list(
-        tx.conn.scalars(
-            sa.select(rollouts.c.job_id)
-            .where(rollouts.c.pending.is_not(None), rollouts.c.part.is_(None))
-            .group_by(rollouts.c.job_id)
-            .order_by(rollouts.c.job_id)
-        )
+    waiting = (
+        sa.select(rollouts.c.job_id)
+        .where(rollouts.c.pending.is_not(None), rollouts.c.part.is_(None))
+        .group_by(rollouts.c.job_id)
+        .order_by(rollouts.c.job_id)
     )
-    return [Part(job_id, _begin(tx, job_id)) for job_id in ids]
-
-
-def _begin(tx: Transaction, job_id: int) -> int:
-    # The job's row is locked first, so two replicas never put one rollout into two parts.
-    number = job_rows.next_part(tx, job_id)
-    rollout_rows.begin_part(tx, job_id, number, PART_RECORDS)
-    return number
+    parts = []
+    for job_id in list(tx.conn.scalars(waiting)):
+        # The job's row is locked first, so two replicas never put one rollout into two parts.
+        number = job_rows.next_part(tx, job_id)
+        rollout_rows.begin_part(tx, job_id, number, PART_RECORDS)
+        parts.append(Part(job_id, number))
+    return parts
 
 
 def unfinished_parts(tx: Transaction) -> list[Part]:
@@ -84,22 +81,8 @@ def unfinished_parts(tx: Transaction) -> list[Part]:
     return [Part(row.job_id, row.part) for row in tx.conn.execute(query)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The members of a part, as many as fit into it."""
-
-    namespace: str
-    job: str
-    uid: str
-    rows: list[EndedRollout]
-
-
-def _content(conn: Connection, part: Part) -> _Content | None:
-    job = conn.execute(
-        sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid).where(jobs.c.id == part.job_id)
-    ).one_or_none()
-    if job is None:
-        return None
+def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRollout]]:
+    """Return the job and the members of a part, as many as fit into it."""
     members = (
         rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
     )  # fmt: skip
@@ -110,7 +93,7 @@ def _content(conn: Connection, part: Part) -> _Content | None:
     if found:
         chosen = records.select().where(*members, rollouts.c.end_seq <= found[count - 1].end_seq)
         rows = read_all(EndedRollout, conn.execute(chosen.order_by(rollouts.c.end_seq)))
-    return _Content(job.namespace, job.name, job.uid, rows)
+    return job_rows.by_id(conn, part.job_id), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +108,13 @@ class _Objects:
     """The object with the raw arrays."""
 
 
-def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects:
+def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
     lines: list[bytes] = []
     hashes: list[bytes] = []
     arrays: list[bytes] = []
     total = 0
     for row in rows:
-        document = records.document_of(row, job, namespace)
+        document = records.document_of(row, job.name, job.namespace)
         line = dumps(document) + b"\n"
         total += len(line)
         if lines and total > PART_BYTES:
@@ -157,16 +140,17 @@ def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], m
 _WORDS = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
 
 
-def _place(
-    tx: Transaction, part: Part, lines: Sequence[tuple[str, int]], of_words: Sequence[tuple[int, bytes]]
-) -> None:
+def _place(tx: Transaction, part: Part, rows: Sequence[EndedRollout], made: _Objects) -> None:
     kept = [
-        {"job_id": part.job_id, "end_seq": place, "words": hashes} for place, hashes in of_words if hashes
+        {"job_id": part.job_id, "end_seq": row.end_seq, "words": hashes}
+        for row, hashes in zip(rows, made.words, strict=False)
+        if hashes
     ]
     if kept:
         tx.conn.execute(_WORDS[tx.sqlite], kept)
-    rollout_rows.place(tx, part.job_id, part.number, lines)
-    tx.count("stored", value=len(lines))
+    lengths = [(row.id, len(line)) for row, line in zip(rows, made.lines, strict=False)]
+    rollout_rows.place(tx, part.job_id, part.number, lengths)
+    tx.count("stored", value=len(lengths))
 
 
 class Archive:
@@ -236,22 +220,19 @@ class Archive:
             return stored
 
     async def _store_part(self, part: Part) -> int:
-        content = await self._database.read(partial(_content, part=part))
-        if content is None or not content.rows:
+        job, rows = await self._database.read(partial(_content, part=part))
+        if job is None or not rows:
             return 0
-        made = await self.builds.run(partial(_objects, content.rows, content.namespace, content.job))
-        lines, arrays = made.lines, made.arrays
-        path = part_path(content.namespace, content.job, content.uid, part.number)
+        made = await self.builds.run(partial(_objects, rows, job))
+        path = part_path(job.namespace, job.name, job.uid, part.number)
         try:
-            await self.writes.run(partial(self._store.write, path, b"".join(lines)))
-            await self.writes.run(partial(self._store.write, arrays_path(path), arrays))
+            await self.writes.run(partial(self._store.write, path, b"".join(made.lines)))
+            await self.writes.run(partial(self._store.write, arrays_path(path), made.arrays))
         except (StorageFull, TimedOut, Unavailable) as error:
             self.refused = error
             raise
-        placed = [(row.id, len(line)) for row, line in zip(content.rows, lines, strict=False)]
-        of_words = [(row.end_seq, hashes) for row, hashes in zip(content.rows, made.words, strict=False)]
-        await self._database.write(partial(_place, part=part, lines=placed, of_words=of_words))
-        return len(lines)
+        await self._database.write(partial(_place, part=part, rows=rows, made=made))
+        return len(made.lines)
 
     async def unstored(self) -> int:
         """Return the number of ended rollouts that wait for the store."""

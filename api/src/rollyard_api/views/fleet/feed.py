@@ -77,7 +77,7 @@ class FleetFeed:
             self._folded = await self._database.read(_folded)
             self._last = now
             return
-        if _content(before) != _content(now):
+        if glance(before) | {"time": 0.0} != glance(now) | {"time": 0.0}:
             self._tell(event("overview", glance(now)), None)
         for number, job in now.jobs.items():
             if not _same(before.jobs.get(number), job):
@@ -153,12 +153,6 @@ def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
     if before is None or (before["late"] is None) != (now["late"] is None):
         return False
     return before | {"late": None} == now | {"late": None}
-
-
-def _content(fleet: FleetSnapshot) -> dict[str, Any]:
-    found = glance(fleet)
-    del found["time"]
-    return found
 
 
 def _folded(conn: Connection) -> dict[int, int]:

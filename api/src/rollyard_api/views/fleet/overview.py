@@ -98,12 +98,6 @@ def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
     }
 
 
-def phases(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of jobs in each phase, given their slim rows."""
-    found = Counter(job["phase"] for job in rows)
-    return {phase: found[phase] for phase in PHASES}
-
-
 def queues(rows: Iterable[Mapping[str, Any]], slots: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return the rollouts that wait for and are in each stage, and the places of all workers."""
     found = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in _STAGES}
@@ -200,9 +194,10 @@ def _look(
         for number, row in listed.items()
         if row["finished_at"] is not None and row["phase"] in job_rows.FINAL
     }
+    phases = Counter(job["phase"] for job in listed.values())
     document = {
         "time": now,
-        "phases": phases(listed.values()),
+        "phases": {phase: phases[phase] for phase in PHASES},
         "queues": queues(listed.values(), seen.slots),
         "rates": rates_view(conn, now),
         "pools": pools_view(conn),

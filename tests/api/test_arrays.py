@@ -185,7 +185,7 @@ def described(found: list[TrajectoryArrays]) -> list[Any]:
 async def test_both_clients_read_pages_of_arrays(
     start_api: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
 ) -> None:
-    """Of JSON lines, the same arrays are made."""
+    """The same arrays are made of JSON lines."""
     with start_api(tmp_path, "--page-bytes", "3000") as process:
         token = process.tokens["admin"]
         headers = {"Authorization": f"Bearer {process.tokens['worker']}"}

@@ -106,18 +106,18 @@ class SandboxRecord:
         """Return the record that `sandbox.json` holds.
 
         Raises:
-            ValueError: The file holds no record, only a part of one, or one of another version.
+            ValueError: The file holds no record, or only a part of one.
         """
         try:
             document = json.loads(text)
             found = {
                 **document,
                 "worker": Process.from_json(document["worker"]),
-                "root": _process(document.get("root")),
-                "monitor": _process(document.get("monitor")),
-                "helpers": tuple(Process.from_json(each) for each in document.get("helpers", ())),
-                "cgroups": tuple(map(str, document.get("cgroups", ()))),
-                "env": dict(document.get("env", {})),
+                "root": _process(document["root"]),
+                "monitor": _process(document["monitor"]),
+                "helpers": tuple(Process.from_json(each) for each in document["helpers"]),
+                "cgroups": tuple(map(str, document["cgroups"])),
+                "env": dict(document["env"]),
             }
             if document["state"] not in _STATES:
                 raise ValueError(f"state {document['state']!r}")

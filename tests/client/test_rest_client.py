@@ -35,7 +35,6 @@ from rollyard_client.errors import CursorBeyondEnd, CursorGone
 from rollyard_client.paging import Files
 from rollyard_client.sse import Parser
 from rollyard_client.transport import AsyncTransport, SyncTransport
-from rollyard_client.worker import _completed
 from rollyard_crds.backendpool import BackendPool, BackendStatus
 from rollyard_crds.base import Condition
 from rollyard_crds.claims import ClaimRequest, ClaimStatus, SandboxShape
@@ -379,21 +378,6 @@ def test_context(tmp_path: Path) -> None:
         resolve(None, None, env)
 
 
-def test_a_reason_is_sent_only_where_there_is_one() -> None:
-    """Older control planes refuse a field that they do not know."""
-    ran = Trajectory(id="r", job="j", task_id="t", group_id="g", sample_index=0)
-    results = [
-        StageResult(rollout="r0", token=1, stage="run", trajectory=ran),
-        StageResult(rollout="r1", token=1, stage="eval", reward=1.0),
-        StageResult(rollout="r2", token=1, stage="eval", reward=0.0, reward_reason="TestTimeout"),
-    ]
-    body = json.loads(_completed(CompleteRequest(worker="w", results=results)))
-    assert "reward_reason" not in json.dumps(body["results"][:2])
-    assert "attempts" not in body["results"][0]["trajectory"]
-    assert body["results"][2]["reward_reason"] == "TestTimeout"
-    assert CompleteRequest.model_validate(body).results == results
-
-
 def uploaded(number: int, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return a task file larger than a piece of an upload, and the manifest of a job that is to use it."""
     path = folder / f"tasks-{number}.jsonl"
@@ -426,15 +410,6 @@ async def test_upload_async(server: Server, tmp_path: Path) -> None:
         job["spec"]["tasks"] = {"url": await client.upload(path)}
         assert (await client.submit(job)).status.counts.total == 1400
         await client.delete("uploaded-2")
-
-
-def test_an_older_server_takes_no_uploads(tmp_path: Path) -> None:
-    path, _ = uploaded(3, tmp_path)
-    older = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "there is no /v1/blobs"}))
-    with Client("http://127.0.0.1:1", "token") as client:
-        client._transport.client = httpx.Client(transport=older, base_url="http://127.0.0.1:1")
-        with pytest.raises(NotFound):
-            client.upload(path)
 
 
 @pytest.mark.parametrize(

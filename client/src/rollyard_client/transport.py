@@ -32,9 +32,8 @@ else:
 
 T = TypeVar("T")
 
-USER_AGENT: Final = "rollyard-client/3"
-"""The name of this client. Its number tells the control plane which fields it accepts: `attempts` of results
-since 2, and `watched` of heartbeats since 3. Older clients have no number."""
+USER_AGENT: Final = "rollyard-client"
+"""The name of this client in the logs of proxies."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from pydantic import BaseModel
 from rollyard_crds.claims import Claim, ClaimRequest
@@ -44,22 +44,6 @@ def _lease_call(
         wait=wait,
         idempotent=again,
     )
-
-
-def _completed(request: CompleteRequest) -> bytes:
-    """Return the body without fields that older control planes lack and that have no value here."""
-    silent: dict[int, dict[str, Any]] = {}
-    for place, result in enumerate(request.results):
-        silent[place] = {"trajectory": {"reward_reason", "reward_output", "attempts", "attempts_dropped"}}
-        for name in ("reward_reason", "reward_output"):
-            if not getattr(result, name):
-                silent[place][name] = True
-    return request.model_dump_json(exclude={"results": silent}).encode()
-
-
-def _beat(request: HeartbeatRequest) -> bytes:
-    """Return the body without the field that older control planes lack, if it has no value."""
-    return request.model_dump_json(exclude=None if request.live else {"live"}).encode()
 
 
 class Connected:
@@ -108,11 +92,11 @@ class WorkerClient(Connected):
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         """Renew leases and sandboxes."""
-        return await self._transport.send(_lease_call("/heartbeat", _beat(request), HeartbeatResponse))
+        return await self._transport.send(_lease_call("/heartbeat", request, HeartbeatResponse))
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
         """Report the results of stages."""
-        return await self._transport.send(_lease_call("/complete", _completed(request), OutcomeResponse))
+        return await self._transport.send(_lease_call("/complete", request, OutcomeResponse))
 
     async def fail(self, request: FailRequest) -> OutcomeResponse:
         """Report failures, or give leases back so that another worker can take them."""
@@ -142,8 +126,7 @@ class WorkerClient(Connected):
         """Return the images that the tasks of a job's next rollouts in the queue of Init name, each once.
 
         Raises:
-            NotFound: The job is gone, it was created again and has another uid, or the control plane is of an
-                earlier release.
+            NotFound: The job is gone, or it was created again and has another uid.
         """
         return await self._transport.send(workers.waiting_images(namespace, name, uid))
 

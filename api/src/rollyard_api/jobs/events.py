@@ -135,9 +135,7 @@ class EventHub:
         """
         if not last_id:
             return None
-        place = last_id
-        if last_id.startswith("v"):
-            place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
+        place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
         process, _, number = place.partition("-")
         if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", place):
             raise cursors.garbage("Last-Event-ID", last_id, "events")

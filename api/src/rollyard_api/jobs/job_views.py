@@ -136,24 +136,13 @@ def unfinished(conn: Connection) -> dict[str, Any]:
     The revision is a digest of the content of the list. Every replica therefore computes the same revision
     for the same list.
     """
-    columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
-    query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
-    told = [
-        {
-            "namespace": row.namespace,
-            "name": row.name,
-            "uid": row.uid,
-            "generation": row.generation,
-            "cancel_reason": row.cancel_reason or "",
-        }
-        for row in conn.execute(query)
-    ]
-    digest = hashlib.blake2b(orjson.dumps(told), digest_size=8).digest()
+    reason = sa.func.coalesce(jobs.c.cancel_reason, "").label("cancel_reason")
+    query = sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, reason)
+    query = query.where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
+    listed_jobs = [dict(row) for row in conn.execute(query).mappings()]
+    digest = hashlib.blake2b(orjson.dumps(listed_jobs), digest_size=8).digest()
     # Every reader of JSON represents an integer of 53 bits exactly.
-    return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
-
-
-_JOBS = sa.select(jobs)
+    return {"revision": int.from_bytes(digest) >> 11, "jobs": listed_jobs}
 
 
 def listed(
@@ -180,7 +169,7 @@ def listed(
     if not count:
         return [], None
     last = found[count - 1].id
-    rows = conn.execute(_JOBS.where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
+    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
     documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
     return documents, last if count < len(found) else None
 

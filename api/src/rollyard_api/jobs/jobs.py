@@ -27,10 +27,11 @@ from rollyard_api.rollouts import transitions
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
+from rollyard_api.storage import view_tables
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import DELETED
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.trajectories import acknowledged, unread, view_rows
+from rollyard_api.trajectories import acknowledged
 
 DEADLINE: Final = "DeadlineExceeded"
 """The reason of a job that was cancelled at its deadline."""
@@ -146,7 +147,7 @@ def push(
     fresh = [task for task in tasks if task.id not in known]
     if fresh:
         if max_unread is not None:
-            unread.check(job, max_unread)
+            acknowledged.check_unread(job, max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
@@ -263,7 +264,7 @@ def delete(tx: Transaction, namespace: str, name: str) -> int:
 def purge_some(tx: Transaction, job_id: int) -> bool:
     """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
     removed = rollout_rows.remove(tx, job_id, BATCH)
-    if not view_rows.forget(tx, job_id, BATCH) or removed == BATCH:
+    if not view_tables.forget(tx.conn, job_id, BATCH) or removed == BATCH:
         return False
     group_rows.remove(tx, job_id)
     acknowledged.forget_all(tx, job_id)

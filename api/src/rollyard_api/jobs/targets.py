@@ -10,7 +10,7 @@ from rollyard_api.rollouts.transitions import advance
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import SamplingStep
-from rollyard_api.trajectories import unread
+from rollyard_api.trajectories import acknowledged
 
 MAX_STEPS: Final = 100_000
 """The most steps of one job, which bounds what their ids take in the database."""
@@ -67,7 +67,7 @@ def open_step(
         )
     if job.closed:
         raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
-    unread.check(job, max_unread)
+    acknowledged.check_unread(job, max_unread)
     if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"

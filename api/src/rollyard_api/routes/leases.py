@@ -44,7 +44,6 @@ from rollyard_api.routes.common import (
     body_of,
     body_schema,
     bound_of,
-    client_number,
     others_among,
     plane_of,
     refuse_other_job,
@@ -59,9 +58,6 @@ from rollyard_api.views.rollout import live
 log = logging.getLogger("rollyard.api")
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"], route_class=StrictRoute)
-
-WATCHED_SINCE = 3
-"""The number of the first client that accepts `watched` in the answer to a heartbeat."""
 
 
 def _reply(request: Request, document: Any) -> Response:
@@ -135,7 +131,7 @@ async def heartbeat(request: Request) -> Response:
     job_id = None if job is None else job.id
     # The list of one job's workers is kept apart, so it does not replace what other workers listed.
     place = beat.node if job is None else f"{beat.node} {job_id}"
-    tells = client_number(request) >= WATCHED_SINCE and plane.views.watching.possible(time.time())
+    watches = plane.views.watching.possible(time.time())
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
         lost, cancelled = heartbeats.renew(tx, held, plane.settings.lease_seconds)
@@ -143,11 +139,11 @@ async def heartbeat(request: Request) -> Response:
         heartbeats.heard(tx, beat.node, job_id)
         unused = heartbeats.give_up(tx, beat.ending) if beat.ending else []
         watched: list[str] = []
-        if tells or beat.live:
+        if watches or beat.live:
             gone = {rollout for rollout, _ in (*lost, *cancelled)}
             kept = {rollout: token for rollout, token in held if rollout not in gone}
             live.take(tx, beat.live, kept)
-            watched = live.watched(tx, kept) if tells else []
+            watched = live.watched(tx, kept) if watches else []
         return lost, cancelled, unnamed, oldest, unused, tx.now, watched
 
     plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())

@@ -54,9 +54,8 @@ def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
 
 
 @router.post("", openapi_extra=body_schema(BackendPool))
-async def create(request: Request, namespace: DefaultNamespace = None) -> Response:
+async def create(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
-    plane = plane_of(request)
     pool: BackendPool = await manifest_of(request, "BackendPool", namespace)
     pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
     made = await plane.database.write(partial(pools.create, pool=pool))
@@ -65,13 +64,12 @@ async def create(request: Request, namespace: DefaultNamespace = None) -> Respon
 
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool))
-async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
     old one, from a changed one.
     """
-    plane = plane_of(request)
     pool: BackendPool = registered(await body_of(request), "BackendPool", namespace, name)
     made = await plane.database.write(partial(registration.register_pool, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=name)
@@ -131,9 +129,8 @@ async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default
 
 
 @router.patch("/{name}", openapi_extra=body_schema(PoolPatch))
-async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def patch_pool(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
-    plane = plane_of(request)
     asked = validated(PoolPatch, await body_of(request))
     await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
@@ -170,9 +167,8 @@ async def put_backends(request: Request, name: str, namespace: Namespace = "defa
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus))
-async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: conditions, observedGeneration and replicas."""
-    plane = plane_of(request)
     status = validated(BackendPoolStatus, await body_of(request))
     await plane.database.write(
         partial(pools.put_status, namespace=namespace, name=name, status=status.to_json())

@@ -29,7 +29,7 @@ from rollyard_crds.security.private_folder import make_private_folder
 from rollyard_sandbox import folders
 from rollyard_sandbox.proof import SECRET_BYTES
 
-from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable, SandboxLost
 from rollyard_pipeline.sandboxes.host.disk_room import is_full
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
@@ -106,18 +106,18 @@ class SandboxRecord:
         """Return the record that `sandbox.json` holds.
 
         Raises:
-            ValueError: The file holds no record, only a part of one, or one of another version.
+            ValueError: The file holds no record, or only a part of one.
         """
         try:
             document = json.loads(text)
             found = {
                 **document,
                 "worker": Process.from_json(document["worker"]),
-                "root": _process(document.get("root")),
-                "monitor": _process(document.get("monitor")),
-                "helpers": tuple(Process.from_json(each) for each in document.get("helpers", ())),
-                "cgroups": tuple(map(str, document.get("cgroups", ()))),
-                "env": dict(document.get("env", {})),
+                "root": _process(document["root"]),
+                "monitor": _process(document["monitor"]),
+                "helpers": tuple(Process.from_json(each) for each in document["helpers"]),
+                "cgroups": tuple(map(str, document["cgroups"])),
+                "env": dict(document["env"]),
             }
             if document["state"] not in _STATES:
                 raise ValueError(f"state {document['state']!r}")
@@ -260,9 +260,6 @@ class SandboxFolder:
     def new_secret(self, sandbox_id: str) -> bytes:
         """Write a new secret beside the record, for every process that attaches to the sandbox later.
 
-        The secret has its own file, because workers of an older version would reject a record that contains
-        it.
-
         Raises:
             NodeDiskFull: There is no room on the run folder's disk.
         """
@@ -276,12 +273,16 @@ class SandboxFolder:
                 os.close(fd)
         return secret
 
-    def secret(self, sandbox_id: str) -> bytes | None:
-        """Return the secret that the server must know, or None if an older worker started the sandbox."""
+    def secret(self, sandbox_id: str) -> bytes:
+        """Return the secret that the server must know.
+
+        Raises:
+            SandboxLost: There is no such sandbox on this node.
+        """
         try:
             return (self.folder(sandbox_id) / _SECRET_NAME).read_bytes()
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as error:
+            raise SandboxLost(f"sandbox {sandbox_id} is not on this node any more") from error
 
     @contextmanager
     def sweeping(self) -> Iterator[bool]:

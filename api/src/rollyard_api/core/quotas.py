@@ -8,14 +8,20 @@ too much therefore obstructs only itself.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
-from rollyard_api.core.problems import TooManyWaits
+from rollyard_api.core.problems import ApiError, TooManyWaits
 
 RETRY_AFTER = {"Retry-After": "2"}
+UNBOUNDED: Final = sys.maxsize
+
+Refusal = Callable[[str | None, int], ApiError]
+"""Returns the error for a key, or for None if the total is reached, given the largest number."""
 
 
 def _whose(key: str) -> str:
@@ -29,14 +35,17 @@ class Quota:
         what: The name of the things in the plural, for messages.
         each: The largest number for one key.
         total: The largest number for all keys together.
+        refusal: Returns the error for what is too much; default: TooManyWaits.
     """
 
-    def __init__(self, what: str, *, each: int, total: int) -> None:
+    def __init__(
+        self, what: str, *, each: int, total: int = UNBOUNDED, refusal: Refusal | None = None
+    ) -> None:
         self._what = what
         self._each = each
         self._total = total
+        self._refusal = refusal or self._too_many
         self._open: Counter[str] = Counter()
-        self._count = 0
 
     def open(self, key: str) -> int:
         """Return the number of open things of a key."""
@@ -47,26 +56,25 @@ class Quota:
         """Keep one thing open within the block.
 
         Raises:
-            TooManyWaits: The largest number is already open.
+            ApiError: The largest number is already open.
         """
         if self._open[key] >= self._each:
-            raise TooManyWaits(
-                f"{_whose(key)} has {self._each} open {self._what}, and may have no more",
-                headers=RETRY_AFTER,
-            )
-        if self._count >= self._total:
-            raise TooManyWaits(
-                f"{self._total} {self._what} are open, and no more may be", headers=RETRY_AFTER
-            )
+            raise self._refusal(key, self._each)
+        if self._open.total() >= self._total:
+            raise self._refusal(None, self._total)
         self._open[key] += 1
-        self._count += 1
         try:
             yield
         finally:
-            self._count -= 1
             self._open[key] -= 1
             if not self._open[key]:
                 del self._open[key]
+
+    def _too_many(self, key: str | None, most: int) -> ApiError:
+        if key is None:
+            return TooManyWaits(f"{most} {self._what} are open, and no more may be", headers=RETRY_AFTER)
+        text = f"{_whose(key)} has {most} open {self._what}, and may have no more"
+        return TooManyWaits(text, headers=RETRY_AFTER)
 
 
 @dataclass(slots=True)
@@ -83,34 +91,45 @@ class Turns:
         each: The largest number for one key.
         total: The largest number for all keys together.
         seconds: The longest wait for a place, in seconds. None means that there is no limit.
+        refusal: Returns the error if no place of a key became free in time; default: TooManyWaits.
     """
 
-    def __init__(self, what: str, *, each: int, total: int, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        each: int = UNBOUNDED,
+        total: int = UNBOUNDED,
+        seconds: float | None = None,
+        refusal: Refusal | None = None,
+    ) -> None:
         self._what = what
         self._each = each
         self._seconds = seconds
+        self._refusal = refusal or self._too_many
         self._lines: dict[str, _Line] = {}
         self._all = asyncio.Semaphore(total)
 
     @asynccontextmanager
-    async def held(self, key: str) -> AsyncIterator[None]:
+    async def held(self, key: str, each: int | None = None) -> AsyncIterator[None]:
         """Hold a place within the block.
 
+        Args:
+            key: The key.
+            each: The largest number for this key; default: that of every key.
+
         Raises:
-            TooManyWaits: No place became free in time.
+            ApiError: No place became free in time.
         """
-        line = self._lines.setdefault(key, _Line(asyncio.Semaphore(self._each)))
+        most = self._each if each is None else each
+        line = self._lines.setdefault(key, _Line(asyncio.Semaphore(most)))
         line.users += 1
         try:
             try:
                 async with asyncio.timeout(self._seconds):
                     await self._acquire(line)
             except TimeoutError as error:
-                raise TooManyWaits(
-                    f"{_whose(key)} has too many {self._what} at once; none of them ended within "
-                    f"{self._seconds:g} s",
-                    headers=RETRY_AFTER,
-                ) from error
+                raise self._refusal(key, most) from error
             try:
                 yield
             finally:
@@ -131,35 +150,9 @@ class Turns:
             line.places.release()
             raise
 
-
-IDLE_SECONDS = 1.0
-"""The number of seconds for which an empty answer holds for equal requests, unless the queues change."""
-IDLE_REQUESTS = 4096
-
-
-class Idle:
-    """The lease requests that were answered with nothing since the queues last changed.
-
-    A change of the queues wakes every waiting lease request. Equal requests are answered by one look at the
-    database, and a thousand idle workers of one job therefore cost as much as one.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[int, float]] = {}
-
-    def is_known(self, asked: Hashable, changes: int, now: float) -> bool:
-        """Return whether an equal request found nothing and the queues have not changed since.
-
-        Args:
-            asked: What a request asks for, without the worker that makes it.
-            changes: The number of changes of the queues so far.
-            now: A monotonic time in seconds.
-        """
-        found = self._found.get(asked)
-        return found is not None and found[0] == changes and now - found[1] < IDLE_SECONDS
-
-    def note(self, asked: Hashable, changes: int, now: float) -> None:
-        """Record that a request found nothing; `changes` is the number of changes read before the look."""
-        if len(self._found) >= IDLE_REQUESTS:
-            self._found.clear()
-        self._found[asked] = (changes, now)
+    def _too_many(self, key: str | None, _most: int) -> ApiError:
+        return TooManyWaits(
+            f"{_whose(key or '')} has too many {self._what} at once; none of them ended within "
+            f"{self._seconds:g} s",
+            headers=RETRY_AFTER,
+        )

@@ -42,7 +42,10 @@ RESOLVERS: Final = 16
 """The number of threads that resolve the names of services."""
 _RETRYABLE: Final = frozenset({408, 425, 429})
 """The answers with a status of 4xx after which another request may succeed."""
-_JSON: Final = {"Accept": "application/json", "Content-Type": "application/json"}
+_JSON: Final[dict[bytes | str, bytes | str]] = {
+    "Accept": "application/json",
+    "Content-Type": "application/json",
+}
 
 
 class RewardServiceNotAllowed(Invalid):

@@ -182,7 +182,7 @@ class ControlPlane:
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
         self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
-        self.door = Door(settings.browsers, lambda: self.sessions)
+        self.door = Door(settings.browsers, self.sessions)
         self.guesses = Guesses()
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
@@ -450,8 +450,3 @@ async def _resume(plane: ControlPlane) -> None:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)
     await plane.archive.adopt()
-
-
-def ping(conn: Connection) -> None:
-    """Raise an exception if the database does not answer."""
-    conn.exec_driver_sql("SELECT 1")

@@ -24,8 +24,7 @@ from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, ControlPlaneError, Invalid, NotFound, QueueFull
 from rollyard_api.core.quotas import Turns
 from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable, request
 from rollyard_api.jobs.task_sources import AllowList, PrefixError, allowed_prefixes, shown

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -67,33 +68,25 @@ _HISTOGRAMS: tuple[tuple[str, str, str, tuple[str, ...], tuple[float, ...]], ...
 """The same of each histogram, with the bounds of its buckets."""
 
 
-class _Snapshot:
-    """The gauges of one scrape, as a collector of its own."""
+class _Collector:
+    """Measurements that a function returns at each scrape."""
 
-    def __init__(self, families: list[GaugeMetricFamily]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self.collect = collect
 
 
-class _Spans:
-    """The counters of the spans of this process, as a collector of its own."""
-
-    def __init__(self, traces: SpanExport) -> None:
-        self._traces = traces
-
-    def collect(self) -> Iterator[Metric]:
-        exported = CounterMetricFamily("rollyard_spans_exported", "Spans that the receiver of traces took")
-        exported.add_metric([], self._traces.exported)
-        yield exported
-        dropped = CounterMetricFamily(
-            "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
-        )
-        found = dict.fromkeys(DROP_REASONS, 0) | self._traces.dropped
-        for reason, count in sorted(found.items()):
-            dropped.add_metric([reason], count)
-        yield dropped
+def _spans(traces: SpanExport) -> Iterator[Metric]:
+    """Yield the counters of the spans of this process."""
+    exported = CounterMetricFamily("rollyard_spans_exported", "Spans that the receiver of traces took")
+    exported.add_metric([], traces.exported)
+    yield exported
+    dropped = CounterMetricFamily(
+        "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
+    )
+    found = dict.fromkeys(DROP_REASONS, 0) | traces.dropped
+    for reason, count in sorted(found.items()):
+        dropped.add_metric([reason], count)
+    yield dropped
 
 
 class Metrics:
@@ -106,7 +99,7 @@ class Metrics:
     def __init__(self, traces: SpanExport | None = None) -> None:
         self.registry = CollectorRegistry()
         if traces is not None:
-            self.registry.register(_Spans(traces))
+            self.registry.register(_Collector(partial(_spans, traces)))
         self._counters = {
             key: Counter(f"rollyard_{name}", text, labels, registry=self.registry)
             for key, name, text, labels in _COUNTERS
@@ -130,7 +123,7 @@ class Metrics:
     def render(self, conn: Connection) -> bytes:
         """Return the exposition text. This blocks and is therefore to be called in a reader."""
         scrape = CollectorRegistry()
-        scrape.register(_Snapshot(_gauges(conn)))
+        scrape.register(_Collector(partial(_gauges, conn)))
         return generate_latest(self.registry) + generate_latest(scrape)
 
 

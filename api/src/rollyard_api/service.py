@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import httpx
 from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
-from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.engine import make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
@@ -182,7 +182,7 @@ class ControlPlane:
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
         self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
-        self.door = Door(settings.browsers, lambda: self.sessions)
+        self.door = Door(settings.browsers, self.sessions)
         self.guesses = Guesses()
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
@@ -306,7 +306,9 @@ class ControlPlane:
         for (op, batch), count in zip(work, counts, strict=True):
             while batch and (count or 0) >= batch:
                 count = await write(op, durable=False)
-        cancelled, deleted, assigned = await read(_left_over)
+        cancelled, deleted, assigned = await read(
+            lambda conn: (job_rows.cancelling(conn), job_rows.removable(conn), assignments.has_old(conn))
+        )
         for job_id in cancelled:
             await self.cancel_rest(job_id)
         for job_id in deleted:
@@ -325,11 +327,6 @@ class ControlPlane:
     async def check_health(self, *, ready: bool) -> None:
         """Run one round of health checks of the external backends that are ready, or of all others."""
         await health.check_all(self.database, self.transport, ready=ready)
-
-
-def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
-    """Return the jobs to end, the deleted jobs to remove, and whether there are old assignments."""
-    return job_rows.cancelling(conn), job_rows.removable(conn), assignments.has_old(conn)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -450,8 +447,3 @@ async def _resume(plane: ControlPlane) -> None:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)
     await plane.archive.adopt()
-
-
-def ping(conn: Connection) -> None:
-    """Raise an exception if the database does not answer."""
-    conn.exec_driver_sql("SELECT 1")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.hosts import NAME, HostCheck, address_of
+from rollyard_api.core.problems import ControlPlaneError
 
 MAX_PREFIX: Final = 200
 """The largest number of characters of a path prefix."""

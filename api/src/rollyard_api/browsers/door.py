@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from typing import Final
 
 from starlette.types import Message, Scope, Send
@@ -21,8 +20,7 @@ from rollyard_api.browsers import origins
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.browsers.page import data_headers
 from rollyard_api.browsers.sessions import SECRET, BrowserSession, Sessions
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Forbidden, Unauthorized
+from rollyard_api.core.problems import ControlPlaneError, Forbidden, Unauthorized
 
 MAX_HEADER: Final = 16 << 10
 """The largest number of characters of a Cookie header that is read."""
@@ -98,10 +96,10 @@ class Door:
 
     Args:
         settings: The names of the control plane and the prefix of its paths.
-        sessions: A function that returns the sessions, which exist once the control plane runs.
+        sessions: The sessions of the control plane.
     """
 
-    def __init__(self, settings: BrowserSettings, sessions: Callable[[], Sessions]) -> None:
+    def __init__(self, settings: BrowserSettings, sessions: Sessions) -> None:
         self._hosts = settings.hosts
         self._prefix = settings.path_prefix
         self._sessions = sessions
@@ -142,7 +140,7 @@ class Door:
             return None
         origins.check_host(given, self._hosts)
         origins.check_origin(given)
-        session = await self._sessions().find(secrets)
+        session = await self._sessions.find(secrets)
         if session is None:
             raise Unauthorized(
                 "this session has ended; `rollyard open` makes a new link", reason="SessionEnded"
@@ -154,12 +152,12 @@ class Door:
         """Return the secrets of sessions that a request carries."""
         if not given.cookie:
             return []
-        name = await self._sessions().installation()
+        name = await self._sessions.installation()
         return secrets_in(given.cookie, name, https=given.scheme == "https")
 
     async def cookie(self, given: origins.BrowserHeaders, secret: str, seconds: float) -> str:
         """Return the Set-Cookie header for a session's secret; "" removes the cookie."""
-        name = await self._sessions().installation()
+        name = await self._sessions.installation()
         return set_cookie(secret, name, self._prefix, https=given.is_https, seconds=seconds)
 
     def sender(self, send: Send, session: BrowserSession) -> Send:
@@ -168,7 +166,7 @@ class Door:
         It adds the headers that keep other pages and caches from the answer. It ends a stream whose session
         has ended in the meantime.
         """
-        return _SessionSend(send, session.digest, self._sessions())
+        return _SessionSend(send, session.digest, self._sessions)
 
 
 class _SessionSend:

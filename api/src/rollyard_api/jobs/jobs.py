@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import blobs, manifests
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.task_sources import blob_of

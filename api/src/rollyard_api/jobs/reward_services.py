@@ -24,11 +24,10 @@ from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, ControlPlaneError, Invalid, NotFound, QueueFull
 from rollyard_api.core.quotas import Turns
 from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable, request
-from rollyard_api.jobs.task_sources import AllowList, PrefixError, Source, allowed_prefixes, shown
+from rollyard_api.jobs.task_sources import AllowList, PrefixError, allowed_prefixes, shown
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
@@ -42,6 +41,10 @@ RESOLVERS: Final = 16
 """The number of threads that resolve the names of services."""
 _RETRYABLE: Final = frozenset({408, 425, 429})
 """The answers with a status of 4xx after which another request may succeed."""
+_JSON: Final[dict[bytes | str, bytes | str]] = {
+    "Accept": "application/json",
+    "Content-Type": "application/json",
+}
 
 
 class RewardServiceNotAllowed(Invalid):
@@ -188,10 +191,16 @@ class RewardServices:
 
     async def _answer(self, call: ServiceCall, body: bytes) -> bytes:
         source = self._allowed.source(call.service.url, call.namespace)
-        blocking = Blocking(self._resolvers, lambda: None)
+        blocking, seconds = Blocking(self._resolvers, lambda: None), call.service.timeout_seconds
         try:
             async with AsyncExitStack() as stack:
-                response = await self._response(source, body, blocking, stack, call.service.timeout_seconds)
+                network = CheckedNetwork(source, self._allowed, blocking)
+                tls = self._context() if source.location.scheme == "https" else None
+                most = (min(CONNECT_SECONDS, seconds), seconds)
+                headers: dict[bytes | str, bytes | str] = {**_JSON, "Content-Length": str(len(body))}
+                response = await request(
+                    "POST", source, network, stack, tls=tls, seconds=most, headers=headers, body=body
+                )
                 if response.status != 200:
                     raise _refused(response.status)
                 answer = bytearray()
@@ -206,25 +215,6 @@ class RewardServices:
             raise _NoScore("the service does not speak HTTP") from error
         finally:
             blocking.finish()
-
-    async def _response(
-        self, source: Source, body: bytes, blocking: Blocking, stack: AsyncExitStack, seconds: float
-    ) -> httpcore.Response:
-        headers: dict[bytes | str, bytes | str] = {
-            "Accept": "application/json",
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-        }
-        return await request(
-            "POST",
-            source,
-            CheckedNetwork(source, self._allowed, blocking),
-            stack,
-            tls=self._context() if source.location.scheme == "https" else None,
-            seconds=(min(CONNECT_SECONDS, seconds), seconds),
-            headers=headers,
-            body=body,
-        )
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Invalid
+from rollyard_api.core.problems import ControlPlaneError, Invalid
 
 FIELD: Final = "spec.tasks.url"
 NAMESPACE: Final = "{namespace}"

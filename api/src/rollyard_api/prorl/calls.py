@@ -14,7 +14,7 @@ from rollyard_crds.task import Task
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests, tasks
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState

@@ -11,8 +11,8 @@ from rollyard_crds.base import Model, Name
 from rollyard_crds.base import Path as FilePath
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
-from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.hosts import NAME
+from rollyard_api.core.problems import ControlPlaneError
 from rollyard_api.prorl.process_calls import FORMATS, Formats, template_problem
 
 MAX_CONFIG_BYTES = 4 << 20

@@ -24,7 +24,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of
 from rollyard_api.core.problems import Conflict, Invalid, NotFound
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction

@@ -75,11 +75,6 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def role_of(request: Request) -> str:
-    """Return the role of the token that the request carries."""
-    return caller_of(request).role
-
-
 def refuse_other_job(request: Request, namespace: str, name: str | None) -> None:
     """Refuse other jobs if the request's token belongs to one job's workers.
 

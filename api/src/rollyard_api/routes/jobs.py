@@ -35,8 +35,8 @@ from rollyard_api.routes.common import (
     answer,
     body_of,
     body_schema,
+    caller_of,
     plane_of,
-    role_of,
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -311,7 +311,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     A job that is registered for a Kubernetes object is cancelled but stays (`"deleted": false`) until its
     driver, which deletes the object, deletes the job too.
     """
-    op = registration.delete_job if role_of(request) != "driver" else jobs.delete
+    op = registration.delete_job if caller_of(request).role != "driver" else jobs.delete
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
     job = await plane.database.read(partial(job_rows.by_id, job_id=job_id))

@@ -27,8 +27,8 @@ from rollyard_api.routes.common import (
     answer,
     body_of,
     body_schema,
+    caller_of,
     plane_of,
-    role_of,
 )
 from rollyard_api.routes.jobs import manifest_of, registered
 from rollyard_api.storage import pools as pool_rows
@@ -145,7 +145,7 @@ async def delete_pool(
     A pool that is registered for a Kubernetes object stays (`"deleted": false`), with the annotation
     `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes the pool too.
     """
-    if role_of(request) == "driver":
+    if caller_of(request).role == "driver":
         await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
         deleted = True
     else:

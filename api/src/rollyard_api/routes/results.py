@@ -287,7 +287,7 @@ async def get_rollout(
     """
     plane = plane_of(request)
     async with AsyncExitStack() as held:
-        _, line = await record_line(plane, held, namespace, name, rollout)
+        line = await record_line(plane, held, namespace, name, rollout)
         if not download:
             return Delivery(line, "application/json", {}, held.pop_all())
         file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)

@@ -150,9 +150,8 @@ def _whole(data: bytes, path: str, length: int) -> bytes:
 
 
 def _unreadable(error: OSError) -> Unavailable:
-    if isinstance(error, FileNotFoundError):
-        return ObjectMissing(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
-    return Unavailable(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
+    kind = ObjectMissing if isinstance(error, FileNotFoundError) else Unavailable
+    return kind(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
 
 
 def _refusal(error: OSError, path: str) -> Exception:

@@ -17,7 +17,7 @@ from rollyard_api.trajectories import records
 from rollyard_api.views.rollout.records import CompactRecord, compact
 
 
-def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tuple[JobRow, RolloutSize]:
+def _find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tuple[JobRow, RolloutSize]:
     """Return a job, and the place of the record of one of its rollouts.
 
     Raises:
@@ -41,17 +41,17 @@ def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tup
 
 async def record_line(
     plane: ControlPlane, held: AsyncExitStack, namespace: str, name: str, rollout: str
-) -> tuple[JobRow, bytes]:
-    """Return a job and the record of one of its rollouts, as JSON. A place for it is held by `held`.
+) -> bytes:
+    """Return the record of a rollout of a job, as JSON. A place for it is held by `held`.
 
     Raises:
         NotFound: There is no such job or rollout.
         Conflict: The rollout has not ended.
         TimedOut, Unavailable: The trajectory store does not answer.
     """
-    find = partial(find_ended, namespace=namespace, name=name, rollout=rollout)
+    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
     job, short = await plane.database.read(find)
-    return job, await _line(plane, held, job, short)
+    return await _line(plane, held, job, short)
 
 
 async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize) -> bytes:
@@ -76,7 +76,7 @@ async def compact_record(
         Conflict: The rollout has not ended.
         TimedOut, Unavailable: The trajectory store does not answer.
     """
-    find = partial(find_ended, namespace=namespace, name=name, rollout=rollout)
+    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
     async with plane.looks.held(namespace):
         job, short = await plane.database.read(find)
     kept = plane.views.kept_records.get(job.uid, short.id)

@@ -21,8 +21,7 @@ from rollyard_crds.reading.vocabulary import MAX_FILE
 from rollyard_crds.reading.vocabulary import find as find_tokenizer
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import ApiError
+from rollyard_api.core.problems import ApiError, ControlPlaneError
 
 MAX_KEPT: Final = 4
 """The number of vocabularies in memory."""

@@ -218,6 +218,5 @@ def worker_spec(
     if uid is not None and uid != job.uid:
         raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
     spec = _without_tasks(job.spec)
-    if pinned:
-        spec["pinnedHosts"] = list(pinned)
+    spec["pinnedHosts"] = list(pinned)
     return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}

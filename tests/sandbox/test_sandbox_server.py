@@ -325,8 +325,6 @@ async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., A
     with pytest.raises(TokenRefused):
         # It cannot know yet what is derived from the token.
         await ExecClient.connect(address, token="proven.t")
-            address, token="proven.t"
-        )  # It cannot know yet what is derived from the token.
     async with await ExecClient.connect(address, token="t") as first:
         assert first.proven_token == "proven.t"
         await first.begin_eval()

@@ -13,12 +13,58 @@ from rollyard_crds.telemetry.export import DROP_REASONS, SpanExport
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import claims, jobs, rollouts
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
+_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("leases", "leases_granted", "Leases granted", ("stage",)),
+    ("expiries", "leases_expired", "Leases that ran out", ("stage",)),
+    ("failures", "stage_failures", "Stage failures reported by workers", ("stage", "reason")),
+    ("completions", "rollouts_ended", "Rollouts ended", ("namespace", "job", "status", "reason")),
+    ("template_breaks", "template_breaks", "Segments begun because a chat template rewrote history", ()),
+    ("sampled_tokens", "sampled_tokens", "Tokens sampled in completed Runs", ()),
+    ("reroutes", "reroutes", "Rollouts moved to another backend", ()),
+    (
+        "circuits_opened",
+        "circuits_opened",
+        "Circuits of backends opened after failures in a row",
+        ("namespace", "pool"),
+    ),
+    ("weight_updates", "weight_updates", "Weight updates that have ended", ("state",)),
+    (
+        "stale_rollouts",
+        "stale_rollouts",
+        "Rollouts restarted or cancelled because the weights had changed",
+        ("action",),
+    ),
+    ("claim_failures", "claim_failures", "Sandbox claims that a driver failed", ("reason",)),
+    ("stored", "trajectories_stored", "Records in the trajectory store", ()),
+)
+"""The name of each counter in transactions and in the exposition, its help text, and its labels."""
+_HISTOGRAMS: tuple[tuple[str, str, str, tuple[str, ...], tuple[float, ...]], ...] = (
+    ("queue_seconds", "queue_seconds", "Time in a stage's queue", ("stage",), _SECONDS),
+    ("stage_seconds", "stage_seconds", "Time in a worker's hands", ("stage",), _SECONDS),
+    (
+        "paused_seconds",
+        "weight_update_paused_seconds",
+        "From pause to resume of one backend in a weight update",
+        (),
+        _SECONDS,
+    ),
+    ("claim_seconds", "claim_seconds", "From filing a sandbox claim to its sandbox", (), _SECONDS),
+    ("reward", "reward", "Rewards", ("namespace", "job"), _REWARDS),
+    (
+        "http",
+        "http_request_seconds",
+        "HTTP latency, long polls included",
+        ("method", "route", "status"),
+        _LATENCY,
+    ),
+)
+"""The same of each histogram, with the bounds of its buckets."""
 
 
 class _Snapshot:
@@ -61,77 +107,15 @@ class Metrics:
         self.registry = CollectorRegistry()
         if traces is not None:
             self.registry.register(_Spans(traces))
-        r = self.registry
-        by_job = ["namespace", "job"]
-        self._counters: dict[str, Counter] = {
-            "leases": Counter("rollyard_leases_granted", "Leases granted", ["stage"], registry=r),
-            "expiries": Counter("rollyard_leases_expired", "Leases that ran out", ["stage"], registry=r),
-            "failures": Counter(
-                "rollyard_stage_failures",
-                "Stage failures reported by workers",
-                ["stage", "reason"],
-                registry=r,
-            ),
-            "completions": Counter(
-                "rollyard_rollouts_ended", "Rollouts ended", [*by_job, "status", "reason"], registry=r
-            ),
-            "template_breaks": Counter(
-                "rollyard_template_breaks",
-                "Segments begun because a chat template rewrote history",
-                registry=r,
-            ),
-            "sampled_tokens": Counter(
-                "rollyard_sampled_tokens", "Tokens sampled in completed Runs", registry=r
-            ),
-            "reroutes": Counter("rollyard_reroutes", "Rollouts moved to another backend", registry=r),
-            "circuits_opened": Counter(
-                "rollyard_circuits_opened",
-                "Circuits of backends opened after failures in a row",
-                ["namespace", "pool"],
-                registry=r,
-            ),
-            "weight_updates": Counter(
-                "rollyard_weight_updates", "Weight updates that have ended", ["state"], registry=r
-            ),
-            "stale_rollouts": Counter(
-                "rollyard_stale_rollouts",
-                "Rollouts restarted or cancelled because the weights had changed",
-                ["action"],
-                registry=r,
-            ),
-            "claim_failures": Counter(
-                "rollyard_claim_failures", "Sandbox claims that a driver failed", ["reason"], registry=r
-            ),
-            "stored": Counter("rollyard_trajectories_stored", "Records in the trajectory store", registry=r),
+        self._counters = {
+            key: Counter(f"rollyard_{name}", text, labels, registry=self.registry)
+            for key, name, text, labels in _COUNTERS
         }
-        self._histograms: dict[str, Histogram] = {
-            "queue_seconds": Histogram(
-                "rollyard_queue_seconds", "Time in a stage's queue", ["stage"], buckets=_SECONDS, registry=r
-            ),
-            "stage_seconds": Histogram(
-                "rollyard_stage_seconds", "Time in a worker's hands", ["stage"], buckets=_SECONDS, registry=r
-            ),
-            "paused_seconds": Histogram(
-                "rollyard_weight_update_paused_seconds",
-                "From pause to resume of one backend in a weight update",
-                buckets=_SECONDS,
-                registry=r,
-            ),
-            "claim_seconds": Histogram(
-                "rollyard_claim_seconds",
-                "From filing a sandbox claim to its sandbox",
-                buckets=_SECONDS,
-                registry=r,
-            ),
-            "reward": Histogram("rollyard_reward", "Rewards", by_job, buckets=_REWARDS, registry=r),
+        self._histograms = {
+            key: Histogram(f"rollyard_{name}", text, labels, buckets=buckets, registry=self.registry)
+            for key, name, text, labels, buckets in _HISTOGRAMS
         }
-        self.http = Histogram(
-            "rollyard_http_request_seconds",
-            "HTTP latency, long polls included",
-            ["method", "route", "status"],
-            buckets=_LATENCY,
-            registry=r,
-        )
+        self.http = self._histograms["http"]
 
     def add(self, counted: Iterable[tuple[str, tuple[str, ...], float]]) -> None:
         """Add the values that transactions have counted."""

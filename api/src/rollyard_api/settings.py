@@ -13,7 +13,7 @@ from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
 from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.task_sources import AllowList
-from rollyard_api.weights.limits import UpdateLimits
+from rollyard_api.weights.coordinator import UpdateLimits
 
 NO_BACKEND_SECONDS = 3600.0
 

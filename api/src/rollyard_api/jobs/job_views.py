@@ -12,39 +12,23 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.conditions import timestamp
-from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
-from rollyard_api.jobs.jobs import find
+from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, OBJECT_UID
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls
-from rollyard_api.rollouts.dynamic_sampling import rules_of
-from rollyard_api.storage.rows import JobRow, SamplingRow, columns
-from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage.jobs import DELETED
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
 _JOB_BYTES = 1024
 """The approximate number of bytes that a job takes in a list in addition to its manifest."""
-CLOSED = "rollyard.dev/closed"
-"""The annotation of a job to which no task will be added: every batch job, and a closed stream."""
-CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""The annotation of a job that takes no part in leasing any more: `Cancelled`, `DeadlineExceeded`, `Deleted`,
-`TargetMet` or `TargetNotMet`."""
-DELETED = "Deleted"
-"""The cancel reason of a job that is to be removed."""
-DELETE_REQUESTED = "rollyard.dev/delete-requested"
-"""The annotation of a pool that is to be removed, which is meant for the driver that owns its object."""
-OBJECT_UID = "rollyard.dev/object-uid"
-"""The annotation with the uid of the Kubernetes object for which a job or pool is registered."""
-
-
 _SIZES = sa.select(
     jobs.c.id,
     sa.type_coerce(
         sum((sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES),
         sa.Integer,
     ).label("bytes"),
-)
-_SAMPLING = sa.select(*columns(SamplingRow, dynamic_sampling)).where(
-    dynamic_sampling.c.job_id == sa.bindparam("b_job")
 )
 _WAITING = (
     sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -73,9 +57,9 @@ def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
 
 def _dynamic_sampling(conn: Connection, job: JobRow) -> dict[str, int] | None:
     """Return the DynamicSamplingStatus of a job, or None if the job does not use it."""
-    if rules_of(loads(job.limits)) is None:
+    if job.limits.sampling is None:
         return None
-    row = SamplingRow(*conn.execute(_SAMPLING, {"b_job": job.id}).one())
+    row = job_rows.sampling(conn, job.id)
     return {
         "targetGroups": row.target,
         "informativeGroups": row.informative,
@@ -152,24 +136,13 @@ def unfinished(conn: Connection) -> dict[str, Any]:
     The revision is a digest of the content of the list. Every replica therefore computes the same revision
     for the same list.
     """
-    columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
-    query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
-    told = [
-        {
-            "namespace": row.namespace,
-            "name": row.name,
-            "uid": row.uid,
-            "generation": row.generation,
-            "cancel_reason": row.cancel_reason or "",
-        }
-        for row in conn.execute(query)
-    ]
-    digest = hashlib.blake2b(orjson.dumps(told), digest_size=8).digest()
+    reason = sa.func.coalesce(jobs.c.cancel_reason, "").label("cancel_reason")
+    query = sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, reason)
+    query = query.where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
+    listed_jobs = [dict(row) for row in conn.execute(query).mappings()]
+    digest = hashlib.blake2b(orjson.dumps(listed_jobs), digest_size=8).digest()
     # Every reader of JSON represents an integer of 53 bits exactly.
-    return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
-
-
-_JOBS = sa.select(jobs)
+    return {"revision": int.from_bytes(digest) >> 11, "jobs": listed_jobs}
 
 
 def listed(
@@ -196,7 +169,7 @@ def listed(
     if not count:
         return [], None
     last = found[count - 1].id
-    rows = conn.execute(_JOBS.where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
+    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
     documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
     return documents, last if count < len(found) else None
 
@@ -214,9 +187,7 @@ def worker_spec(
     Raises:
         NotFound: There is no such job, or another job of this name has replaced it.
     """
-    job = find(conn, namespace, name)
-    if uid is not None and uid != job.uid:
-        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
+    job = job_rows.find(conn, namespace, name, uid=uid)
     spec = _without_tasks(job.spec)
     spec["pinnedHosts"] = list(pinned)
     return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}

@@ -11,15 +11,16 @@ import sqlalchemy as sa
 from rollyard_crds.base import ObjectMeta
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from rollyard_crds.task import Task
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import UNFINISHED, RolloutState
-from rollyard_api.jobs import cancellation, jobs, tasks
-from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.jobs import jobs, manifests, tasks
+from rollyard_api.machine.jobs import prefix_of
+from rollyard_api.machine.states import UNFINISHED, RolloutState
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import jobs as job_table
 from rollyard_api.storage.schema import prorl_calls, prorl_jobs, prorl_state, rollouts
@@ -30,6 +31,7 @@ MAX_GROUPS: Final = 20_000
 """The calls after which a job is closed at the next /start, so that no job grows for ever."""
 MAX_KEY: Final = 512
 NOT_RUNNING: Final = "Server is not running"
+_FIRST = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,7 @@ def batch(conn: Connection, namespace: str, *, lock: bool = False) -> ProrlBatch
 
 def locked(tx: Transaction, namespace: str) -> ProrlBatch:
     """Return what `batch` returns, with a row that is locked until the commit."""
-    dialect = sqlite if tx.sqlite else postgresql
-    made = dialect.insert(prorl_state).values(namespace=namespace, batch=0, running=False)
-    tx.conn.execute(made.on_conflict_do_nothing(index_elements=[prorl_state.c.namespace]))
+    tx.conn.execute(_FIRST[tx.sqlite], {"namespace": namespace, "batch": 0, "running": False})
     return batch(tx.conn, namespace, lock=True)
 
 
@@ -103,7 +103,7 @@ def cancel_some(tx: Transaction, namespace: str) -> int:
     """End some unfinished rollouts of the jobs while no batch is open, and return how many."""
     if locked(tx, namespace).running:
         return 0
-    return sum(cancellation.cancel_unfinished(tx, job.id) for job in open_jobs(tx.conn, namespace))
+    return sum(jobs.cancel_unfinished(tx, job.id) for job in open_jobs(tx.conn, namespace))
 
 
 def open_jobs(conn: Connection, namespace: str, settings: str | None = None) -> list[JobRow]:
@@ -219,7 +219,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
     """Return the locked row of the open job with these parameters, which is made if there is none."""
     found = open_jobs(tx.conn, asked.namespace, asked.settings)
     if found:
-        return jobs.find_locked(tx, found[-1].namespace, found[-1].name)
+        return job_rows.find_locked(tx, found[-1].namespace, found[-1].name)
     others = open_jobs(tx.conn, asked.namespace)
     if len(others) >= asked.max_jobs:
         idle = next((job for job in others if job.ended == job.total), None)
@@ -232,8 +232,8 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
         jobs.close(tx, idle.namespace, idle.name)
     name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
     manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
-    jobs.create(tx, jobs.prepare(manifest, []), asked.room)
-    job = jobs.find_locked(tx, asked.namespace, name)
+    jobs.create(tx, manifests.prepare(manifest, []), asked.room)
+    job = job_rows.find_locked(tx, asked.namespace, name)
     made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
     tx.conn.execute(made)
     return job
@@ -259,7 +259,7 @@ def cancel(tx: Transaction, namespace: str, key: str) -> bool:
         .returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
     ).one_or_none()
     if found is not None:
-        cancellation.cancel_unfinished(tx, found.job_id, found.rollout_id)
+        jobs.cancel_unfinished(tx, found.job_id, found.rollout_id)
     return found is not None
 
 
@@ -275,33 +275,19 @@ def drop_anonymous(tx: Transaction, namespace: str) -> int:
             prorl_calls.c.anonymous.is_(True),
             rollouts.c.state.in_(UNFINISHED),
         )
-        .limit(cancellation.BATCH)
+        .limit(jobs.BATCH)
     )
-    return sum(
-        cancellation.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query))
-    )
+    return sum(jobs.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query)))
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What `/status` says."""
-
-    running: bool
-    jobs: int
-    init: int
-    run: int
-    eval: int
-
-
-def counts(conn: Connection, namespace: str) -> Counts:
-    """Return the number of calls of the open batch, and of unfinished rollouts in each stage."""
+def counts(conn: Connection, namespace: str) -> dict[str, int] | None:
+    """Return the calls of the open batch and its unfinished rollouts by stage, or None if none is open."""
     state = batch(conn, namespace)
-    calls = conn.execute(
-        sa.select(sa.func.count())
-        .select_from(prorl_calls)
-        .where(prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
-    ).scalar_one()
-    stages = dict.fromkeys(("init", "run", "eval"), 0)
+    if not state.running:
+        return None
+    of_batch = (prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
+    calls = conn.execute(sa.select(sa.func.count()).select_from(prorl_calls).where(*of_batch)).scalar_one()
+    found = {"jobs": calls, "init": 0, "run": 0, "eval": 0}
     ids = [job.id for job in open_jobs(conn, namespace)]
     query = (
         sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -309,5 +295,5 @@ def counts(conn: Connection, namespace: str) -> Counts:
         .group_by(rollouts.c.state)
     )
     for row in conn.execute(query):
-        stages[row.state.stage] += row.n
-    return Counts(state.running, calls, **stages)
+        found[row.state.stage] += row.n
+    return found

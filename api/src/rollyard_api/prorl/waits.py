@@ -55,10 +55,6 @@ def _look(conn: Connection, job_id: int, after: int) -> _Seen:
     return _Seen(found, there)
 
 
-def _place(conn: Connection, job_id: int) -> int:
-    return int(conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one_or_none() or 0)
-
-
 def _has_ended(conn: Connection, rollout: str) -> bool:
     """Return whether a rollout has ended, or is gone."""
     found = conn.execute(sa.select(rollouts.c.end_seq).where(rollouts.c.id == rollout)).one_or_none()
@@ -106,17 +102,18 @@ class Ends:
         return await self._plane.database.read(partial(_has_ended, rollout=rollout))
 
     async def _follow(self, job_id: int, follower: _Follower) -> None:
-        read, bus = self._plane.database.read, self._plane.bus
+        read, bus, of_job = self._plane.database.read, self._plane.bus, jobs.c.id == job_id
         after: int | None = None
         try:
             while follower.waiting and not bus.closing:
                 try:
                     if after is None:
-                        after = await read(partial(_place, job_id=job_id))
+                        place = await read(lambda conn: conn.scalar(sa.select(jobs.c.ended).where(of_job)))
+                        after = int(place or 0)
                         follower.begun.set()
                     look = partial(read, partial(_look, job_id=job_id, after=after))
                     seen = await bus.until(
-                        job_topic(job_id), look, lambda seen: bool(seen.ended), LOOK_SECONDS, _nobody_left
+                        job_topic(job_id), look, lambda seen: bool(seen.ended), LOOK_SECONDS
                     )
                 except ApiError as error:
                     log.warning("waiting for rollouts: %s: %s", error.reason, error.detail)
@@ -136,10 +133,6 @@ class Ends:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _nobody_left() -> bool:
-    return False
 
 
 def _wake(follower: _Follower, ended: Mapping[str, int] | list[str]) -> None:

@@ -14,9 +14,9 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from rollyard_api.access import job_scope
+from rollyard_api.access import permissions
 from rollyard_api.access.bearer_tokens import Caller
-from rollyard_api.access.job_scope import BoundJob
+from rollyard_api.access.permissions import BoundJob
 from rollyard_api.core.codec import check_plain, decode, dumps
 from rollyard_api.core.problems import Forbidden, Invalid
 from rollyard_api.service import ControlPlane
@@ -112,7 +112,7 @@ def others_among(
     job = bound_of(request)
 
     def query(conn: Connection) -> Forbidden | None:
-        if job is not None and job_scope.reaches_others(conn, job.identity, rollouts, sandboxes):
+        if job is not None and permissions.reaches_others(conn, job.identity, rollouts, sandboxes):
             return _of_other(job)
         return None
 
@@ -167,6 +167,11 @@ async def unchecked_body_of(request: Request) -> Any:
 def answer(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a JSON answer."""
     return Response(dumps(document), status_code=status, media_type="application/json", headers=headers)
+
+
+def page_answer(items: list[dict[str, Any]], more: str | None, **fields: Any) -> Response:
+    """Return a page of a list, whose `metadata.continue` begins the next page unless `more` is None."""
+    return answer({**fields, "items": items, "metadata": {} if more is None else {"continue": more}})
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.jobs import job_views, jobs
+from rollyard_api.jobs import job_views
 from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.routes.common import Namespace, StrictRoute, plane_of
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.trajectories.delivery import Delivery
 
@@ -40,46 +41,41 @@ async def events(
     id are no longer kept, an event `missed` is sent first.
     """
     plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
+    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
     after = plane.events.resume_after(job, last_event_id)
     async with AsyncExitStack() as held:
         held.enter_context(plane.streams.held(namespace))
-        body = _told_when_dropped(_stream(plane, job, after))
+        body = _stream(plane, job, after)
         return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
 
 
 def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
-    row = jobs.by_id(conn, job_id)
+    row = job_rows.by_id(conn, job_id)
     return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
 
 
 async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
-    told: dict[str, Any] | None = None
+    sent: dict[str, Any] | None = None
     looked = -COUNTS_SECONDS
     now = asyncio.get_running_loop().time
-    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
-        if isinstance(item, Event):
-            yield plane.events.format(job.uid, item)
-        if item is not None and now() - looked < COUNTS_SECONDS:
-            continue
-        looked = now()
-        async with plane.looks.held(job.namespace):
-            found = await plane.database.read(partial(_counts, job_id=job.id))
-        if found is None or plane.bus.closing:
-            return
-        if found[0] != told:
-            told = found[0]
-            yield b"event: counts\ndata: " + dumps(told) + b"\n\n"
-        elif item is None:
-            yield b": idle\n\n"
-        if found[1] and item is None:
-            yield b"event: end\ndata: {}\n\n"
-            return
-
-
-async def _told_when_dropped(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
-        async for chunk in stream:
-            yield chunk
+        async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+            if isinstance(item, Event):
+                yield plane.events.format(job.uid, item)
+            if item is not None and now() - looked < COUNTS_SECONDS:
+                continue
+            looked = now()
+            async with plane.looks.held(job.namespace):
+                found = await plane.database.read(partial(_counts, job_id=job.id))
+            if found is None or plane.bus.closing:
+                return
+            if found[0] != sent:
+                sent = found[0]
+                yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
+            elif item is None:
+                yield b": idle\n\n"
+            if found[1] and item is None:
+                yield b"event: end\ndata: {}\n\n"
+                return
     except SlowConsumer as error:
         yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"

@@ -15,20 +15,23 @@ from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import ManifestError, parse
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+from rollyard_crds.unfinished import UnfinishedJobs
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import entrypoints
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
 from rollyard_api.core.validation import validated
-from rollyard_api.jobs import cancellation, job_views, jobs, registration, targets, tasks
-from rollyard_api.jobs.jobs import NewJob
+from rollyard_api.core.wakeups import UNFINISHED
+from rollyard_api.jobs import job_views, jobs, manifests, registration, targets, tasks
+from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
     DefaultNamespace,
     Namespace,
     Plane,
     StrictRoute,
+    Wait,
     answer,
     body_of,
     body_schema,
@@ -36,8 +39,10 @@ from rollyard_api.routes.common import (
     role_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=StrictRoute)
+of_drivers = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"], route_class=StrictRoute)
 
 
 class JobPatch(BaseModel):
@@ -136,7 +141,7 @@ def registered(
 
 
 def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) -> dict[str, Any]:
-    return job_views.document(conn, jobs.find(conn, namespace, name), bare=bare)
+    return job_views.document(conn, job_rows.find(conn, namespace, name), bare=bare)
 
 
 async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> Sequence[TaskRow]:
@@ -173,16 +178,15 @@ async def _registered_tasks(
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob))
-async def submit(request: Request, namespace: DefaultNamespace = None) -> Response:
+async def submit(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
     """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
-    plane = plane_of(request)
     job: RolloutJob = await manifest_of(request, "RolloutJob", namespace)
     missing = entrypoints.problems(job.spec, plane.installed)
     if missing:
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
     meta = job.metadata
     # A repeat is answered before its tasks are read, since their file may have been removed since.
-    bare = jobs.prepare(job, [])
+    bare = manifests.prepare(job, [])
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
@@ -231,20 +235,19 @@ class Registration(BaseModel):
 
 
 @router.put("/{name}", openapi_extra=body_schema(Registration))
-async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new job of the same name, which replaces the
     old one, from a changed one. The answer omits inline tasks (`spec.tasks` then has `stream`).
     """
-    plane = plane_of(request)
     asked = validated(Registration, await body_of(request))
     job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
     for field, given in (("tasks", asked.tasks), ("skipped", asked.skipped)):
         if given is not None and job.spec.tasks.config_map_ref is None:
             text = f"{field}: belong to a job whose spec.tasks is a configMapRef"
             raise Invalid(text, reason="InvalidTasks", errors=[text])
-    new = replace(jobs.prepare(job, []), object_uid=registration.object_uid(job.metadata))
+    new = replace(manifests.prepare(job, []), object_uid=registration.object_uid(job.metadata))
     op = partial(registration.register_job, room=plane.settings.rollout_room)
     told = await plane.database.write(partial(op, new=new, with_tasks=False))
     if told.made is None:
@@ -308,18 +311,17 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     A job that is registered for a Kubernetes object is cancelled but stays (`"deleted": false`) until its
     driver, which deletes the object, deletes the job too.
     """
-    op = registration.delete_job if role_of(request) != "driver" else cancellation.delete_job
+    op = registration.delete_job if role_of(request) != "driver" else jobs.delete
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
-    job = await plane.database.read(partial(jobs.by_id, job_id=job_id))
+    job = await plane.database.read(partial(job_rows.by_id, job_id=job_id))
     deleted = job is None or job.deleted_at is not None
     return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
 
 
 @router.patch("/{name}", openapi_extra=body_schema(JobPatch))
-async def patch_job(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def patch_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Suspend or resume a job, or change its priority."""
-    plane = plane_of(request)
     asked = validated(JobPatch, await body_of(request))
     await plane.database.write(
         partial(jobs.patch, namespace=namespace, name=name, suspend=asked.suspend, priority=asked.priority)
@@ -328,9 +330,8 @@ async def patch_job(request: Request, name: str, namespace: Namespace = "default
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus))
-async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: phase, conditions, observedGeneration and message."""
-    plane = plane_of(request)
     given = await body_of(request)
     status = validated(RolloutJobStatus, given)
     reported = {
@@ -341,9 +342,8 @@ async def put_status(request: Request, name: str, namespace: Namespace = "defaul
 
 
 @router.post("/{name}/tasks")
-async def push_tasks(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def push_tasks(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Push tasks to a stream, as NDJSON or {"tasks": [...]}. Repeats are harmless because of task ids."""
-    plane = plane_of(request)
     if "ndjson" in request.headers.get("content-type", ""):
         try:
             text = (await request.body()).decode()
@@ -403,21 +403,20 @@ async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Re
 
 
 @router.post("/{name}/cancel", openapi_extra=body_schema(Cancel))
-async def cancel(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
-    plane = plane_of(request)
     asked = validated(Cancel, await body_of(request))
     if asked.group is not None and asked.rollout is not None:
         raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
     if asked.group is None and asked.rollout is None:
         job_id = await plane.database.write(
-            partial(cancellation.cancel_job, namespace=namespace, name=name, reason="Cancelled")
+            partial(jobs.cancel, namespace=namespace, name=name, reason="Cancelled")
         )
         await plane.cancel_rest(job_id)
     else:
         await plane.database.write(
             partial(
-                cancellation.cancel_part,
+                jobs.cancel_part,
                 namespace=namespace,
                 name=name,
                 group=asked.group,
@@ -425,3 +424,26 @@ async def cancel(request: Request, name: str, namespace: Namespace = "default") 
             )
         )
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@of_drivers.get("", responses={200: {"model": UnfinishedJobs}})
+async def unfinished(
+    request: Request,
+    plane: Plane,
+    revision: Annotated[int | None, Query(ge=0)] = None,
+    wait: Wait = 0.0,
+) -> Response:
+    """List the jobs of all namespaces that drivers have to handle, by name, generation and cancel reason.
+
+    With the `revision` of the last answer, the call waits up to `wait` seconds for a change of this list.
+    """
+    return answer(
+        await plane.poll(
+            "",
+            UNFINISHED,
+            partial(plane.database.read, job_views.unfinished),
+            lambda found: revision is None or found["revision"] != revision,
+            wait,
+            request.is_disconnected,
+        )
+    )

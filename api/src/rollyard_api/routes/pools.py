@@ -18,7 +18,7 @@ from rollyard_api.backends import pools
 from rollyard_api.core.problems import Invalid, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.jobs import registration
-from rollyard_api.jobs.job_views import OBJECT_UID
+from rollyard_api.jobs.manifests import OBJECT_UID
 from rollyard_api.routes.common import (
     DefaultNamespace,
     Namespace,
@@ -31,6 +31,7 @@ from rollyard_api.routes.common import (
     role_of,
 )
 from rollyard_api.routes.jobs import manifest_of, registered
+from rollyard_api.storage import pools as pool_rows
 
 router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"], route_class=StrictRoute)
 
@@ -48,14 +49,13 @@ class PoolPatch(Model):
 
 
 def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
-    pools.find(conn, namespace, name)
+    pool_rows.find(conn, namespace, name)
     return pools.listed(conn, namespace, name)[0]
 
 
 @router.post("", openapi_extra=body_schema(BackendPool))
-async def create(request: Request, namespace: DefaultNamespace = None) -> Response:
+async def create(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
-    plane = plane_of(request)
     pool: BackendPool = await manifest_of(request, "BackendPool", namespace)
     pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
     made = await plane.database.write(partial(pools.create, pool=pool))
@@ -64,13 +64,12 @@ async def create(request: Request, namespace: DefaultNamespace = None) -> Respon
 
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool))
-async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
     old one, from a changed one.
     """
-    plane = plane_of(request)
     pool: BackendPool = registered(await body_of(request), "BackendPool", namespace, name)
     made = await plane.database.write(partial(registration.register_pool, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=name)
@@ -108,7 +107,7 @@ async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default
     The status is 404 (`TokenizerUnseen`) if the control plane's machine has no such folder or model, and 422
     (`TokenizerInvalid`) if the file there is no tokenizer.json.
     """
-    pool = await plane.database.read(partial(pools.find, namespace=namespace, name=name))
+    pool = await plane.database.read(partial(pool_rows.find, namespace=namespace, name=name))
 
     def look() -> Vocabulary | None:
         path = find_tokenizer(pool.tokenizer)
@@ -130,9 +129,8 @@ async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default
 
 
 @router.patch("/{name}", openapi_extra=body_schema(PoolPatch))
-async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def patch_pool(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
-    plane = plane_of(request)
     asked = validated(PoolPatch, await body_of(request))
     await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
@@ -169,9 +167,8 @@ async def put_backends(request: Request, name: str, namespace: Namespace = "defa
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus))
-async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: conditions, observedGeneration and replicas."""
-    plane = plane_of(request)
     status = validated(BackendPoolStatus, await body_of(request))
     await plane.database.write(
         partial(pools.put_status, namespace=namespace, name=name, status=status.to_json())

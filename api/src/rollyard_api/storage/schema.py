@@ -11,7 +11,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
 metadata = sa.MetaData(
     naming_convention={
@@ -38,6 +39,21 @@ class StateNumber(sa.TypeDecorator[RolloutState]):
         return None if value is None else BY_NUMBER[value]
 
 
+class LimitsJson(sa.TypeDecorator[Limits]):
+    """The Limits of a job, stored as JSON."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: Limits | None, dialect: Dialect) -> bytes | None:
+        """Return limits as JSON."""
+        return None if value is None else value.to_json()
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> Limits | None:
+        """Return limits that were stored."""
+        return None if value is None else Limits.from_json(value)
+
+
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
     clause = sa.text(where)
     return sa.Index(name, *columns, unique=unique, sqlite_where=clause, postgresql_where=clause)
@@ -55,7 +71,7 @@ jobs = sa.Table(
     sa.Column("spec", sa.LargeBinary, nullable=False),
     # The digest of the spec as first submitted, so that a repeat after a later PATCH is no conflict.
     sa.Column("digest", sa.String(64), nullable=False),
-    sa.Column("limits", sa.LargeBinary, nullable=False),
+    sa.Column("limits", LimitsJson, nullable=False),
     sa.Column("status", sa.LargeBinary, nullable=False),
     sa.Column("pool", sa.String(63)),
     sa.Column("priority", sa.Integer, nullable=False),
@@ -225,7 +241,11 @@ payloads = sa.Table(
     metadata,
     sa.Column("rollout_id", sa.String(128), primary_key=True),
     sa.Column("carry", sa.LargeBinary),
+    # What Run recorded: a Transcript as JSON, and apart from it its token lists in the form of `packed`.
     sa.Column("trajectory", sa.LargeBinary),
+    sa.Column("segments", sa.LargeBinary),
+    # Whether the leases of Eval carry the token lists.
+    sa.Column("tokens_in_eval", sa.Boolean),
 )
 
 # Uploaded files. A row is visible to others once it is complete. An incomplete row that was last touched

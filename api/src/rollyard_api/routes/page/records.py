@@ -8,9 +8,9 @@ from functools import partial
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.states import ENDED
-from rollyard_api.jobs import jobs
+from rollyard_api.machine.states import ENDED
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import records
@@ -24,11 +24,11 @@ def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tup
         NotFound: There is no such job, or it has no such rollout.
         Conflict: The rollout has not ended.
     """
-    job = jobs.find(conn, namespace, name)
+    job = job_rows.find(conn, namespace, name)
     short = records.sizes().add_columns(rollouts.c.state)
     row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
     if row is None:
-        raise no_rollout(name, rollout)
+        raise NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
     if row.end_seq is None:
         raise Conflict(
             f"rollout {rollout!r} has not ended: {row.state.status} in stage "
@@ -37,11 +37,6 @@ def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tup
         )
     *size, _state = row
     return job, RolloutSize(*size)
-
-
-def no_rollout(name: str, rollout: str) -> NotFound:
-    """Return the error for a rollout that a job does not have."""
-    return NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
 
 
 async def record_line(
@@ -67,7 +62,7 @@ async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: R
     )
     if not rows:
         raise NotFound(f"no RolloutJob {job.name!r} in namespace {job.namespace!r}", reason="JobNotFound")
-    (line,) = await plane.archive.lines(rows, job.namespace, job.name, job.uid, plane.settings.page_bytes)
+    (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
     return line
 
 

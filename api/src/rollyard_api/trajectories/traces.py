@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.codec import loads
 from rollyard_api.machine.events import RunCounts
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
@@ -71,9 +70,3 @@ def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
     ]
     ends = [start for _, start in entered[1:]] + [max(end, entered[-1][1])]
     return [Span(state, start, until) for (state, start), until in zip(entered, ends, strict=True)]
-
-
-def last_state(timings: str) -> RolloutState | None:
-    """Return the state that a row's timings name last, or None if they name none."""
-    kept = loads(timings).get(KEY, {}).get("at")
-    return BY_NUMBER[kept[-2]] if kept else None

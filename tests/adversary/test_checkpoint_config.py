@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rollyard_api.weights import precision
+from rollyard_api.weights import checkpoints, verification
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ from rollyard_api.weights import precision
 )
 def test_a_config_without_end_or_depth_names_no_data_type(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    assert precision.checkpoint_dtype(tmp_path) == ""
-    assert precision.tolerance("") == precision.REDUCED
+    assert checkpoints.checkpoint_dtype(tmp_path) == ""
+    assert verification.tolerance("") == verification.REDUCED

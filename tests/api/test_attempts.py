@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from rollyard_api.rollouts import lease_expiry, node_loss
+from rollyard_api.rollouts import heartbeats, sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import attempts
 from rollyard_client import RolloutSummary
@@ -55,11 +55,11 @@ async def test_every_way_back_into_a_queue_is_explained(served: Any, worker: Any
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.lease(run=1)
-    await _later(served, 60, lambda tx: lease_expiry.expire(tx, 10))
+    await _later(served, 60, lambda tx: sweeps.expire(tx, 10))
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.heartbeat()
-    await _later(served, 7200, lambda tx: node_loss.give_up_silent(tx, 60.0))
+    await _later(served, 7200, lambda tx: heartbeats.give_up_silent(tx, 60.0))
     summary = (await served.admin.get(f"{PATH}/rollouts")).json()["items"][0]
     assert await worker.finish_all() == 1
 
@@ -123,7 +123,7 @@ async def test_the_last_failure_is_an_attempt_too(served: Any, worker: Any) -> N
 async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(served: Any, worker: Any) -> None:
     for _ in range(3):
         await worker.lease(init=1)
-        await _later(served, 60, lambda tx: lease_expiry.expire(tx, 2))
+        await _later(served, 60, lambda tx: sweeps.expire(tx, 2))
     record = await _record(served)
     assert (record["status"], record["reason"]) == ("failed", "LeaseExpired")
     assert record["message"] == "3 leases were lost; the last was held by w"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api.rollouts import lease_expiry
+from rollyard_api.rollouts import sweeps
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import claims as claim_table
@@ -67,7 +67,7 @@ def _handle(claim: dict[str, Any]) -> dict[str, Any]:
 async def _expire_all(served: Any) -> None:
     def op(tx: Transaction) -> None:
         tx.now += 3600
-        lease_expiry.expire(tx, 10)
+        sweeps.expire(tx, 10)
 
     await served.plane.database.write(op)
 

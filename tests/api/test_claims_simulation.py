@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api.rollouts import lease_expiry
+from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import claims as claim_table
 
@@ -176,7 +176,7 @@ class Simulation:
     async def expire(self) -> None:
         def op(tx: Transaction) -> int:
             tx.now += 3600
-            return lease_expiry.expire(tx, 1000)
+            return sweeps.expire(tx, 1000)
 
         await self.served.plane.database.write(op)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from rollyard_api.jobs import targets
-from rollyard_api.rollouts import dynamic_sampling as module
+from rollyard_api.rollouts import transitions
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
 from rollyard_crds.fields.dynamic_sampling import MIN_STD
 from rollyard_crds.fields.signals import has_signal
@@ -573,7 +573,7 @@ async def test_large_surplus_is_ended_by_the_sweep(
     served: Any, dapo: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can lease what one transaction does not cancel, and the sweep ends it."""
-    monkeypatch.setattr(module, "_UNFINISHED", module._UNFINISHED.limit(3))
+    monkeypatch.setattr(transitions, "CANCEL_BATCH", 3)
     await served.admin.post("/v1/rolloutjobs", json=dapo(9, targetGroups=1, maxInFlightGroups=6))
     worker = worker_of(served.worker)
     evaluations = await begin(worker, 2)

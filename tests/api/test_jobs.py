@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rollyard_api.jobs import cancellation
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 
 
@@ -270,7 +271,7 @@ async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_ma
     def pass_(tx: Transaction, seconds: float) -> list[int]:
         tx.now += seconds
         cancellation.enforce(tx)
-        return cancellation.unfinished_cancellations(tx.conn)
+        return job_rows.cancelling(tx.conn)
 
     await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
     assert "startTime" not in (await _job(served))["status"]
@@ -310,7 +311,7 @@ async def test_deadlines_and_times_to_live_are_those_of_each_job(
     def pass_(tx: Transaction, seconds: float) -> list[int]:
         tx.now += seconds
         cancellation.enforce(tx)
-        return cancellation.unfinished_cancellations(tx.conn)
+        return job_rows.cancelling(tx.conn)
 
     async def left() -> list[str]:
         items = (await served.admin.get("/v1/rolloutjobs")).json()["items"]

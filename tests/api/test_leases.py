@@ -14,7 +14,7 @@ import msgpack
 import pyarrow.parquet
 import pytest
 from rollyard_api.jobs import cancellation
-from rollyard_api.rollouts import lease_expiry, wire
+from rollyard_api.rollouts import heartbeats, sweeps, wire
 from rollyard_api.storage.database import Transaction
 from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_testing.pace import patience
@@ -25,7 +25,7 @@ async def _expire_all(served: Any, max_expiries: int = 10) -> int:
 
     def op(tx: Transaction) -> int:
         tx.now += 3600
-        return lease_expiry.expire(tx, max_expiries)
+        return sweeps.expire(tx, max_expiries)
 
     count: int = await served.plane.database.write(op)
     return count
@@ -65,7 +65,7 @@ async def test_heartbeat_renews(served: Any, worker: Any) -> None:
 
     def op(tx: Transaction) -> int:
         tx.now = before + 29.0  # seconds; the lease of 30 s was renewed after `before`
-        return lease_expiry.expire(tx, 10)
+        return sweeps.expire(tx, 10)
 
     assert await served.plane.database.write(op) == 0
 
@@ -82,9 +82,9 @@ async def test_a_heartbeat_renews_every_lease_that_it_names_and_no_other(
         tx.now += 20.0
         held = [(one["rollout"], one["token"]) for one in named]
         stale = (forgotten["rollout"], forgotten["token"] - 1)
-        assert lease_expiry.renew(tx, [*held, stale], 30.0) == ([stale], [])
+        assert heartbeats.renew(tx, [*held, stale], 30.0) == ([stale], [])
         tx.now += 20.0
-        return lease_expiry.expire(tx, 10)
+        return sweeps.expire(tx, 10)
 
     assert await served.plane.database.write(later) == 1
     assert (await worker.heartbeat(*named, forgotten))["lost"] == [
@@ -636,9 +636,9 @@ async def test_start_gives_every_lease_its_full_time(served: Any, worker: Any) -
 
     def late_start(tx: Transaction) -> int:
         tx.now += 100
-        lease_expiry.grace(tx, 30.0)
+        heartbeats.grace(tx, 30.0)
         tx.now += 29
-        return lease_expiry.expire(tx, 10)
+        return sweeps.expire(tx, 10)
 
     assert await served.plane.database.write(late_start) == 0
     assert await worker.complete(worker.result(lease)) == ["accepted"]

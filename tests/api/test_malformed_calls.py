@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rollyard_api.rollouts.malformed_calls import MIN_ROLLOUTS, calls_of
+from rollyard_api.machine.events import RunDone
+from rollyard_api.rollouts import wire
+from rollyard_api.rollouts.malformed_calls import MIN_ROLLOUTS
 
 MALFORMED = {"name": "", "error": "malformed tool call: </tool_call> is missing"}
 CUT = {"name": "", "error": "only the first 64 calls of a turn are run"}
@@ -34,8 +36,10 @@ REPLAYED = turn(GOOD, finish_reason="replayed", start=0, end=0)
     ],
 )
 def test_what_counts_as_a_call(turns: list[dict[str, Any]], total: int, malformed: int) -> None:
-    found = calls_of({"turns": turns})
-    assert (found.total, found.malformed) == (total, malformed)
+    result = {"rollout": "r", "token": 1, "stage": "run", "packed": b"", "trajectory": {"turns": turns}}
+    _, event = wire.result_event(result)
+    assert isinstance(event, RunDone)
+    assert (event.counts.written_calls, event.counts.malformed_calls) == (total, malformed)
 
 
 async def play(worker: Any, turns: Sequence[dict[str, Any]], rollouts: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from rollyard_api.rollouts import node_loss
+from rollyard_api.rollouts import heartbeats
 from rollyard_api.storage import schema
 from rollyard_api.storage.database import Transaction
 from rollyard_crds.names import NODE
@@ -29,7 +29,7 @@ async def _silent(served: Any, seconds: float) -> int:
 
     def op(tx: Transaction) -> int:
         tx.now += seconds
-        return node_loss.give_up_silent(tx, SILENT)
+        return heartbeats.give_up_silent(tx, SILENT)
 
     count: int = await served.plane.database.write(op)
     return count
@@ -80,8 +80,8 @@ async def test_only_what_waits_for_the_silent_one_of_several_nodes_begins_anew(
     def later(tx: Transaction) -> int:
         tx.now += SILENT + 10
         for node in ("a", "c"):
-            node_loss.heard(tx, node)
-        return node_loss.give_up_silent(tx, SILENT)
+            heartbeats.heard(tx, node)
+        return heartbeats.give_up_silent(tx, SILENT)
 
     assert await served.plane.database.write(later) == 1
     first, silent, last = workers
@@ -96,8 +96,8 @@ async def test_a_restart_gives_every_node_its_time(served: Any, worker: Any) -> 
 
     def late(tx: Transaction) -> int:
         tx.now += 10 * SILENT
-        node_loss.grace(tx)
-        return node_loss.give_up_silent(tx, SILENT)
+        heartbeats.grace(tx, 30.0)
+        return heartbeats.give_up_silent(tx, SILENT)
 
     assert await served.plane.database.write(late) == 0
 
@@ -153,9 +153,9 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any, work
     def op(tx: Transaction) -> tuple[list[str], list[str]]:
         before = names(tx)
         tx.now += 98 * SILENT
-        node_loss.heard(tx, "lately")
+        heartbeats.heard(tx, "lately")
         tx.now += 2 * SILENT
-        node_loss.forget(tx, SILENT)
+        heartbeats.forget(tx, SILENT)
         return before, names(tx)
 
     assert await served.plane.database.write(op) == (["n", "waited for"], ["lately", "waited for"])
@@ -176,9 +176,9 @@ async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: 
         tx.now += SILENT + 10
         job = tx.conn.execute(sa.select(schema.jobs.c.id).where(schema.jobs.c.name == "job")).scalar_one()
         for node in ("n", "a node of nobody"):
-            node_loss.heard(tx, node, job)
+            heartbeats.heard(tx, node, job)
         count = tx.conn.execute(sa.select(sa.func.count()).select_from(schema.nodes)).scalar_one()
-        return node_loss.give_up_silent(tx, SILENT), count
+        return heartbeats.give_up_silent(tx, SILENT), count
 
     given_up, rows = await served.plane.database.write(later)
     assert given_up == 1, "the other job's rollout, though the first one's workers speak of the same node"
@@ -204,8 +204,8 @@ async def test_a_node_is_heard_through_either_kind_of_worker(
     def later(tx: Transaction) -> int:
         tx.now += SILENT + 10
         job = tx.conn.execute(sa.select(schema.jobs.c.id).where(schema.jobs.c.name == "job")).scalar_one()
-        node_loss.heard(tx, "n", job if speaks == "a worker of the job" else None)
-        return node_loss.give_up_silent(tx, SILENT)
+        heartbeats.heard(tx, "n", job if speaks == "a worker of the job" else None)
+        return heartbeats.give_up_silent(tx, SILENT)
 
     assert await served.plane.database.write(later) == 0
     assert await _silent(served, 3 * SILENT) == 1

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from rollyard_api.jobs import cancellation
-from rollyard_api.rollouts import outages
-from rollyard_api.rollouts.requeue import MAX_OUTAGES
+from rollyard_api.machine.failure_policy import MAX_OUTAGES
+from rollyard_api.rollouts import sweeps
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 
 URL = "http://backend-0:8000"
@@ -33,13 +34,13 @@ class Pool:
 
         def op(tx: Transaction) -> int:
             tx.now += self.offset
-            outages.look(tx)
-            ended = outages.end_overdue(tx, HOUR)
+            sweeps.note_outages(tx)
+            ended = sweeps.end_overdue(tx, HOUR)
             cancellation.enforce(tx)
             return ended
 
         ended: int = await self.served.plane.database.write(op)
-        for job_id in await self.served.plane.database.read(cancellation.unfinished_cancellations):
+        for job_id in await self.served.plane.database.read(job_rows.cancelling):
             await self.served.plane.cancel_rest(job_id)
         return ended
 

@@ -12,8 +12,9 @@ import msgpack
 import pyarrow.parquet as pq
 import pytest
 from rollyard_api.core import cursors
-from rollyard_api.jobs import cancellation, jobs
+from rollyard_api.jobs import cancellation
 from rollyard_api.settings import Settings
+from rollyard_api.storage import jobs as job_rows
 from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone
 from rollyard_client.call import ready
 from rollyard_client.paging import Cursor, Files, Listing
@@ -298,7 +299,7 @@ async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
         return bool(served.plane.polls.open("default"))
 
     await eventually(waiting)
-    job = await served.plane.database.read(lambda conn: jobs.find(conn, "default", "job"))
+    job = await served.plane.database.read(lambda conn: job_rows.find(conn, "default", "job"))
 
     def replace(tx: Any) -> None:
         cancellation.delete_job(tx, "default", "job")

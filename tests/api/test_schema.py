@@ -13,10 +13,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from rollyard_api.storage import migrate, rows, view_tables
 from rollyard_api.storage.database import Database
-from rollyard_api.storage.sign_in_tables import metadata
+from rollyard_api.storage.migrate import UnknownSchema
+from rollyard_api.storage.schema import metadata
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])
@@ -46,25 +46,36 @@ async def test_a_database_with_the_last_migration_is_not_migrated_again(
     empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = Database(empty)
-    upgrades: list[str] = []
-    upgrade = alembic.command.upgrade
+    stamps: list[str] = []
+    stamp = alembic.command.stamp
 
     def counted(config: Config, revision: str) -> None:
-        upgrades.append(revision)
-        upgrade(config, revision)
+        stamps.append(revision)
+        stamp(config, revision)
 
-    monkeypatch.setattr(alembic.command, "upgrade", counted)
+    monkeypatch.setattr(alembic.command, "stamp", counted)
     try:
         with database.writer.connect() as conn:
-            assert ScriptDirectory.from_config(migrate.config(conn)).get_heads() == [migrate.head()]
+            packaged = ScriptDirectory.from_config(migrate.config(conn))
+            assert packaged.get_heads() == migrate.revisions()[-1:]
+            assert sorted(one.revision for one in packaged.walk_revisions()) == migrate.revisions()
         migrate.upgrade(database.writer)
-        assert upgrades == ["head"]
         migrate.upgrade(database.writer)
-        assert upgrades == ["head"]
+        assert stamps == ["head"]
+    finally:
+        await database.close()
+
+
+async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty: str) -> None:
+    database = Database(empty)
+    try:
         with database.writer.begin() as conn:
-            conn.execute(sa.text("UPDATE alembic_version SET version_num = '0000'"))
-        with pytest.raises(CommandError, match="0000"):
+            conn.execute(sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
+            conn.execute(sa.text("INSERT INTO alembic_version VALUES ('9999')"))
+        with pytest.raises(UnknownSchema, match=r"has the schema 9999, .* name an empty database"):
             migrate.upgrade(database.writer)
+        with database.writer.connect() as conn:
+            assert sa.inspect(conn).get_table_names() == ["alembic_version"]
     finally:
         await database.close()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from rollyard_api.rollouts import lease_expiry
+from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 
 ROLLOUTS = 24
@@ -123,7 +123,7 @@ class Simulation:
     async def expire(self) -> None:
         def op(tx: Transaction) -> int:
             tx.now += 3600
-            return lease_expiry.expire(tx, 10)
+            return sweeps.expire(tx, 10)
 
         await self.served.plane.database.write(op)
 

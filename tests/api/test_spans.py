@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api.rollouts import lease_expiry
+from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import rollouts
 from rollyard_crds.telemetry.identity import is_sampled, trace_id
@@ -40,7 +40,7 @@ async def _expire(served: Any) -> None:
     def op(tx: Transaction) -> None:
         late = rollouts.c.lease_expires.is_not(None)
         tx.conn.execute(sa.update(rollouts).where(late).values(lease_expires=tx.now - 1.0))
-        lease_expiry.expire(tx, 10)
+        sweeps.expire(tx, 10)
 
     await served.plane.database.write(op)
 

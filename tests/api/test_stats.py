@@ -186,7 +186,7 @@ def test_speeds_leave_out_what_is_no_number() -> None:
     speeds.add([("b", 100, 1.0, 3.0)], {"b": 8})
     speeds.add([("b", 300, 1.0, 5.0), ("a", 100, 2.0, 1.0)], {"b": 4})
     a, b = speeds.take()
-    assert (a["b_url"], a["b_speed"], b["b_url"], b["b_speed"]) == ("a", 50.0, "b", 200.0)
-    assert (b["b_pace"], b["b_pace_seconds"], b["b_pace_load"]) == (50.0, 4.0, 6.0), "tools and all"
-    assert (a["b_pace"], a["b_pace_load"]) == (50.0, 1.0), "no Run is shorter than its model time"
+    assert (a.url, a.speed, b.url, b.speed) == ("a", 50.0, "b", 200.0)
+    assert (b.pace, b.pace_seconds, b.pace_load) == (50.0, 4.0, 6.0), "tools and all"
+    assert (a.pace, a.pace_load) == (50.0, 1.0), "no Run is shorter than its model time"
     assert speeds.take() == []

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import rollyard_engine
 from rollyard_api.settings import Settings
-from rollyard_api.weights.limits import UpdateLimits
+from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.pace import patience

@@ -19,7 +19,7 @@ from rollyard_api.settings import Settings
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends, pools
 from rollyard_api.weights import checkpoints
-from rollyard_api.weights.limits import UpdateLimits
+from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_crds.weights import WeightSource
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rollyard_api.settings import Settings
-from rollyard_api.weights.limits import UpdateLimits
+from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_api.weights.verification import PROMPT_TOKENS
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, VllmShaped
 

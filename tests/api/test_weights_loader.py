@@ -12,17 +12,12 @@ import pytest
 import sqlalchemy as sa
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.storage.schema import weight_updates
-from rollyard_api.weights import (
-    backend_progress,
-    backend_weights,
-    update_records,
-)
-from rollyard_api.weights.backend_progress import EarlierLogprobs
-from rollyard_api.weights.backend_targets import PAUSED, action
-from rollyard_api.weights.coordinator import Coordinator
-from rollyard_api.weights.limits import UpdateLimits
-from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
-from rollyard_api.weights.verification import Forward, fixed_prompt
+from rollyard_api.weights import records
+from rollyard_api.weights.checkpoints import Forward
+from rollyard_api.weights.coordinator import Coordinator, LoadFailed, UpdateLimits
+from rollyard_api.weights.steps import BEHIND, PAUSED, Observation, WeightStep, need
+from rollyard_api.weights.updates import EarlierLogprobs
+from rollyard_api.weights.verification import fixed_prompt
 from rollyard_crds.weights import PauseMode, WeightSource
 from rollyard_inference.errors import BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_testing.api.weights import FULL, NEXT, ONE, PUSHED, Pools
@@ -84,10 +79,6 @@ class Server:
         self._has("load", f"load {found.path}")
         self.loaded = found.path
 
-    async def reload(self, path: str) -> None:
-        self._has("reload", f"reload {path}")
-        self.loaded = path
-
     async def folder(self) -> str | None:
         return "/first"
 
@@ -103,9 +94,10 @@ class Server:
 
 
 @pytest.fixture
-def loader(two: Pools, disk: Bulkhead) -> WeightLoader:
-    """Return a loader that knows no transformers."""
-    return WeightLoader(two.served.plane.database, Forward("", disk), "me")
+def loader(two: Pools, disk: Bulkhead) -> Coordinator:
+    """Return a coordinator that knows no transformers, and of which a test calls `bring`."""
+    transport: Any = None
+    return Coordinator(two.served.plane.database, transport, Forward("", disk), UpdateLimits(), name="me")
 
 
 def reference(value: float) -> dict[str, Any]:
@@ -180,7 +172,7 @@ async def test_the_calls_that_bring_a_server_to_an_update(
     part: tuple[str, bool, str],
     state: str,
     two: Pools,
-    loader: WeightLoader,
+    loader: Coordinator,
 ) -> None:
     answer = await two.post("v1", FULL, **({"inFlight": "continue"} | fields))
     number, url = answer.json()["id"], two.urls[1]
@@ -201,7 +193,7 @@ async def test_the_calls_that_bring_a_server_to_an_update(
 
 @pytest.mark.parametrize("lacks", ["pause", "set_label", "flush", "resume"])
 async def test_rollouts_continue_only_over_an_update_of_a_server_that_has_all_calls(
-    lacks: str, two: Pools, loader: WeightLoader
+    lacks: str, two: Pools, loader: Coordinator
 ) -> None:
     await two.post("v1", FULL, inFlight="continue")
     with pytest.raises(NoSuchCall, match=lacks):
@@ -210,7 +202,7 @@ async def test_rollouts_continue_only_over_an_update_of_a_server_that_has_all_ca
 
 
 async def test_a_server_that_was_not_ready_for_a_time_loads_only_what_it_lost(
-    two: Pools, loader: WeightLoader
+    two: Pools, loader: Coordinator
 ) -> None:
     a, b, c, d, e = two.urls
     await two.succeed(await two.begin("v1", FULL))
@@ -232,18 +224,17 @@ async def test_a_server_that_was_not_ready_for_a_time_loads_only_what_it_lost(
     for url in (d, e):
         assert await brought(url, Server("v1")) == ["pause abort", "load /one", *ends]
     for url in (a, b):
-        await two.set("p", url, weights="Stale", policy_index=update_records.BEHIND)
+        await two.set("p", url, weights="Stale", policy_index=BEHIND)
     assert await brought(a, Server("v2")) == ["resume"], "nothing was lost"
     assert await brought(b, Server("unverified:v2")) == ["pause abort", "load /full", "load /one", *ends]
 
 
-async def test_a_server_that_has_lost_pushed_weights_waits_for_them(two: Pools, loader: WeightLoader) -> None:
+async def test_a_server_that_has_lost_pushed_weights_waits_for_them(two: Pools, loader: Coordinator) -> None:
     number = await two.begin("v1", PUSHED)
     await two.succeed(number)
-    await two.set("p", two.urls[2], weights="Stale", policy_index=update_records.BEHIND)
+    await two.set("p", two.urls[2], weights="Stale", policy_index=BEHIND)
     server = Server()
-    with pytest.raises(Unreachable):
-        await loader.bring(await two.target(two.urls[2]), server)
+    assert await loader.bring(await two.target(two.urls[2]), server) is WeightStep.WAIT
     assert server.calls == [], "nothing is done to it"
     found = (await two.status())["backends"]
     assert [b["weights"] for b in found] == ["Current", "Current", "Stale", "Current", "Current"]
@@ -252,7 +243,7 @@ async def test_a_server_that_has_lost_pushed_weights_waits_for_them(two: Pools, 
 
 @pytest.mark.parametrize("error", [ServerFailed("disk"), BackendRefused("disk"), BackendMismatch("disk")])
 async def test_a_server_that_fails_to_load_gets_no_label(
-    error: Exception, two: Pools, loader: WeightLoader
+    error: Exception, two: Pools, loader: Coordinator
 ) -> None:
     number = await two.begin("v1", FULL)
     server = Server()
@@ -265,7 +256,7 @@ async def test_a_server_that_fails_to_load_gets_no_label(
 
 
 async def test_servers_go_back_to_what_they_had_before_refused_weights(
-    two: Pools, loader: WeightLoader
+    two: Pools, loader: Coordinator
 ) -> None:
     """They are compared with what they gave themselves, although the reference is wrong."""
     a, b, c, d, _ = two.urls
@@ -275,8 +266,8 @@ async def test_servers_go_back_to_what_they_had_before_refused_weights(
         gave = EarlierLogprobs(
             policy_index=0, label="mine", folder=folder, prompt_ids=(1, 2), logprobs=(-1.0,)
         )
-        begin = partial(backend_weights.begin, name="me", target=await two.target(url), fence=False)
-        await two.write(begin, before=gave)
+        target = await two.target(url)
+        await two.write(records.begin, name="me", target=target, seen=Observation(before=gave))
         await two.step(number, url, step="Verifying")
     await loader.bring(await two.target(d), servers[d])
     assert (await two.update(number))["state"] == "Failed"
@@ -285,7 +276,7 @@ async def test_servers_go_back_to_what_they_had_before_refused_weights(
         server.calls.clear()
         server._label = "unverified:v1"
         await loader.bring(await two.target(url), server)
-    again = ["pause abort", "reload /first", "label unverified:mine", "flush", "resume", "measure"]
+    again = ["pause abort", "load /first", "label unverified:mine", "flush", "resume", "measure"]
     refused = ["pause abort", "label unverified:refused"]
     assert servers[a].calls == [*again, "label mine"]
     assert servers[b].calls == [*again, *refused], "it gives something else than before"
@@ -301,7 +292,7 @@ async def test_servers_go_back_to_what_they_had_before_refused_weights(
 
 
 async def test_a_server_whose_first_weights_cannot_be_measured_again_is_restarted(
-    two: Pools, loader: WeightLoader
+    two: Pools, loader: Coordinator
 ) -> None:
     """Nothing shows what it has then, as if it gave something else than before."""
     url, server = two.urls[0], Server()
@@ -317,18 +308,18 @@ async def test_a_server_whose_first_weights_cannot_be_measured_again_is_restarte
 
 
 async def test_a_server_that_was_to_be_restarted_is_believed_only_after_it(
-    two: Pools, loader: WeightLoader
+    two: Pools, loader: Coordinator
 ) -> None:
     await two.begin("v1", FULL)
     target = await two.target(two.urls[0])
-    await two.write(backend_weights.restart, target=target, message="it does not load them")
+    await two.write(records.restart, target=target, message="it does not load them")
     found = (await two.status())["backends"]
     assert [(b["weights"], b["restartRequested"]) for b in found] == [
         ("Failed", True),
         *[("Current", False)] * 4,
     ]
     target = await two.target(two.urls[0])
-    assert action(target.pool, target.row) == "watch"
+    assert need(target.pool, target.row) == "watch"
     await two.set("p", two.urls[0], restart_requested=False)
     for label, calls in (
         ("unverified:v1", ["pause abort", "label unverified:refused"]),
@@ -345,7 +336,7 @@ async def test_a_server_that_was_to_be_restarted_is_believed_only_after_it(
 
 
 async def test_a_server_measures_what_it_has_only_while_that_is_certain(
-    two: Pools, loader: WeightLoader
+    two: Pools, loader: Coordinator
 ) -> None:
     """Otherwise refused weights would later be taken for the earlier ones."""
     await two.succeed(await two.begin("v1", FULL))
@@ -360,7 +351,7 @@ async def test_a_server_measures_what_it_has_only_while_that_is_certain(
         server.loaded = "/full"
         await loader.bring(await two.target(url), server)
     assert [url for url, server in servers.items() if "measure" in server.calls] == [a]
-    read = partial(backend_progress.earlier, pool_id=1, policy_index=1)
+    read = partial(records.earlier, pool_id=1, policy_index=1)
     gave = {url: await two.served.plane.database.read(partial(read, url=url)) for url in two.urls}
     assert {url for url, before in gave.items() if before is not None} == {a}
     assert gave[a].label == "v1"
@@ -372,7 +363,7 @@ async def test_a_server_measures_what_it_has_only_while_that_is_certain(
 
 @pytest.mark.parametrize("measures", [True, False])
 async def test_earlier_weights_are_served_again_only_if_they_can_be_verified(
-    measures: bool, two: Pools, loader: WeightLoader
+    measures: bool, two: Pools, loader: Coordinator
 ) -> None:
     """The update that is refused may be on the servers still, although the earlier one asks for no proof."""
     first = (await two.post("v1", FULL, reference=reference(-2.0))).json()["id"]
@@ -419,14 +410,14 @@ async def test_an_update_is_taken_over_once_its_owner_is_silent(
         until = None if expires is None else tx.now + expires
         tx.conn.execute(sa.update(weight_updates).values(owner=owner, owner_expires=until))
         try:
-            backend_weights.take_charge(replace(tx, sqlite=False), "me", target)
+            records.take_charge(replace(tx, sqlite=False), "me", target)
             said = "taken"
-        except backend_weights.Superseded:
+        except records.Superseded:
             said = "superseded"
         query = sa.select(weight_updates.c.owner).order_by(weight_updates.c.id)
         owners = list(tx.conn.scalars(query))
         expiry = tx.conn.scalar(sa.select(weight_updates.c.owner_expires).limit(1))
-        assert (expiry == tx.now + backend_weights.OWNER_SECONDS) == taken
+        assert (expiry == tx.now + records.OWNER_SECONDS) == taken
         return said, owners
 
     said, owners = await two.served.plane.database.write(take)
@@ -446,9 +437,9 @@ async def test_a_control_plane_renews_only_its_own_updates(two: Pools) -> None:
         found = await two.served.plane.database.read(lambda conn: list(conn.scalars(query)))
         return [one != 1.0 for one in found]
 
-    await two.write(backend_weights.renew, name="me", ids={numbers[1]})
+    await two.write(records.renew, name="me", ids={numbers[1]})
     assert await expires() == [False, False]
-    await two.write(backend_weights.renew, name="me", ids=set(numbers))
+    await two.write(records.renew, name="me", ids=set(numbers))
     assert await expires() == [True, False]
 
 
@@ -516,7 +507,7 @@ async def test_every_server_that_was_restarted_is_noticed(
 async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
     two: Pools, rounds: Rounds, eventually: Callable[..., Any]
 ) -> None:
-    await two.write(update_records.pause, namespace="default", name="p", mode="keep")
+    await two.write(records.pause, namespace="default", name="p", mode="keep")
     rounds.servers[two.urls[2]]._missing = ("resume",)
 
     async def paused() -> bool:
@@ -527,7 +518,7 @@ async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
     await eventually(paused, 10)
     assert [server.calls for server in rounds.servers.values()] == [["pause keep"]] * 5
     assert {b["weights"] for b in (await two.status("q"))["backends"]} == {"Current"}
-    await two.write(update_records.resume, namespace="default", name="p")
+    await two.write(records.resume, namespace="default", name="p")
 
     async def resumed() -> bool:
         await rounds.coordinator.round()
@@ -577,7 +568,7 @@ async def test_a_server_that_is_watched_is_believed_once_it_has_a_label_of_its_o
 ) -> None:
     await two.begin("v1", FULL)
     for url in two.urls:
-        await two.write(backend_weights.restart, target=await two.target(url), message="it is wrong")
+        await two.write(records.restart, target=await two.target(url), message="it is wrong")
         rounds.servers[url]._label = "unverified:refused"
         await two.set("p", url, ready=False)
     rounds.servers[two.urls[1]]._label = "default"

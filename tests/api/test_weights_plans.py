@@ -18,16 +18,21 @@ from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import Conflict, Invalid
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow
 from rollyard_api.storage.schema import pools as pools_table
-from rollyard_api.weights import (
-    backend_progress,
-    backend_weights,
-    checkpoints,
-    update_records,
+from rollyard_api.weights import checkpoints, records
+from rollyard_api.weights.checkpoints import Forward
+from rollyard_api.weights.steps import (
+    BEHIND,
+    LAST,
+    PAUSED,
+    BackendTarget,
+    Observation,
+    WeightStep,
+    following,
+    missing,
+    need,
 )
-from rollyard_api.weights.backend_progress import EarlierLogprobs
-from rollyard_api.weights.backend_targets import PAUSED, action
-from rollyard_api.weights.plan import plan
-from rollyard_api.weights.verification import Forward, Reference, Unverifiable, compare, fixed_prompt
+from rollyard_api.weights.updates import EarlierLogprobs, serves
+from rollyard_api.weights.verification import Comparison, Reference, Unverifiable, compare, fixed_prompt
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
 from rollyard_testing.api.weights import FULL, NEXT, ONE, PUSHED, TWO, Pools
 
@@ -70,9 +75,9 @@ def test_what_a_server_loads(
     sources: Sequence[dict[str, Any]], label: str | None, begun: bool, loaded: list[dict[str, Any]], lost: str
 ) -> None:
     row, *chain = updates(*sources)
-    found = plan(row, chain, label, begun=begun)
-    assert list(found.sources) == [WeightSource.model_validate(source) for source in loaded]
-    assert (f"{lost!r} were pushed by the trainer" in found.problem) if lost else not found.problem
+    found, problem = missing(row, chain, label, begun=begun)
+    assert list(found) == [WeightSource.model_validate(source) for source in loaded]
+    assert (f"{lost!r} were pushed by the trainer" in problem) if lost else not problem
 
 
 @pytest.mark.parametrize(
@@ -88,12 +93,14 @@ def test_what_a_server_loads(
     ],
 )
 def test_the_name_under_which_weights_are_served(sources: Sequence[dict[str, Any]], name: str | None) -> None:
-    assert update_records.serves(updates(*sources)) == name
+    assert serves(updates(*sources)) == name
 
 
 POOL = PoolRow(
     1, "", "default", "p", 1, b"{}", b"{}", b"{}", "m", "m", 8, True, 0.0, "v2", 2, False, None, None
 )
+VERIFIED = Observation(last=WeightStep.VERIFY, comparison=Comparison(0.0, 1, 0.1, "reference"))
+"""What is known of a server that gives what the reference says."""
 BACKEND = BackendRow(
     *(1, "http://a", 0, True, "v2", "", "Current", "", 2, False, False),
     *("Closed", 0, None, None, None, None, None, None, None),
@@ -122,7 +129,107 @@ BACKEND = BackendRow(
     ],
 )
 def test_what_a_backend_needs(pool: dict[str, Any], backend: dict[str, Any], expected: str) -> None:
-    assert action(replace(POOL, **pool), replace(BACKEND, **backend)) == expected
+    assert need(replace(POOL, **pool), replace(BACKEND, **backend)) == expected
+
+
+LOADED = "look refer measure begin pause load label flush resume"
+REFERENCE = Reference((1, 2), (-1.0,), 0.1, "reference")
+REFERS, CANNOT = {WeightStep.REFER: {"reference": REFERENCE}}, {WeightStep.REFER: {"problem": "no reference"}}
+AGREES, DIFFERS = (
+    REFERS | {WeightStep.VERIFY: {"comparison": Comparison(by, 1, 0.1, "reference")}} for by in (0.0, 0.3)
+)
+SILENT = REFERS | {WeightStep.VERIFY: {"problem": "no such call"}}
+FIRST = {"update": None, "row": replace(BACKEND, policy_index=BEHIND)}
+KNOWN = {"reference": REFERENCE, "folder": "/first"}
+FAILED = replace(BACKEND, weights="Failed", policy_index=BEHIND)
+
+
+@pytest.mark.parametrize(
+    ("fields", "request_fields", "shows", "path", "reason"),
+    [
+        ({}, {}, AGREES, f"{LOADED} verify accept", ""),
+        ({}, {}, CANNOT, f"{LOADED} accept", "not verified: no reference"),
+        ({}, {}, SILENT, f"{LOADED} verify accept", "not verified: no such call"),
+        ({}, {}, DIFFERS, f"{LOADED} verify refuse", "differ by up to 0.3 nats"),
+        # A proof is required, which a restart of the server would not give.
+        ({}, {"requireVerified": True}, CANNOT, "look refer refuse", "cannot be verified: no reference"),
+        ({}, {"requireVerified": True}, SILENT, f"{LOADED} verify refuse", "no such call"),
+        ({"state": "Succeeded"}, {"requireVerified": True}, CANNOT, "look refer wait", "cannot be verified"),
+        # The update ended, so a server that differs is at fault.
+        ({"state": "Succeeded"}, {}, DIFFERS, f"{LOADED} verify give up", "differ by"),
+        # The server may hold refused weights.
+        ({"row": FAILED}, {}, CANNOT, "look refer give up", "what it had before cannot be verified"),
+        ({"row": FAILED, "state": "Succeeded"}, {}, SILENT, f"{LOADED} verify give up", "no such call"),
+        # It was to be restarted, and says whether it was.
+        (
+            {"row": replace(BACKEND, weights="Failed")},
+            {},
+            {WeightStep.LOOK: {"label": "unverified:refused"}},
+            "look give up",
+            "it was not restarted",
+        ),
+        (
+            {"row": replace(BACKEND, weights="Stale"), "state": "Succeeded"},
+            {},
+            {WeightStep.LOOK: {"label": "v2"}},
+            "look keep",
+            "",
+        ),
+        ({"state": "Succeeded"}, {"source": PUSHED}, {}, "look wait", "push them again"),
+        # The weights that the server was started with.
+        ({"update": None}, {}, {WeightStep.LOOK: {"label": "default"}}, "look keep", ""),
+        (FIRST, {}, AGREES | {WeightStep.REFER: KNOWN}, f"{LOADED} verify accept", ""),
+        (
+            FIRST,
+            {},
+            DIFFERS | {WeightStep.REFER: KNOWN},
+            f"{LOADED} verify give up",
+            "is wrong too: log-prob",
+        ),
+        (
+            FIRST,
+            {},
+            SILENT | {WeightStep.REFER: KNOWN},
+            f"{LOADED} verify give up",
+            "is wrong too: no such call",
+        ),
+        (FIRST, {}, REFERS, "look refer give up", "does not say which folder it was started on"),
+        (
+            FIRST,
+            {},
+            {WeightStep.REFER: {"folder": "/first", "problem": "no transformers"}},
+            "look refer give up",
+            "its weights are not known; what it had before cannot be verified: no transformers",
+        ),
+        (
+            FIRST,
+            {},
+            {WeightStep.REFER: KNOWN, WeightStep.LOAD: {"problem": "disk"}},
+            f"{LOADED.partition(' label')[0]} give up",
+            "it does not load what it had before: disk",
+        ),
+    ],
+)
+def test_the_steps_of_a_backend(
+    fields: dict[str, Any],
+    request_fields: dict[str, Any],
+    shows: dict[WeightStep, Any],
+    path: str,
+    reason: str,
+) -> None:
+    body = {"policyVersion": "v2", "source": FULL, **request_fields}
+    request = WeightUpdateRequest.model_validate(body).model_dump_json(by_alias=True).encode()
+    update = replace(updates(FULL, FULL)[0], request=request, state=fields.get("state", "Running"))
+    target = BackendTarget(
+        POOL, fields.get("row", replace(BACKEND, policy_index=1)), fields.get("update", update), ()
+    )
+    seen, steps, why = Observation(), [], ""
+    while seen.last is None or seen.last not in LAST:
+        step, why = following(target, seen)
+        seen = replace(seen, last=step, **shows.get(step, {}))
+        steps.append(step)
+    assert " ".join(steps) == path
+    assert (reason in why) if reason else not why
 
 
 @pytest.mark.parametrize(
@@ -381,9 +488,9 @@ async def test_a_refused_update_is_taken_back_from_those_that_may_have_it(
     assert {b["weights"] for b in status["backends"]} == {"Updating", "Failed"}
     assert [at for at, b in enumerate(status["backends"]) if not b["restartRequested"]] == failed
     indices = [(await two.target(url)).row.policy_index for url in two.urls]
-    assert [at for at, index in enumerate(indices) if index == update_records.BEHIND] == failed
+    assert [at for at, index in enumerate(indices) if index == BEHIND] == failed
     needed = [(await two.target(two.urls[at])) for at in failed]
-    assert {action(one.pool, one.row) for one in needed} == {"bring"}, "they load the earlier weights again"
+    assert {need(one.pool, one.row) for one in needed} == {"bring"}, "they load the earlier weights again"
     assert {b["weights"] for b in (await two.status("q"))["backends"]} == {"Updating"}
     found = await two.update(number)
     assert (found["state"], found["message"]) == ("Failed", "wrong")
@@ -413,7 +520,7 @@ async def test_weights_of_a_superseded_update_do_not_pass_for_those_before_it(tw
     await two.refuse(await two.begin("v3", FULL))
     assert (await two.status())["policyVersion"] == "v1"
     found = [(await two.target(url)) for url in (first, second, third)]
-    assert [action(one.pool, one.row) for one in found] == ["bring", "resume", "look"]
+    assert [need(one.pool, one.row) for one in found] == ["bring", "resume", "look"]
     assert found[0].restored, "it is loaded and verified before it is used"
 
 
@@ -448,7 +555,7 @@ async def test_a_version_names_the_same_weights_for_ever_unless_they_were_refuse
 async def test_another_model_name_needs_rollouts_to_restart(two: Pools) -> None:
     async def add(version: str, source: dict[str, Any]) -> str:
         asked = WeightUpdateRequest.model_validate({"policyVersion": version, "source": source})
-        adding = partial(update_records.add, namespace="default", name="p", asked=asked, note="")
+        adding = partial(records.add, namespace="default", name="p", request=asked, note="")
         try:
             await two.served.plane.database.write(adding)
         except Conflict as error:
@@ -502,7 +609,7 @@ async def test_what_a_server_gave_earlier_is_that_of_the_same_weights(two: Pools
     await two.step(await two.begin("v1", FULL, "q"), a, before=measured(0, "q's"))
 
     async def earlier(url: str, index: int) -> str | None:
-        read = partial(backend_progress.earlier, pool_id=1, url=url, policy_index=index)
+        read = partial(records.earlier, pool_id=1, url=url, policy_index=index)
         found = await two.served.plane.database.read(read)
         return None if found is None else found.label
 
@@ -514,34 +621,32 @@ async def test_what_a_server_gave_earlier_is_that_of_the_same_weights(two: Pools
 async def test_a_server_that_loaded_what_was_refused_meanwhile_is_not_current(two: Pools) -> None:
     number = await two.begin("v1", FULL)
     targets = {url: await two.target(url) for url in two.urls[:2]}
-    await two.write(backend_weights.done, target=targets[two.urls[0]], verified=True, comparison=None)
+    await two.write(records.done, target=targets[two.urls[0]], seen=VERIFIED)
     first = (await two.status())["backends"][0]
     assert (first["weights"], first["policyVersion"], first["restartRequested"]) == ("Current", "v1", False)
     await two.refuse(number)
-    await two.write(backend_weights.done, target=targets[two.urls[1]], verified=True, comparison=None)
+    await two.write(records.done, target=targets[two.urls[1]], seen=VERIFIED)
     found = (await two.status())["backends"]
     assert [b["weights"] for b in found] == ["Failed"] * 2 + ["Current"] * 3
     assert found[1]["policyVersion"] == ""
-    assert {(await two.target(url)).row.policy_index for url in two.urls[:2]} == {update_records.BEHIND}
+    assert {(await two.target(url)).row.policy_index for url in two.urls[:2]} == {BEHIND}
 
 
 async def test_pushed_weights_let_a_paused_pool_continue_and_others_do_not(two: Pools) -> None:
     for version, source, paused in (("v1", FULL, True), ("v2", PUSHED, False)):
         for name in "pq":
-            await two.write(update_records.pause, namespace="default", name=name, mode="wait")
+            await two.write(records.pause, namespace="default", name=name, mode="wait")
         await two.begin(version, source)
         for url in two.urls:
             await two.set("p", url, restart_requested=True)
-            await two.write(
-                backend_weights.done, target=await two.target(url), verified=True, comparison=None
-            )
+            await two.write(records.done, target=await two.target(url), seen=VERIFIED)
         assert (await two.status())["paused"] == paused
         assert (await two.status("q"))["paused"], "another pool of the same servers"
         assert not any(b["restartRequested"] for b in (await two.status())["backends"])
     # A server that is brought to them later changes nothing about a later pause.
-    await two.write(update_records.pause, namespace="default", name="p", mode="wait")
+    await two.write(records.pause, namespace="default", name="p", mode="wait")
     await two.write(
-        backend_weights.done, target=await two.target(two.urls[0]), verified=None, comparison=None
+        records.done, target=await two.target(two.urls[0]), seen=Observation(last=WeightStep.LOOK)
     )
     assert (await two.status())["paused"]
 
@@ -550,7 +655,7 @@ async def test_an_update_fails_only_if_no_server_can_load_it(two: Pools) -> None
     number = await two.begin("v1", FULL)
     targets = [await two.target(url) for url in two.urls]
     for failed, target in enumerate(targets, 1):
-        await two.write(backend_weights.give_up_loading, target=target, message="it is full")
+        await two.write(records.give_up_loading, target=target, message="it is full")
         found = await two.update(number)
         last = failed == len(targets)
         assert found["state"] == ("Failed" if last else "Running")
@@ -569,13 +674,13 @@ async def test_an_update_fails_only_if_no_server_can_load_it(two: Pools) -> None
     ("changes", "weights", "index"),
     [
         ({}, "Updating", 0),
-        ({"weights": "Stale"}, "Updating", update_records.BEHIND),
+        ({"weights": "Stale"}, "Updating", BEHIND),
         # It has the index of the update, and is loaded with it again.
-        ({"policy_index": 1}, "Updating", update_records.BEHIND),
+        ({"policy_index": 1}, "Updating", BEHIND),
         # Refused weights may be in it, and it stays so until it is verified.
-        ({"weights": "Failed", "policy_index": update_records.BEHIND}, "Failed", update_records.BEHIND),
-        ({"weights": "Failed", "restart_requested": True}, "Failed", update_records.BEHIND),
-        ({"weights": "Failed"}, "Updating", update_records.BEHIND),
+        ({"weights": "Failed", "policy_index": BEHIND}, "Failed", BEHIND),
+        ({"weights": "Failed", "restart_requested": True}, "Failed", BEHIND),
+        ({"weights": "Failed"}, "Updating", BEHIND),
     ],
 )
 async def test_what_is_known_of_a_server_while_it_loads(
@@ -586,11 +691,11 @@ async def test_what_is_known_of_a_server_while_it_loads(
     await two.set("p", url, **({"weights": "Current"} | changes))
     before = EarlierLogprobs(policy_index=0, label="default", prompt_ids=(1, 2), logprobs=(-1.0,))
     target = await two.target(url)
-    await two.write(backend_weights.begin, name="me", target=target, fence=False, before=before)
-    await two.write(backend_weights.note, name="me", target=target, values={"step": "Loading"})
+    await two.write(records.begin, name="me", target=target, seen=Observation(before=before))
+    await two.write(records.advance, name="me", target=target, values={"step": "Loading"})
     now = await two.target(url)
     assert (now.row.weights, now.row.policy_index) == (weights, index)
-    await two.write(backend_weights.mark, target=now, values={"weights_message": "so far"})
+    await two.write(records.mark, target=now, values={"weights_message": "so far"})
     assert [b["message"] for b in (await two.status())["backends"]] == ["", "so far", "", "", ""]
     assert [b["weights"] for b in (await two.status("q"))["backends"]] == ["Current"] * 5
     assert [part["step"] for part in (await two.update(number))["backends"]] == [
@@ -599,11 +704,11 @@ async def test_what_is_known_of_a_server_while_it_loads(
     if changes and changes != {"policy_index": 1}:
         return
     # It begins once more, with nothing measured: what was measured before is kept.
-    await two.write(backend_weights.begin, name="me", target=target, fence=False)
-    read = partial(backend_progress.earlier, pool_id=1, url=url, policy_index=0)
+    await two.write(records.begin, name="me", target=target, seen=Observation())
+    read = partial(records.earlier, pool_id=1, url=url, policy_index=0)
     assert await two.served.plane.database.read(read) == before
     await two.begin("v2", NEXT)
-    with pytest.raises(backend_weights.Superseded):
-        await two.write(backend_weights.note, name="me", target=target, values={"step": "Verifying"})
-    with pytest.raises(backend_weights.Superseded):
-        await two.write(backend_weights.mark, target=target, values={"weights": "Current"})
+    with pytest.raises(records.Superseded):
+        await two.write(records.advance, name="me", target=target, values={"step": "Verifying"})
+    with pytest.raises(records.Superseded):
+        await two.write(records.mark, target=target, values={"weights": "Current"})

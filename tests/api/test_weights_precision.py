@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_api.weights import precision
+from rollyard_api.weights import checkpoints, verification
 from rollyard_crds.backendpool import EngineSpec
 
 
@@ -31,7 +31,7 @@ def engine(*args: str, kind: str = "vllm", **fields: Any) -> EngineSpec:
     ],
 )
 def test_a_pool_may_ask_for_a_data_type(spec: EngineSpec, dtype: str) -> None:
-    assert precision.asked_dtype(spec) == dtype
+    assert verification.asked_dtype(spec) == dtype
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_a_pool_may_ask_for_a_data_type(spec: EngineSpec, dtype: str) -> None:
 )
 def test_a_checkpoint_names_its_data_type(tmp_path: Path, config: Any, dtype: str, tolerance: float) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert precision.checkpoint_dtype(tmp_path) == dtype
-    assert precision.tolerance(dtype) == tolerance
+    assert checkpoints.checkpoint_dtype(tmp_path) == dtype
+    assert verification.tolerance(dtype) == tolerance
 
 
 def test_a_config_that_cannot_be_read_names_none(tmp_path: Path) -> None:
-    assert precision.checkpoint_dtype(tmp_path) == ""
+    assert checkpoints.checkpoint_dtype(tmp_path) == ""
     (tmp_path / "config.json").write_text("{")
-    assert precision.checkpoint_dtype(tmp_path) == ""
+    assert checkpoints.checkpoint_dtype(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_a_config_that_cannot_be_read_names_none(tmp_path: Path) -> None:
     [("float32", 0.1), ("float", 0.1), ("torch.float32", 0.1), ("half", 0.5), ("bfloat16", 0.5), ("x", 0.5)],
 )
 def test_tolerances(name: str, tolerance: float) -> None:
-    assert precision.tolerance(name) == tolerance
+    assert verification.tolerance(name) == tolerance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollyard_api.rollouts import worker_deaths
+from rollyard_api.rollouts import sweeps
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ async def test_only_the_named_job_is_looked_at(served: Any, worker_of: Any, make
 async def test_more_leases_than_one_batch(
     served: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_deaths, "BATCH", 3)
+    monkeypatch.setattr(sweeps, "EXPIRY_BATCH", 3)
     await worker_of(served.worker, name="w").lease(init=4)
     assert (await _died(served, "w"))["returned"] == 4
     assert (await _counts(served))["init"] == {"queued": 4, "active": 0}

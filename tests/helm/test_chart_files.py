@@ -260,7 +260,7 @@ def test_the_operator_has_the_rights_that_it_needs_and_no_others() -> None:
             (group,) = rule["apiGroups"]
             where = f"{group}/{resource}" if group else resource
             rules[where, tuple(rule.get("resourceNames", ()))] = set(rule["verbs"])
-    warm, legacy = "rollyard-include rollyard.instance .-warm", "include rollyard.workerTokenSecret ."
+    warm = "rollyard-include rollyard.instance .-warm"
     assert rules == {
         **{(f"rollyard.dev/{kind}", ()): everything for kind in ("rolloutjobs", "backendpools")},
         **{(f"rollyard.dev/{kind}/status", ()): {"patch"} for kind in ("rolloutjobs", "backendpools")},
@@ -270,7 +270,6 @@ def test_the_operator_has_the_rights_that_it_needs_and_no_others() -> None:
         ("services", ()): {"get", "create", "patch"},
         ("configmaps", ()): {"get", "create", "patch"},
         ("secrets", ()): {"create"},
-        ("secrets", (legacy,)): {"delete"},
         ("networking.k8s.io/networkpolicies", ()): {"get", "list", "create", "patch"},
         ("events", ()): {"create"},
     }
@@ -357,7 +356,6 @@ def test_the_control_plane_gets_each_option_from_the_value_of_the_same_meaning()
         "--open-docs": "if $api.openDocs",
         "--path-prefix": 'with include "rollyard.pathPrefix" .',
         "--allowed-host": "range uniq $hosts",
-        "--refuse-older-job-tokens": "if not $api.olderJobTokens",
         "--allow-tasks-from": "range $api.tasks.allow",
         "--allow-tasks-network": "range $api.tasks.networks",
         "--allow-sandbox-host": "range $api.sandboxHosts.allow",

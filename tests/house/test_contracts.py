@@ -19,6 +19,7 @@ from rollyard_testing.pace import patience
 ROOT = Path(__file__).parents[2]
 PLANTED = "time"
 PURE_PACKAGES = (
+    "rollyard_api.machine",
     "rollyard_drivers.reconcile",
     "rollyard_operator.pods",
     "rollyard_operator.sandboxes.planning",

@@ -8,21 +8,15 @@ from pathlib import Path
 
 import pytest
 from rollyard_crds.security.job_token import JobIdentity, job_of
-from rollyard_operator.controllers.legacy_token import secrets_of
-from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
 from rollyard_testing.operator.operatorlab import KEY, NAMESPACE, Lab, hurry, job, running, settings_in, until
-
-OLD = "rollyard-worker"
-OLD_POD = (NAMESPACE, "math-old-run-0")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     hurry(monkeypatch)
     monkeypatch.setattr("rollyard_operator.installation.TOKEN_SECONDS", 0.02)
-    monkeypatch.setattr("rollyard_operator.installation.SWEEP_SECONDS", 0.05)
     return tmp_path
 
 
@@ -34,6 +28,12 @@ async def lab(folder: Path) -> AsyncIterator[Lab]:
 
 def token_of(secret: Object) -> str:
     return base64.b64decode(secret["data"]["token"]).decode()
+
+
+def secrets_of(pod: Object) -> set[str]:
+    """Return the names of the Secrets that a pod mounts as volumes."""
+    volumes = (pod.get("spec") or {}).get("volumes") or ()
+    return {str(volume["secret"].get("secretName")) for volume in volumes if volume.get("secret")}
 
 
 def mounted(lab: Lab) -> set[str]:
@@ -101,47 +101,3 @@ async def test_an_unreadable_token_file_starts_nothing_and_is_read_again(lab: La
     assert lab.kube.of("Pod") == []
     (folder / "worker").write_text("worker-token\n")
     await until(lambda: len(lab.kube.of("Pod")) == 3)
-
-
-async def test_an_upgrade_removes_the_namespaces_secret_once_no_pod_mounts_it(folder: Path) -> None:
-    """Workers of the earlier version continue until they are replaced, even one that has not started yet."""
-    lab = Lab(settings_in(folder), FakeKube(), FakeControlPlane())
-    lab.kube.put(job())
-    uid = lab.kube.objects["RolloutJob", *KEY]["metadata"]["uid"]
-    meta = {"name": OLD, "namespace": NAMESPACE}
-    lab.kube.put({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": {}})
-    labels = {
-        "rollyard.dev/instance": "test",
-        "app.kubernetes.io/component": "stage-worker",
-        "rollyard.dev/job": "math",
-        "rollyard.dev/job-uid": uid,
-    }
-    volumes = [{"name": "rollyard-token", "secret": {"secretName": OLD}}]
-    spec = {"volumes": volumes, "containers": [{"name": "worker"}]}
-    pod = {"name": OLD_POD[1], "namespace": NAMESPACE, "labels": labels, "ownerReferences": []}
-    lab.kube.put({"apiVersion": "v1", "kind": "Pod", "metadata": pod, "spec": spec})
-    async with running(lab):
-        await until(lambda: len(lab.kube.of("Pod")) == 4)
-        where = ("Secret", NAMESPACE, OLD)
-        # The old worker is asked to end, and mounts the Secret until it has.
-        await until(lambda: "deletionTimestamp" in lab.kube.objects["Pod", *OLD_POD]["metadata"])
-        assert where in lab.kube.objects
-        lab.kube.remove("Pod", *OLD_POD)
-        await until(lambda: where not in lab.kube.objects)
-        assert len([pod for pod in lab.kube.of("Pod") if OLD in secrets_of(pod)]) == 0
-
-
-async def test_a_refused_removal_is_tried_again(folder: Path) -> None:
-    lab = Lab(settings_in(folder), FakeKube(), FakeControlPlane())
-    meta = {"name": OLD, "namespace": NAMESPACE}
-    lab.kube.put({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": {}})
-    lab.kube.put(job())
-    refusals = [KubeError(403, "Forbidden", "no"), KubeError(403, "Forbidden", "no")]
-
-    def refuse(verb: str, obj: Object) -> KubeError | None:
-        return refusals.pop() if (verb, obj["kind"]) == ("delete", "Secret") and refusals else None
-
-    lab.kube.refuse = refuse
-    async with running(lab):
-        await until(lambda: ("Secret", NAMESPACE, OLD) not in lab.kube.objects)
-    assert not refusals

@@ -488,7 +488,6 @@ def test_the_flavor_is_all_that_makes_a_difference() -> None:
         flavor(isolation=SETTINGS.isolation.model_copy(update={"required": False})),
     ]
     assert len({flavor(), *others}) == len(others) + 1
-    assert flavor(worker_token_secret="another") == flavor()
 
 
 def test_every_pod_of_a_job_or_a_pool_waits_in_its_queue() -> None:

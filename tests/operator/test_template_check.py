@@ -357,7 +357,7 @@ def test_what_belongs_to_the_installation_is_never_permitted() -> None:
         (volume(secret={"secretName": "home-tokens"}), "own"),
         (volume(secret={"secretName": "home-tls"}), "own"),
         (volume(secret={"secretName": "rollyard-job-0123"}), "own"),
-        (projected(secret={"name": "rollyard-worker"}), "own"),
+        (projected(secret={"name": "rollyard-job-0123"}), "own"),
         (env_from(secretKeyRef={"name": "home-tokens"}), "own"),
         ({"imagePullSecrets": [{"name": "home-tls"}]}, "own"),
         *((claim, "control plane's own") for claim in claims),
@@ -377,7 +377,7 @@ def test_what_belongs_to_the_installation_is_never_permitted() -> None:
     for template in (*claims, volume(secret={"secretName": "home-tokens"})):
         assert job_violations(job_of(template), everything) == (), "another namespace's of that name"
         assert pool_violations(pool_of(template), everything) == ()
-    for name in ("rollyard-job-0123", "rollyard-ready-0123", "rollyard-worker"):
+    for name in ("rollyard-job-0123", "rollyard-ready-0123"):
         (said,) = job_violations(job_of(volume(secret={"secretName": name})), everything)
         assert "own" in said
 

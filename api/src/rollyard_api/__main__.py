@@ -122,11 +122,6 @@ def parser() -> argparse.ArgumentParser:
         help="JSON object with the tokens of admin, worker, driver and metrics, a string or a list of them "
         "for each (default: tokens.json in the state folder, made if missing); read again when it changes",
     )
-    made.add_argument(
-        "--refuse-older-job-tokens",
-        action="store_true",
-        help="take no job token without the job's uid, as bridges of older releases make them",
-    )
     made.add_argument("--open-metrics", action="store_true", help="/metrics needs no token")
     made.add_argument("--open-docs", action="store_true", help="/docs and /openapi.json need no token")
     made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS")
@@ -309,7 +304,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         traces_asked=bool(given.otlp_endpoint),
         verify_python=given.verify_python,
         tokens_file=given.tokens,
-        older_job_tokens=not given.refuse_older_job_tokens,
         open_metrics=given.open_metrics,
         open_docs=given.open_docs,
         browsers=shown,

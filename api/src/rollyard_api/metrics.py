@@ -13,7 +13,7 @@ from rollyard_crds.telemetry.export import DROP_REASONS, SpanExport
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import claims, jobs, rollouts
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)

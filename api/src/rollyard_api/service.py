@@ -36,7 +36,7 @@ from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
 from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
-from rollyard_api.rollouts import assignments, claims, lease_expiry, node_loss, outages
+from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
@@ -44,7 +44,7 @@ from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_api.views.objects import ViewObjects
-from rollyard_api.weights import verification
+from rollyard_api.weights import checkpoints
 from rollyard_api.weights.coordinator import Coordinator
 
 log = logging.getLogger("rollyard.api")
@@ -132,15 +132,15 @@ class ControlPlane:
         self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
         self.door = Door(settings.browsers, lambda: self.sessions)
         self.guesses = Guesses()
-        self.unclaimed = lease_expiry.Unclaimed()
+        self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
         """The transport that every call to a backend uses."""
-        python = settings.verify_python or verification.default_python()
+        python = settings.verify_python or checkpoints.default_python()
         self.coordinator = Coordinator(
-            database, self.transport, verification.Forward(python, self.disk), settings.weight_limits
+            database, self.transport, checkpoints.Forward(python, self.disk), settings.weight_limits
         )
         self.ready = False
 
@@ -242,10 +242,10 @@ class ControlPlane:
         given = self.settings
         # Each operation has the size of its batches, or 0 if it does everything at once.
         work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
-            (partial(lease_expiry.expire, max_expiries=given.max_expiries), lease_expiry.EXPIRY_BATCH),
-            (partial(node_loss.give_up_silent, silent_seconds=given.node_seconds), node_loss.BATCH),
-            (outages.look, 0),
-            (partial(outages.end_overdue, patience=given.no_backend_seconds), outages.BATCH),
+            (partial(sweeps.expire, max_expiries=given.max_expiries), sweeps.EXPIRY_BATCH),
+            (partial(heartbeats.give_up_silent, silent_seconds=given.node_seconds), heartbeats.NODE_BATCH),
+            (sweeps.note_outages, 0),
+            (partial(sweeps.end_overdue, patience=given.no_backend_seconds), sweeps.OUTAGE_BATCH),
             (cancellation.enforce, 0),
             (claims.release_unneeded, 0),
         )
@@ -322,14 +322,14 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         TokenFileError: The token file cannot be used.
         StateFolderInUse: Another process serves this state folder.
         TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
+        UnknownSchema: The database is that of a version which this one does not know.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
             stack.enter_context(lock.held(settings.state_dir))
-        older = settings.older_job_tokens
-        tokens = TokenFile(settings.state_dir, settings.tokens_file, older_job_tokens=older)
+        tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         asked = settings.traces_asked
         traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=asked))
@@ -406,9 +406,8 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
 async def _resume(plane: ControlPlane) -> None:
     """Resume at a start what an earlier process left: leases get their full time, and parts are adopted."""
     try:
-        await plane.database.write(partial(lease_expiry.grace, lease_seconds=plane.settings.lease_seconds))
-        await plane.database.write(node_loss.grace)
-        await plane.database.write(partial(node_loss.forget, silent_seconds=plane.settings.node_seconds))
+        await plane.database.write(partial(heartbeats.grace, lease_seconds=plane.settings.lease_seconds))
+        await plane.database.write(partial(heartbeats.forget, silent_seconds=plane.settings.node_seconds))
     except StorageFull as error:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)

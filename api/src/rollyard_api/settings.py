@@ -13,7 +13,7 @@ from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
 from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.task_sources import AllowList
-from rollyard_api.weights.limits import UpdateLimits
+from rollyard_api.weights.coordinator import UpdateLimits
 
 NO_BACKEND_SECONDS = 3600.0
 
@@ -34,8 +34,6 @@ class Settings:
     which is created if it is missing."""
     tokens_seconds: float = 1.0
     """The time between two checks of the token file for changes, in seconds."""
-    older_job_tokens: bool = True
-    """Whether job tokens without a uid, which older bridges create, are accepted."""
     open_metrics: bool = False
     """Whether `/metrics` needs no token."""
     open_docs: bool = False

@@ -69,10 +69,6 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if and .Values.tls.enabled (or (not .Values.tls.existingSecret) .Values.tls.hasCA) }}true{{ end }}
 {{- end }}
 
-{{- define "rollyard.workerTokenSecret" -}}
-{{- .Values.workers.tokenSecret | default (printf "rollyard-worker-%s" (include "rollyard.instance" .)) }}
-{{- end }}
-
 {{- define "rollyard.scheme" -}}
 {{- ternary "https" "http" .Values.tls.enabled }}
 {{- end }}

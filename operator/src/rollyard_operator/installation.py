@@ -20,7 +20,6 @@ from rollyard_operator.controllers.control_plane_view import (
     ControlPlaneView,
 )
 from rollyard_operator.controllers.job import JobLoop
-from rollyard_operator.controllers.legacy_token import LegacyToken
 from rollyard_operator.controllers.object_loop import ObjectLoop
 from rollyard_operator.controllers.pool import PoolLoop
 from rollyard_operator.controllers.ready_pool import ReadyPool
@@ -94,7 +93,6 @@ class Operator:
             pool_changed=self._wake_jobs_of,
         )
         self._sync = RestSync(self.context)
-        self._legacy_token = LegacyToken(kube, settings)
         self.job_changed: Callable[[], None] = lambda: None
         """Called when a RolloutJob appeared, changed or disappeared."""
         self._polled_at = 0.0
@@ -223,7 +221,6 @@ class Operator:
         while True:
             try:
                 await self._sync.sweep()
-                await self._forget_legacy_token()
             except KubeError as error:
                 _log.warning("sweep: %s", error)
             await asyncio.sleep(SWEEP_SECONDS)
@@ -232,13 +229,6 @@ class Operator:
         """Return the namespaces that the settings list, or all that have a job or a pool."""
         found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pools) for obj in cache}
         return {*(self.context.settings.namespaces or found)} - self.context.access.denied
-
-    async def _forget_legacy_token(self) -> None:
-        home = self.context.settings.release_namespace
-        found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pods) for obj in cache}
-        # In the operator's own namespace, the chart removes it.
-        namespaces = (found | {*self.context.settings.namespaces}) - self.context.access.denied - {home}
-        await self._legacy_token.remove(namespaces, self.context.pods)
 
     async def _watch_token(self) -> None:
         """Wake all jobs when the token of all workers changes, because their tokens are derived from it."""

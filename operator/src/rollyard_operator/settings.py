@@ -137,8 +137,6 @@ class OperatorSettings(Model):
 
     The tokens of jobs are derived from it. The file is read regularly because the token may change.
     """
-    worker_token_secret: Annotated[str, Field(min_length=1, max_length=253)] = "rollyard-worker"
-    """The Secret with that token, which earlier versions put into the namespaces of jobs. It is removed."""
     release_namespace: Name
     """The namespace in which the operator and the control plane run."""
     namespaces: Annotated[list[Name], Field(max_length=256)] = Field(default_factory=list)

@@ -24,7 +24,7 @@ from rollyard_api.core.problems import Unauthorized
 Role = Literal["admin", "worker", "driver", "metrics", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
-"""The roles that a file must have. Files of older releases have no others."""
+"""The roles that a file must have. Where it lacks another one, nobody has that role."""
 MAX_FILE_BYTES: Final = 64 << 10
 MAX_VALID: Final = 16
 """The largest number of tokens of one role that are valid at the same time."""
@@ -56,8 +56,6 @@ class Tokens:
     """The valid secrets of each role, beginning with the one that is handed out."""
 
     by_role: Mapping[Role, tuple[str, ...]]
-    older_job_tokens: bool = True
-    """Whether job tokens without a uid, which older bridges create, are accepted."""
 
     @property
     def admin(self) -> str:
@@ -106,12 +104,6 @@ class Tokens:
             return Caller(READY, ready=ready[0])
         if not jobs:
             raise Unauthorized("this bearer token is not known here", headers={"WWW-Authenticate": "Bearer"})
-        if jobs[0].uid is None and not self.older_job_tokens:
-            raise Unauthorized(
-                "this job token names no uid, as older bridges made them, and this control plane takes no "
-                "such token; update the bridge",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
         return Caller("worker", jobs[0])
 
 

@@ -47,7 +47,7 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
             jobs.c.deleted_at.is_(None),
         )
     ).one_or_none()
-    if row is None or identity.uid not in (None, row.uid, row.object_uid):
+    if row is None or identity.uid not in (row.uid, row.object_uid):
         return BoundJob(identity, "gone", None, None)
     return BoundJob(identity, "live" if row.finished_at is None else "finished", row.id, row.uid)
 
@@ -80,19 +80,21 @@ class BoundJobs:
 def refused(bound: BoundJob) -> Forbidden:
     """Return the error for a token whose job has ended."""
     who = bound.identity
-    what = f"{who.namespace}/{who.name}" + ("" if who.uid is None else f" with uid {who.uid}")
+    what = f"{who.namespace}/{who.name} with uid {who.uid}"
     how = "has ended" if bound.stand == "finished" else "was deleted, or replaced by another of its name"
     return Forbidden(f"this token was for the workers of job {what}, which {how}", reason="JobEnded")
 
 
 def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
     """Return the condition that selects all jobs but the token's own, even deleted jobs that have rows."""
-    ours = [jobs.c.namespace == identity.namespace, jobs.c.name == identity.name]
-    if identity.uid is not None:
-        # A job without an object has null here. Compared as null, it would match no job and pass the check.
-        object_uid = sa.func.coalesce(jobs.c.object_uid, "")
-        ours.append(sa.or_(jobs.c.uid == identity.uid, object_uid == identity.uid))
-    return sa.not_(sa.and_(*ours))
+    # A job without an object has null here. Compared as null, it would match no job and pass the check.
+    object_uid = sa.func.coalesce(jobs.c.object_uid, "")
+    ours = sa.and_(
+        jobs.c.namespace == identity.namespace,
+        jobs.c.name == identity.name,
+        sa.or_(jobs.c.uid == identity.uid, object_uid == identity.uid),
+    )
+    return sa.not_(ours)
 
 
 @lru_cache(maxsize=256)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from rollyard_api.access import bearer_tokens
-from rollyard_api.access.bearer_tokens import TokenFileError, Tokens
+from rollyard_api.access.bearer_tokens import TokenFileError
 
 log = logging.getLogger("rollyard.api")
 
@@ -22,20 +21,17 @@ class TokenFile:
         state_dir: The folder whose tokens.json is created if it is missing.
         given: Another file, which another program creates, such as a mounted Secret; None stands for
             tokens.json.
-        older_job_tokens: Whether job tokens without a uid are accepted.
 
     Raises:
         TokenFileError: The file cannot be used.
     """
 
-    def __init__(self, state_dir: Path, given: Path | None, *, older_job_tokens: bool) -> None:
+    def __init__(self, state_dir: Path, given: Path | None) -> None:
         self._path = state_dir / bearer_tokens.FILE_NAME if given is None else given
-        self._older = older_job_tokens
-        first = bearer_tokens.load_or_make(state_dir) if given is None else bearer_tokens.load(given)
         # The content may be newer than the recorded status of the file, but never older. If it is newer, the
         # file is read once more.
         self._seen: _Seen | None = None
-        self.tokens = replace(first, older_job_tokens=older_job_tokens)
+        self.tokens = bearer_tokens.load_or_make(state_dir) if given is None else bearer_tokens.load(given)
 
     def look(self) -> None:
         """Read the file again if it has changed. This may block and is therefore to be called in a thread."""
@@ -44,7 +40,7 @@ class TokenFile:
             if seen == self._seen:
                 return
             self._seen = seen
-            tokens = self._load()
+            tokens = bearer_tokens.load(self._path)
         except OSError as error:
             if self._seen is not None:
                 log.error(
@@ -64,9 +60,6 @@ class TokenFile:
             )
             self.tokens = tokens
             log.info("%s: other tokens are in force now for %s", self._path, ", ".join(changed))
-
-    def _load(self) -> Tokens:
-        return replace(bearer_tokens.load(self._path), older_job_tokens=self._older)
 
     def _stat(self) -> _Seen:
         # Links are followed, because kubelet replaces a Secret by pointing a link to another folder.

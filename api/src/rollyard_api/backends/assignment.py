@@ -1,26 +1,23 @@
-"""The assignment of rollouts to backends: fill routers from the tables, assign rollouts and move them."""
+"""The assignment of rollouts to backends: routers are filled from the tables."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
 from rollyard_crds.lease import MAX_BATCH, NoBackend
 from sqlalchemy import bindparam
 
-from rollyard_api.backends import circuits
 from rollyard_api.backends.circuit_breaker import Breaker
 from rollyard_api.backends.router import Backend, Router, eligible
 from rollyard_api.backends.run_estimates import Pace
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import RoutedBackend, read_all
-from rollyard_api.storage.schema import backends, groups, jobs, pools, rollouts
+from rollyard_api.storage.schema import backends, jobs, pools, rollouts
 
 Key = tuple[str, str]
 """A pool's namespace and name."""
@@ -38,8 +35,6 @@ MAX_COUNTED = 5_000
 """The limit up to which waiting rollouts are counted. Beyond it they are simply many."""
 _SHORTEST_RETRY = 0.25
 _LONGEST_RETRY = 5.0
-_OVERLOADED = re.compile(r"\banswered 429\b")
-"""How a worker reports a busy server, which is not a failure because the server works as it should."""
 
 ACTIVE = (
     sa.select(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend, sa.func.count().label("n"))
@@ -102,11 +97,6 @@ _LOCK = (
     .where(sa.tuple_(pools.c.namespace, pools.c.name).in_(bindparam("b_keys", expanding=True)))
     .order_by(pools.c.id)
     .with_for_update(key_share=True)
-)
-STICK = (
-    sa.update(groups)
-    .where(groups.c.job_id == bindparam("b_job"), groups.c.no == bindparam("b_no"))
-    .values(backend=bindparam("b_backend"))
 )
 
 
@@ -274,104 +264,3 @@ def without_backend(tx: Transaction, keys: Iterable[Key]) -> set[Key]:
     """
     routers = Routers(tx, ())
     return {key for key in keys if routers.why_none(key) == "NoBackendReady"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rerouted:
-    """The answer to `reroute`.
-
-    The `outcome` is `accepted`, `stale` or `unknown`. The `backend` is None while none is available.
-    """
-
-    outcome: str
-    backend: dict[str, Any] | None = None
-    retry_after: float = RETRY_SECONDS
-    reason: NoBackend = ""
-    opened: bool = False
-    """Whether this failure opened the backend's circuit."""
-
-
-def reroute(
-    tx: Transaction, rollout: str, token: int, failed_url: str, *, error: str = "", blame: bool = True
-) -> Rerouted:
-    """Return another backend for a rollout whose backend failed, or the same one if no other has room.
-
-    Only the backend that the rollout is assigned to is blamed, in its own pool and once per token, so a
-    lease holder cannot open a circuit by naming another server or by repeating its report.
-
-    A backend's limit holds for rollouts that move, too. If every other backend is full and the failed
-    one is not eligible, the rollout has to ask again. Places that become free are kept for such rollouts
-    before any are given to the queue (Router.reserved).
-    """
-    found = tx.conn.execute(
-        sa.select(
-            rollouts.c.token,
-            rollouts.c.state,
-            rollouts.c.backend,
-            rollouts.c.group_no,
-            rollouts.c.settled,
-            jobs.c.namespace,
-            jobs.c.pool,
-            jobs.c.id,
-        )
-        .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
-        .where(rollouts.c.id == rollout)
-        .with_for_update(of=rollouts)
-    ).one_or_none()
-    if found is None:
-        return Rerouted("unknown")
-    if found.token != token or found.state != RolloutState.LEASED_RUN or found.pool is None:
-        return Rerouted("stale")
-    key = (found.namespace, found.pool)
-    opened, settled = False, found.settled
-    mark = _blamed(token, failed_url)
-    own = failed_url == found.backend and mark not in settled.split()
-    if blame and own and not _OVERLOADED.search(error):
-        opened = circuits.failed(tx, found.id, failed_url)
-        settled = f"{settled} {mark}".strip()
-    lock(tx, [key])
-    routers = Routers(tx, tx.conn.execute(ACTIVE))
-    router = routers.get(key)
-    chosen = None if router is None else _elsewhere(tx, router, found, failed_url)
-    changes = {} if settled == found.settled else {"settled": settled}
-    if chosen is not None and chosen.url != found.backend:
-        changes = {"backend": chosen.url, "settled": _marked(settled, token)}
-        tx.count("reroutes")
-    if changes:
-        tx.conn.execute(sa.update(rollouts).where(rollouts.c.id == rollout).values(**changes))
-    if chosen is None:
-        return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
-    return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
-
-
-def _elsewhere(tx: Transaction, router: Router, found: Any, failed_url: str) -> Backend | None:
-    if found.backend != failed_url and found.backend in router.backends:
-        # The rollout was moved by an earlier call whose answer was lost.
-        return router.backends[found.backend]
-    group = tx.conn.execute(
-        sa.select(groups.c.backend, groups.c.remaining).where(
-            groups.c.job_id == found.id, groups.c.no == found.group_no
-        )
-    ).one()
-    others = Router.of(router.max_active, [b for url, b in router.backends.items() if url != failed_url])
-    chosen = others.choose(None, group.backend, together=group.remaining)
-    if chosen is None:
-        return router.backends.get(failed_url)
-    if group.backend not in others.backends:
-        # The group's other samples follow it to the new backend.
-        tx.conn.execute(STICK, {"b_job": found.id, "b_no": found.group_no, "b_backend": chosen.url})
-    return chosen
-
-
-def _blamed(token: int, url: str) -> str:
-    """Return the mark that a rollout keeps once it has blamed this backend under this token."""
-    return f"b{token}:{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-
-
-def _marked(settled: str, token: int) -> str:
-    return settled if moved(settled, token) else f"{settled} m{token}".strip()
-
-
-def moved(settled: str, token: int) -> bool:
-    """Return whether the rollout was moved under this token, so its model time mixes several backends."""
-    return f"m{token}" in settled.split()

@@ -17,10 +17,10 @@ from rollyard_inference.transports.interface import Transport
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends.circuit_breaker import PROBE_SECONDS, Breaker
-from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import BackendRow, read_one
-from rollyard_api.storage.schema import backends, jobs, pools
+from rollyard_api.storage.rows import BackendRow
+from rollyard_api.storage.schema import backends, pools
 
 log = logging.getLogger("rollyard.api")
 
@@ -38,44 +38,16 @@ def values(breaker: Breaker) -> dict[str, Any]:
     return {"circuit": breaker.circuit, "failures": breaker.failures, "opened_at": breaker.opened_at}
 
 
-def _pool_of(job_id: int | sa.BindParameter[int]) -> sa.Select[tuple[int]]:
-    """Return a query for a job's pool; other pools judge the same server by their own rollouts alone."""
-    return (
-        sa.select(pools.c.id)
-        .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
-        .where(jobs.c.id == job_id)
-    )
-
-
-_RESET = (
-    sa.update(backends)
-    .where(
-        backends.c.pool_id.in_(_pool_of(sa.bindparam("b_job", type_=sa.Integer))),
-        backends.c.url == sa.bindparam("b_url"),
-        backends.c.failures > 0,
-        backends.c.circuit == "Closed",
-    )
-    .values(failures=0)
-)
-
-
 def failed(tx: Transaction, job_id: int, url: str) -> bool:
     """Count a failed request of this backend of the job's pool, and return whether its circuit opened."""
-    rows = tx.conn.execute(
-        sa.select(backends, pools.c.namespace, pools.c.name)
-        .join_from(backends, pools, pools.c.id == backends.c.pool_id)
-        .where(backends.c.url == url, backends.c.pool_id.in_(_pool_of(job_id)))
-        .order_by(backends.c.pool_id)
-        .with_for_update(of=backends)
-    ).all()
     opened = False
-    for row in rows:
-        before = of(BackendRow(*row[:-2]))  # The last two columns belong to the pool.
+    for row, namespace, name in pool_rows.backends_of_job(tx, job_id, url):
+        before = of(row)
         after = before.failed(tx.now)
         if after != before:
-            _write(tx, row.pool_id, url, after)
+            pool_rows.change_backend(tx, row.pool_id, url, values(after))
         if before.circuit == "Closed" and after.circuit == "Open":
-            tx.count("circuits_opened", row.namespace, row.name)
+            tx.count("circuits_opened", namespace, name)
             opened = True
     return opened
 
@@ -83,12 +55,7 @@ def failed(tx: Transaction, job_id: int, url: str) -> bool:
 def completed(tx: Transaction, runs: Collection[tuple[int, str]]) -> None:
     """Reset the failure counts of the backends, in their jobs' pools, that completed these Runs."""
     for job_id, url in sorted(runs):
-        tx.conn.execute(_RESET, {"b_job": job_id, "b_url": url})
-
-
-def _write(tx: Transaction, pool_id: int, url: str, breaker: Breaker) -> None:
-    where = (backends.c.pool_id == pool_id, backends.c.url == url)
-    tx.conn.execute(sa.update(backends).where(*where).values(**values(breaker)))
+        pool_rows.reset_failures(tx, job_id, url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +91,10 @@ def _suspects(conn: Connection) -> list[Suspect]:
 
 def _change(tx: Transaction, suspect: Suspect, after: Breaker) -> bool:
     """Write `after` if the circuit is unchanged since it was read, so that only one replica probes."""
-    where = (backends.c.pool_id == suspect.pool_id, backends.c.url == suspect.url)
-    found = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
-    row = read_one(BackendRow, found)
+    row = pool_rows.locked_backend(tx, suspect.pool_id, suspect.url)
     if row is None or of(row) != suspect.breaker:
         return False
-    _write(tx, suspect.pool_id, suspect.url, after)
-    if after.circuit == "Closed":
-        tx.wake(QUEUE)
+    pool_rows.change_backend(tx, suspect.pool_id, suspect.url, values(after))
     return True
 
 

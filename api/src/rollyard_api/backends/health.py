@@ -14,6 +14,7 @@ from rollyard_inference.transports.interface import Transport
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
+from rollyard_api.backends.pools import Seen
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
@@ -35,17 +36,7 @@ class CheckedBackend:
     pool_id: int
     url: str
     model: str
-    seen: pools.Seen
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of a check."""
-
-    ready: bool
-    message: str = ""
-    policy_version: str | None = None
-    """The server's label of its weights, or None if it has no label, or none that is final."""
+    seen: Seen
 
 
 def _targets(conn: Connection, ready: bool | None) -> list[CheckedBackend]:
@@ -57,14 +48,12 @@ def _targets(conn: Connection, ready: bool | None) -> list[CheckedBackend]:
     if ready is not None:
         query = query.where(backends.c.ready.is_(ready))
     return [
-        CheckedBackend(
-            row.pool_id, row.url, row.model, pools.Seen(bool(row.ready), row.message, row.policy_version)
-        )
+        CheckedBackend(row.pool_id, row.url, row.model, Seen(row.ready, row.message, row.policy_version))
         for row in conn.execute(query)
     ]
 
 
-async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Verdict:
+async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Seen:
     """Check whether the server is healthy, serves the model and samples, and if not, why.
 
     Args:
@@ -74,13 +63,13 @@ async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Ve
         await inference.check_alive(transport, url, CHECK_TIMEOUT)
         await inference.check_model(transport, url, model, CHECK_TIMEOUT)
     except BackendError as error:
-        return Verdict(False, str(error)[:1000])
+        return Seen(False, str(error)[:1000])
     if not warm:
         try:
             await inference.first_request(transport, url, model, FIRST_REQUEST_SECONDS)
         except BackendError as error:
-            return Verdict(False, f"its first request failed: {error}"[:1000])
-    return Verdict(True, "", await _label(transport, url))
+            return Seen(False, f"its first request failed: {error}"[:1000])
+    return Seen(True, "", await _label(transport, url))
 
 
 async def _label(transport: Transport, url: str) -> str | None:
@@ -99,8 +88,7 @@ async def check_all(database: Database, transport: Transport, *, ready: bool | N
 
     async def one(target: CheckedBackend) -> None:
         async with places:
-            found = await check(transport, target.url, target.model, warm=target.seen.ready)
-        after = pools.Seen(found.ready, found.message, found.policy_version)
+            after = await check(transport, target.url, target.model, warm=target.seen.ready)
         label = target.seen.policy_version if after.policy_version is None else after.policy_version
         if replace(after, policy_version=label) != target.seen:
             await database.write(

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec, BackendStatus
+from rollyard_crds.base import ObjectMeta
 from rollyard_crds.weights import UNVERIFIED
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import circuits
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import merge_conditions, timestamp
-from rollyard_api.core.problems import Conflict, Invalid, NotFound
-from rollyard_api.core.states import RolloutState
+from rollyard_api.core.problems import Conflict, Invalid
 from rollyard_api.core.validation import validated
-from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import BackendRow, PoolRow, read_all, read_one
-from rollyard_api.storage.schema import backends, pools, rollouts, weight_updates
+from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
+from rollyard_api.storage.schema import backends, pools, rollouts
 
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
-
-
-def find(conn: Connection, namespace: str, name: str) -> PoolRow:
-    """Return the pool's row.
-
-    Raises:
-        NotFound: There is no such pool in this namespace.
-    """
-    row = conn.execute(
-        sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name)
-    ).one_or_none()
-    if row is None:
-        raise NotFound(f"no BackendPool {name!r} in namespace {namespace!r}", reason="PoolNotFound")
-    return PoolRow(*row)
 
 
 def create(tx: Transaction, pool: BackendPool) -> bool:
@@ -49,40 +35,42 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
         Conflict: A pool of this name has another spec.
     """
     meta, spec = pool.metadata, pool.spec
-    encoded = orjson.dumps(spec.to_json(), option=orjson.OPT_SORT_KEYS)
-    found = tx.conn.execute(
-        sa.select(pools.c.spec).where(pools.c.namespace == meta.namespace, pools.c.name == meta.name)
-    ).one_or_none()
-    if found is not None:
-        if found.spec != encoded:
-            raise Conflict(
-                f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec; "
-                "delete it first or choose another name",
-                reason="AlreadyExists",
-            )
+    encoded = _encoded(spec)
+    known = pool_rows.named(tx.conn, meta.namespace, meta.name)
+    if known is not None:
+        if known.spec != encoded:
+            raise differs(meta)
         return False
-    external = spec.engine.external
-    made = tx.conn.execute(
-        sa.insert(pools)
-        .values(
-            uid=str(uuid.uuid4()),
-            namespace=meta.namespace,
-            name=meta.name,
-            generation=1,
-            metadata=dumps({k: v for k, v in meta.to_json().items() if k not in _OWN_METADATA}),
-            spec=encoded,
-            status=b"{}",
-            model=spec.model,
-            tokenizer=spec.tokenizer or spec.model,
-            max_active=spec.max_active_rollouts,
-            external=external is not None,
-            created_at=tx.now,
-        )
-        .returning(pools)
-    ).one()
-    if external is not None:
-        _put(tx, PoolRow(*made), _of_urls(tx.conn, made.id, external.urls))
+    made = pool_rows.create(
+        tx,
+        {
+            "namespace": meta.namespace,
+            "name": meta.name,
+            "metadata": dumps({k: v for k, v in meta.to_json().items() if k not in _OWN_METADATA}),
+            "spec": encoded,
+            "model": spec.model,
+            "tokenizer": spec.tokenizer or spec.model,
+            "max_active": spec.max_active_rollouts,
+            "external": spec.engine.external is not None,
+        },
+    )
+    if spec.engine.external is not None:
+        put_servers(tx, made, spec.engine.external.urls)
     return True
+
+
+def differs(meta: ObjectMeta, why: Sequence[str] = ()) -> Conflict:
+    """Return the refusal of a pool that exists with another spec; `why` names the fields that are known."""
+    return Conflict(
+        f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec"
+        f"{f' ({why[0]})' if why else ''}; delete it first or choose another name",
+        reason="AlreadyExists",
+        errors=why,
+    )
+
+
+def _encoded(spec: BackendPoolSpec) -> bytes:
+    return orjson.dumps(spec.to_json(), option=orjson.OPT_SORT_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +78,37 @@ class Seen:
     """What a driver or a health check finds out about a backend."""
 
     ready: bool
-    message: str
-    policy_version: str | None
+    message: str = ""
+    policy_version: str | None = None
     """The server's label of its weights, or None if it has no label, or none that counts."""
 
 
-def _put(tx: Transaction, pool: PoolRow, reported: Sequence[BackendStatus]) -> None:
-    """Make these the pool's backends. Rows that remain keep their circuit, speed, weights and stats."""
-    query = sa.select(backends).where(backends.c.pool_id == pool.id).with_for_update()
-    rows = {row.url: row for row in read_all(BackendRow, tx.conn.execute(query))}
-    wanted = {backend.url: backend for backend in reported}
-    gone = sorted(rows.keys() - wanted.keys())
-    if gone:
-        tx.conn.execute(sa.delete(backends).where(backends.c.pool_id == pool.id, backends.c.url.in_(gone)))
+def _put(tx: Transaction, pool: PoolRow, wanted: Mapping[str, BackendStatus | None]) -> None:
+    """Make these the pool's backends, by URL. Rows that remain keep their circuit, speed, weights and stats.
+
+    None stands for what is known of a backend already; of a new one nothing is known.
+    """
+    rows = {row.url: row for row in pool_rows.backends_of(tx.conn, pool.id, lock=True)}
+    pool_rows.remove_backends(tx, pool.id, rows.keys() - wanted.keys())
     made = []
-    changed = bool(gone)
-    for position, backend in enumerate(wanted.values()):
-        values: dict[str, Any] = {"position": position, "draining": backend.draining}
-        # A driver shows what it has read here of a ready backend, such as why its weights are Stale.
-        message = "" if backend.ready else backend.message
-        row = rows.get(backend.url)
-        if row is None:
-            version = "" if backend.policy_version.startswith(UNVERIFIED) else backend.policy_version
-            values |= {"ready": backend.ready, "message": message, "policy_version": version}
-            made.append({"pool_id": pool.id, "url": backend.url, **values, **_of_label(pool, version)})
+    for position, (url, reported) in enumerate(wanted.items()):
+        row = rows.get(url)
+        values: dict[str, Any] = {"position": position}
+        if row is not None and reported is None:
+            pool_rows.change_backend(tx, pool.id, url, _differing(row, values))
             continue
-        seen = Seen(backend.ready, message, backend.policy_version or None)
-        changed |= _update(tx, row, values | _found(tx, pool, row, seen))
-    if made:
-        tx.conn.execute(sa.insert(backends), made)
-    if made or changed:
-        tx.wake(QUEUE)
+        status = reported or BackendStatus(url=url, message="not checked yet")
+        values["draining"] = status.draining
+        # A driver shows what it has read here of a ready backend, such as why its weights are Stale.
+        message = "" if status.ready else status.message
+        if row is None:
+            version = "" if status.policy_version.startswith(UNVERIFIED) else status.policy_version
+            values |= {"ready": status.ready, "message": message, "policy_version": version}
+            made.append({"url": url, **values, **_of_label(pool, version)})
+        else:
+            seen = Seen(status.ready, message, status.policy_version or None)
+            pool_rows.change_backend(tx, pool.id, url, _differing(row, values | _found(tx, pool, row, seen)))
+    pool_rows.add_backends(tx, pool.id, made)
 
 
 def _of_label(pool: PoolRow, label: str) -> dict[str, Any]:
@@ -151,13 +139,8 @@ def _found(tx: Transaction, pool: PoolRow, row: BackendRow, seen: Seen) -> dict[
     return values
 
 
-def _update(tx: Transaction, row: BackendRow, values: dict[str, Any]) -> bool:
-    """Write the columns that differ, and return whether any did."""
-    changes = {name: value for name, value in values.items() if getattr(row, name) != value}
-    if changes:
-        where = (backends.c.pool_id == row.pool_id, backends.c.url == row.url)
-        tx.conn.execute(sa.update(backends).where(*where).values(**changes))
-    return bool(changes)
+def _differing(row: BackendRow, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if getattr(row, name) != value}
 
 
 def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[BackendStatus]) -> None:
@@ -167,25 +150,23 @@ def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[
         NotFound: There is no such pool.
         Conflict: The pool is external, and the control plane checks its servers itself.
     """
-    pool = find(tx.conn, namespace, name)
+    pool = pool_rows.find(tx.conn, namespace, name)
     if pool.external:
         raise Conflict(
             f"BackendPool {name!r} is external: its servers are spec.engine.external.urls, "
             "checked by the control plane",
             reason="ExternalPool",
         )
-    _put(tx, pool, reported)
+    _put(tx, pool, {backend.url: backend for backend in reported})
 
 
 def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> None:
     """Record the result of a health check of an external backend, unless its row has changed since."""
-    query = sa.select(backends).where(backends.c.pool_id == pool_id, backends.c.url == url).with_for_update()
-    row = read_one(BackendRow, tx.conn.execute(query).one_or_none())
-    if row is None or Seen(bool(row.ready), row.message, row.policy_version) != before:
+    row = pool_rows.locked_backend(tx, pool_id, url)
+    pool = pool_rows.by_id(tx.conn, pool_id)
+    if row is None or pool is None or Seen(row.ready, row.message, row.policy_version) != before:
         return
-    pool = PoolRow(*tx.conn.execute(sa.select(pools).where(pools.c.id == pool_id)).one())
-    if _update(tx, row, _found(tx, pool, row, after)):
-        tx.wake(QUEUE)
+    pool_rows.change_backend(tx, pool_id, url, _differing(row, _found(tx, pool, row, after)))
 
 
 _FIXED = "cannot be changed; make another pool"
@@ -198,8 +179,7 @@ def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -
         NotFound: There is no such pool.
         Invalid: A field is wrong or may not change, such as the model, the tokenizer or the engine's type.
     """
-    query = sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name).with_for_update()
-    pool = read_one(PoolRow, tx.conn.execute(query).one_or_none()) or find(tx.conn, namespace, name)
+    pool = pool_rows.find(tx.conn, namespace, name, lock=True)
     before = BackendPoolSpec.model_validate(loads(pool.spec))
     after = validated(BackendPoolSpec, merge(loads(pool.spec), changes), "spec")
     problems = fixed(before, after)
@@ -226,36 +206,13 @@ def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
 
 def change(tx: Transaction, pool: PoolRow, after: BackendPoolSpec) -> None:
     """Give the pool of this locked row another spec. The same spec changes nothing."""
-    external = after.engine.external
-    encoded = orjson.dumps(after.to_json(), option=orjson.OPT_SORT_KEYS)
+    encoded = _encoded(after)
     if encoded == pool.spec:
         return
-    tx.conn.execute(
-        sa.update(pools)
-        .where(pools.c.id == pool.id)
-        .values(spec=encoded, generation=pool.generation + 1, max_active=after.max_active_rollouts)
-    )
-    if external is not None:
-        _put(tx, pool, _of_urls(tx.conn, pool.id, external.urls))
-    tx.wake(QUEUE)
-
-
-def _of_urls(conn: Connection, pool_id: int, urls: Sequence[str]) -> list[BackendStatus]:
-    """Return an external pool's backends as they are known, or as not checked yet."""
-    query = sa.select(backends).where(backends.c.pool_id == pool_id)
-    known = {
-        row.url: BackendStatus(
-            url=row.url, ready=row.ready, message=row.message, policy_version=row.policy_version
-        )
-        for row in conn.execute(query)
-    }
-    return [known.get(url) or BackendStatus(url=url, message="not checked yet") for url in urls]
-
-
-def servers(conn: Connection, pool_id: int) -> list[str]:
-    """Return the URLs of a pool's backends, in their order."""
-    query = sa.select(backends.c.url).where(backends.c.pool_id == pool_id).order_by(backends.c.position)
-    return list(conn.scalars(query))
+    values = {"spec": encoded, "generation": pool.generation + 1, "max_active": after.max_active_rollouts}
+    pool_rows.change(tx, pool.id, values)
+    if after.engine.external is not None:
+        put_servers(tx, pool, after.engine.external.urls)
 
 
 def put_servers(tx: Transaction, pool: PoolRow, urls: Sequence[str]) -> None:
@@ -263,7 +220,7 @@ def put_servers(tx: Transaction, pool: PoolRow, urls: Sequence[str]) -> None:
 
     The spec stays as it is, and with it the object of a driver that would register its own spec again.
     """
-    _put(tx, pool, _of_urls(tx.conn, pool.id, urls))
+    _put(tx, pool, dict.fromkeys(urls))
 
 
 def merge(document: Any, changes: Any) -> Any:
@@ -281,21 +238,19 @@ def merge(document: Any, changes: Any) -> Any:
 
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
     """Take conditions, observedGeneration, replicas and selector from the driver's report."""
-    pool = find(tx.conn, namespace, name)
+    pool = pool_rows.find(tx.conn, namespace, name)
     before = loads(pool.status)
     status = {
         k: status[k] for k in ("conditions", "observedGeneration", "replicas", "selector") if k in status
     }
     status["conditions"] = merge_conditions(before.get("conditions", []), status.get("conditions", []))
-    tx.conn.execute(sa.update(pools).where(pools.c.id == pool.id).values(status=dumps(status)))
+    if status != before:
+        pool_rows.put_status(tx, pool.id, dumps(status))
 
 
 def delete(tx: Transaction, namespace: str, name: str) -> None:
     """Remove the pool. Jobs that refer to it get no Run lease until there is a pool of that name again."""
-    pool = find(tx.conn, namespace, name)
-    for table in (backends, weight_updates):
-        tx.conn.execute(sa.delete(table).where(table.c.pool_id == pool.id))
-    tx.conn.execute(sa.delete(pools).where(pools.c.id == pool.id))
+    pool_rows.remove(tx, pool_rows.find(tx.conn, namespace, name).id)
 
 
 def active_rollouts(conn: Connection) -> dict[str, int]:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -19,11 +20,11 @@ from rollyard_inference import metrics
 from rollyard_inference.errors import BackendError
 from rollyard_inference.metrics import ServerMetrics
 from rollyard_inference.transports.interface import Transport, base_url
-from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage import pools
+from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import backends
 
 WINDOW_SECONDS = 300.0
@@ -87,13 +88,6 @@ def _rows(conn: Connection) -> Sequence[Any]:
     ).all()
 
 
-_WRITE = (
-    sa.update(backends)
-    .where(backends.c.pool_id == bindparam("b_pool"), backends.c.url == bindparam("b_url"))
-    .values(stats=bindparam("b_stats"))
-)
-
-
 @dataclass(slots=True)
 class Poller:
     """Reads the metrics of every backend of every pool, and keeps a window for each URL."""
@@ -117,13 +111,9 @@ class Poller:
             after = read.get(row.url)
             if material(None if row.stats is None else loads(row.stats), after):
                 stats = None if after is None else dumps(after)
-                changes.append({"b_pool": row.pool_id, "b_url": row.url, "b_stats": stats})
+                changes.append((row.pool_id, row.url, stats))
         if changes:
-
-            def op(tx: Transaction) -> None:
-                tx.conn.execute(_WRITE, changes)
-
-            await database.write(op, durable=False)
+            await database.write(partial(pools.put_stats, stats=changes), durable=False)
 
     async def _read(self, transport: Transport, url: str) -> dict[str, Any] | None:
         address = f"{base_url(url)}/metrics"

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
-import sqlalchemy as sa
-from sqlalchemy import bindparam
-
-from rollyard_api.storage.database import Database, Measured, Transaction
-from rollyard_api.storage.schema import backends
+from rollyard_api.storage import pools
+from rollyard_api.storage.database import Database, Measured
+from rollyard_api.storage.pools import MeasuredRuns
 
 MIN_TOKENS = 16
 """The fewest tokens that are measured, since fewer show the round trip rather than the speed."""
@@ -24,22 +23,6 @@ MAX_LOADS = 10_000
 """The number of backends whose load is kept. Forgotten ones are counted again at the next lease."""
 WEIGHT = 0.1
 """The weight of one rollout in the moving average; k rollouts together have the weight 1 - 0.9^k."""
-
-
-def _averaged(name: str) -> sa.Case[float]:
-    column, new = backends.c[name], bindparam(f"b_{name}", type_=sa.Double)
-    weight = bindparam("b_weight", type_=sa.Double)
-    return sa.case((column.is_(None), new), else_=column + weight * (new - column))
-
-
-_FOLD = (
-    sa.update(backends)
-    .where(backends.c.url == bindparam("b_url"))
-    .values(
-        measured_at=bindparam("b_now", type_=sa.Double),
-        **{name: _averaged(name) for name in ("speed", "pace", "pace_seconds", "pace_load")},
-    )
-)
 
 
 @dataclass(slots=True)
@@ -79,18 +62,18 @@ class Speeds:
             entry.loads += max(1, self._loads.get(url, 1))
             entry.rollouts += 1
 
-    def take(self) -> list[dict[str, float | str]]:
-        """Return what was gathered, as parameters of the update, and clear it."""
+    def take(self) -> list[MeasuredRuns]:
+        """Return what was gathered of each server, and clear it."""
         sums, self._sums = self._sums, {}
         return [
-            {
-                "b_url": url,
-                "b_speed": entry.tokens / entry.seconds,
-                "b_pace": entry.tokens / entry.run_seconds,
-                "b_pace_seconds": entry.run_seconds / entry.rollouts,
-                "b_pace_load": entry.loads / entry.rollouts,
-                "b_weight": 1.0 - (1.0 - WEIGHT) ** entry.rollouts,
-            }
+            MeasuredRuns(
+                url,
+                weight=1.0 - (1.0 - WEIGHT) ** entry.rollouts,
+                speed=entry.tokens / entry.seconds,
+                pace=entry.tokens / entry.run_seconds,
+                pace_seconds=entry.run_seconds / entry.rollouts,
+                pace_load=entry.loads / entry.rollouts,
+            )
             for url, entry in sorted(sums.items())
         ]
 
@@ -98,8 +81,4 @@ class Speeds:
         """Fold what was gathered into the backends' rows. Nothing is written if there is nothing."""
         gathered = self.take()
         if gathered:
-
-            def op(tx: Transaction) -> None:
-                tx.conn.execute(_FOLD, [row | {"b_now": tx.now} for row in gathered])
-
-            await database.write(op, durable=False)
+            await database.write(partial(pools.fold_averages, measured=gathered), durable=False)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs import blobs
-from rollyard_api.jobs.job_views import DELETED
-from rollyard_api.jobs.jobs import find_locked
-from rollyard_api.rollouts import outages
-from rollyard_api.rollouts.ending import cancelled, close, end
+from rollyard_api.machine.events import BackendAwaited, Cancelled
+from rollyard_api.machine.rollout import Rollout
+from rollyard_api.machine.states import TRANSITIONS
+from rollyard_api.rollouts import transitions
+from rollyard_api.storage import groups as group_rows
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
-from rollyard_api.storage.schema import (
-    cursors,
-    dynamic_sampling,
-    groups,
-    jobs,
-    payloads,
-    rollouts,
-    sampling_targets,
-)
+from rollyard_api.storage.jobs import DELETED
+from rollyard_api.storage.schema import cursors, groups, jobs, rollouts
 from rollyard_api.trajectories import view_rows
 
 DEADLINE = "DeadlineExceeded"
@@ -34,19 +25,8 @@ DEADLINE = "DeadlineExceeded"
 BATCH = 2000
 """The number of rollouts that are ended or removed in one transaction. Other requests run between two
 transactions."""
-
-
-def _cancel_rows(tx: Transaction, rows: Sequence[UnfinishedRollout], reason: str) -> None:
-    end(tx, [cancelled(row, reason) for row in rows])
-
-
-def _unfinished(job_id: int) -> sa.Select[Any]:
-    return (
-        sa.select(*columns(UnfinishedRollout, rollouts))
-        .where(rollouts.c.job_id == job_id, rollouts.c.state < RolloutState.SUCCEEDED)
-        .order_by(rollouts.c.id)
-        .with_for_update()
-    )
+CANCELLED = Cancelled("Cancelled")
+"""What happens to a rollout that somebody does not want any more."""
 
 
 def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
@@ -55,10 +35,10 @@ def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
     Returns:
         The id of the job.
     """
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if job.cancel_reason is None and job.finished_at is None:
-        close(tx, job.id, reason)
-    return int(job.id)
+        job_rows.conclude(tx, job.id, reason)
+    return job.id
 
 
 def cancel_some(tx: Transaction, job_id: int) -> int:
@@ -66,20 +46,18 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
 
     A rollout that waits for a backend until the job's deadline, while the pool has none, ends as failed.
     """
-    query = sa.select(jobs.c.cancel_reason, jobs.c.outage_began).where(jobs.c.id == job_id)
-    job = tx.conn.execute(query).one_or_none()
+    job = job_rows.by_id(tx.conn, job_id)
     if job is None or job.cancel_reason is None:
         return 0
-    rows = read_all(UnfinishedRollout, tx.conn.execute(_unfinished(job_id).limit(BATCH)))
-    late = job.cancel_reason == DEADLINE and job.outage_began is not None
-    endings = [
-        outages.ending(tx, row, "the pool had no ready backend until the job's deadline")
-        if late and row.state in outages.WAITING
-        else cancelled(row, job.cancel_reason)
-        for row in rows
-    ]
-    if endings:
-        end(tx, endings)
+    rows = rollout_rows.unfinished(tx, job_id, limit=BATCH)
+    late: list[Rollout] = []
+    if job.cancel_reason == DEADLINE and job.outage_began is not None:
+        late = [row for row in rows if row.state in TRANSITIONS[BackendAwaited]]
+        awaited = BackendAwaited("the pool had no ready backend until the job's deadline")
+        transitions.happened(tx, late, awaited)
+    ended = {row.id for row in late}
+    cancelled = Cancelled(job.cancel_reason)
+    transitions.happened(tx, [row for row in rows if row.id not in ended], cancelled)
     return len(rows)
 
 
@@ -89,24 +67,22 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
     Raises:
         NotFound: The job has no such group or rollout.
     """
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if rollout is not None:
         found = tx.conn.execute(
             sa.select(rollouts.c.id).where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)
         ).first()
         if found is None:
             raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
-        query = _unfinished(job.id).where(rollouts.c.id == rollout)
+        rows = rollout_rows.unfinished(tx, job.id, rollout=rollout)
     else:
         no = tx.conn.execute(
             sa.select(groups.c.no).where(groups.c.job_id == job.id, groups.c.task_id == group)
         ).scalar_one_or_none()
         if no is None:
             raise NotFound(f"RolloutJob {name!r} has no group {group!r}", reason="GroupNotFound")
-        query = _unfinished(job.id).where(rollouts.c.group_no == no)
-    rows = read_all(UnfinishedRollout, tx.conn.execute(query))
-    if rows:
-        _cancel_rows(tx, rows, "Cancelled")
+        rows = rollout_rows.unfinished(tx, job.id, group=no)
+    transitions.happened(tx, rows, CANCELLED)
     return len(rows)
 
 
@@ -116,12 +92,8 @@ def cancel_unfinished(tx: Transaction, job_id: int, rollout: str | None = None) 
     Returns:
         How many were ended. With 0, none is left.
     """
-    query = _unfinished(job_id).limit(BATCH)
-    if rollout is not None:
-        query = query.where(rollouts.c.id == rollout)
-    rows = read_all(UnfinishedRollout, tx.conn.execute(query))
-    if rows:
-        _cancel_rows(tx, rows, "Cancelled")
+    rows = rollout_rows.unfinished(tx, job_id, rollout=rollout, limit=BATCH)
+    transitions.happened(tx, rows, CANCELLED)
     return len(rows)
 
 
@@ -131,45 +103,18 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     The name is free at once. The rows are removed by `purge_some`.
     """
     job_id = cancel_job(tx, namespace, name, DELETED)
-    tx.conn.execute(sa.update(jobs).where(jobs.c.id == job_id).values(deleted_at=tx.now))
+    job_rows.delete(tx, job_id)
     return job_id
 
 
-def unfinished_cancellations(conn: Connection) -> list[int]:
-    """Return the ids of the jobs whose cancellation has begun, perhaps before a restart, and not ended."""
-    query = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
-    return list(conn.scalars(query))
-
-
 def enforce(tx: Transaction) -> None:
-    """Cancel jobs that are past their active deadline, and remove finished jobs past their time to live."""
-    late = tx.conn.execute(
-        sa.select(jobs.c.namespace, jobs.c.name).where(
-            jobs.c.finished_at.is_(None),
-            jobs.c.deleted_at.is_(None),
-            jobs.c.cancel_reason.is_(None),
-            jobs.c.deadline_at < tx.now,
-        )
-    )
-    for row in list(late):
-        cancel_job(tx, row.namespace, row.name, DEADLINE)
-    finished = tx.conn.execute(
-        sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
-            jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
-        )
-    )
-    for job in list(finished):
-        ttl = loads(job.spec).get("ttlSecondsAfterFinished")
-        at = float("inf") if ttl is None else job.finished_at + ttl
-        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(delete_at=at))
-    old = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)
-    tx.conn.execute(sa.update(jobs).where(*old, jobs.c.object_uid.is_(None)).values(deleted_at=tx.now))
-    # The driver of an object would register the job again. It therefore deletes the object first.
-    tx.conn.execute(
-        sa.update(jobs)
-        .where(*old, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
-        .values(cancel_reason=DELETED)
-    )
+    """Cancel jobs that are past their active deadline, and delete finished jobs past their time to live."""
+    for job_id in job_rows.past_deadline(tx):
+        job_rows.conclude(tx, job_id, DEADLINE)
+    for job_id, finished_at, spec in job_rows.without_removal(tx):
+        ttl = loads(spec).get("ttlSecondsAfterFinished")
+        job_rows.delete_later(tx, job_id, float("inf") if ttl is None else finished_at + ttl)
+    job_rows.delete_old(tx)
 
 
 def deleted_jobs(conn: Connection) -> list[int]:
@@ -186,22 +131,17 @@ def deleted_jobs(conn: Connection) -> list[int]:
 
 def left_over(conn: Connection) -> tuple[list[int], list[int]]:
     """Return the ids of the jobs whose cancellation has not ended, and of the deleted jobs to remove."""
-    return unfinished_cancellations(conn), deleted_jobs(conn)
+    return job_rows.cancelling(conn), deleted_jobs(conn)
 
 
 def purge_some(tx: Transaction, job_id: int) -> bool:
     """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
-    ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(BATCH)))
-    for at in range(0, len(ids), 500):
-        some = ids[at : at + 500]
-        tx.conn.execute(sa.delete(payloads).where(payloads.c.rollout_id.in_(some)))
-        tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
-    if not view_rows.forget(tx, job_id, BATCH) or len(ids) == BATCH:
+    removed = rollout_rows.remove(tx, job_id, BATCH)
+    if not view_rows.forget(tx, job_id, BATCH) or removed == BATCH:
         return False
-    for table in (groups, dynamic_sampling, sampling_targets, cursors):
-        tx.conn.execute(sa.delete(table).where(table.c.job_id == job_id))
-    gone = tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id).returning(jobs.c.blob_id))
-    blob_id = gone.scalar_one_or_none()
+    group_rows.remove(tx, job_id)
+    tx.conn.execute(sa.delete(cursors).where(cursors.c.job_id == job_id))
+    blob_id = job_rows.remove(tx, job_id)
     if blob_id is not None:
         blobs.let_go(tx, blob_id)
     return True

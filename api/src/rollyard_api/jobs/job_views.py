@@ -12,13 +12,12 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.conditions import timestamp
-from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
-from rollyard_api.jobs.jobs import find
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls
-from rollyard_api.rollouts.dynamic_sampling import rules_of
-from rollyard_api.storage.rows import JobRow, SamplingRow, columns
-from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage.jobs import DELETED
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
 _JOB_BYTES = 1024
@@ -28,8 +27,6 @@ CLOSED = "rollyard.dev/closed"
 CANCEL_REASON = "rollyard.dev/cancel-reason"
 """The annotation of a job that takes no part in leasing any more: `Cancelled`, `DeadlineExceeded`, `Deleted`,
 `TargetMet` or `TargetNotMet`."""
-DELETED = "Deleted"
-"""The cancel reason of a job that is to be removed."""
 DELETE_REQUESTED = "rollyard.dev/delete-requested"
 """The annotation of a pool that is to be removed, which is meant for the driver that owns its object."""
 OBJECT_UID = "rollyard.dev/object-uid"
@@ -42,9 +39,6 @@ _SIZES = sa.select(
         sum((sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES),
         sa.Integer,
     ).label("bytes"),
-)
-_SAMPLING = sa.select(*columns(SamplingRow, dynamic_sampling)).where(
-    dynamic_sampling.c.job_id == sa.bindparam("b_job")
 )
 _WAITING = (
     sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -73,9 +67,9 @@ def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
 
 def _dynamic_sampling(conn: Connection, job: JobRow) -> dict[str, int] | None:
     """Return the DynamicSamplingStatus of a job, or None if the job does not use it."""
-    if rules_of(loads(job.limits)) is None:
+    if job.limits.sampling is None:
         return None
-    row = SamplingRow(*conn.execute(_SAMPLING, {"b_job": job.id}).one())
+    row = job_rows.sampling(conn, job.id)
     return {
         "targetGroups": row.target,
         "informativeGroups": row.informative,
@@ -214,9 +208,7 @@ def worker_spec(
     Raises:
         NotFound: There is no such job, or another job of this name has replaced it.
     """
-    job = find(conn, namespace, name)
-    if uid is not None and uid != job.uid:
-        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
+    job = job_rows.find(conn, namespace, name, uid=uid)
     spec = _without_tasks(job.spec)
     if pinned:
         spec["pinnedHosts"] = list(pinned)

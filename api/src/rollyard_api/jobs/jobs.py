@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,41 +10,27 @@ from typing import Any, Final
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.claims import shape_of
-from rollyard_crds.fields.dynamic_sampling import DynamicSampling
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.conditions import merge_conditions
-from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.core.problems import Conflict
 from rollyard_api.core.room import Room
-from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
-from rollyard_api.rollouts import admission
-from rollyard_api.rollouts.dynamic_sampling import begin, rules_of
-from rollyard_api.rollouts.ending import advance, finish
+from rollyard_api.machine.jobs import prefix_of
+from rollyard_api.machine.limits import Limits
+from rollyard_api.rollouts import transitions
+from rollyard_api.storage import groups as group_rows
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import JobRow, read_one
-from rollyard_api.storage.schema import dynamic_sampling, groups, jobs
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import groups
 from rollyard_api.trajectories import unread
 
-
-def _sums(number: sa.ColumnElement[int]) -> sa.Select[tuple[int, int]]:
-    """Return a query for the sum of a number over all jobs, and over those of one namespace."""
-    own = sa.case((jobs.c.namespace == sa.bindparam("b_namespace"), number), else_=0)
-    return sa.select(sa.func.coalesce(sa.func.sum(number), 0), sa.func.coalesce(sa.func.sum(own), 0))
-
-
-_UNFINISHED = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(None))
-# The rollouts of the groups that have not started, in all jobs that may still start them.
-_UNSTARTED = (
-    _sums((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples)
-    .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
-    .where(jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
-)
 SKIPPED_ROWS: Final = "skippedRows"
 """The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
@@ -79,48 +64,16 @@ def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
     return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest, tasks)
 
 
-def query(namespace: str, name: str) -> sa.Select[Any]:
-    """Return the query that selects the job of this name that is not deleted."""
-    return _FIND.params(b_namespace=namespace, b_name=name)
-
-
-_FIND = sa.select(jobs).where(
-    jobs.c.namespace == sa.bindparam("b_namespace"),
-    jobs.c.name == sa.bindparam("b_name"),
-    jobs.c.deleted_at.is_(None),
-)
-
-
-def find(conn: Connection, namespace: str, name: str) -> JobRow:
-    """Return the row of a job.
-
-    Raises:
-        NotFound: There is no such job in this namespace.
-    """
-    row = conn.execute(_FIND, {"b_namespace": namespace, "b_name": name}).one_or_none()
-    if row is None:
-        raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
-    return JobRow(*row)
-
-
-def find_locked(tx: Transaction, namespace: str, name: str) -> JobRow:
-    """Return what `find` returns, and lock the row until the commit."""
-    row = tx.conn.execute(query(namespace, name).with_for_update()).one_or_none()
-    if row is None:
-        raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
-    return JobRow(*row)
-
-
 def same(conn: Connection, new: NewJob) -> bool:
     """Return whether this job exists already with the same spec.
 
     Raises:
         Conflict: The job exists with another spec.
     """
-    row = conn.execute(query(new.namespace, new.name)).one_or_none()
-    if row is None:
+    job = job_rows.named(conn, new.namespace, new.name)
+    if job is None:
         return False
-    if row.digest != new.digest:
+    if job.digest != new.digest:
         raise Conflict(
             f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec; "
             "delete it first or choose another name",
@@ -142,48 +95,33 @@ def create(tx: Transaction, new: NewJob, room: Room) -> bool:
     spec = new.spec
     digest = blob_of(spec.tasks.url or "")
     started = None if spec.suspend else tx.now
-    job_id: int = tx.conn.execute(
-        sa.insert(jobs)
-        .values(
-            uid=str(uuid.uuid4()),
-            namespace=new.namespace,
-            name=new.name,
-            generation=1,
-            metadata=new.metadata,
-            spec=new.spec_json,
-            digest=new.digest,
-            limits=limits_of(spec),
-            status=dumps(_status_of(new)),
-            pool=None if spec.backend_ref is None else spec.backend_ref.name,
-            priority=spec.priority,
-            suspended=spec.suspend,
-            closed=not spec.tasks.stream,
-            created_at=tx.now,
-            started_at=started,
-            deadline_at=deadline_at(started, spec.active_deadline_seconds),
-            total=0,
-            ended=0,
-            succeeded=0,
-            failed=0,
-            cancelled=0,
-            reward_sum=0.0,
-            groups=0,
-            groups_ended=0,
-            parts=0,
-            object_uid=new.object_uid,
-            warm=warm_of(spec),
-            blob_id=None if digest is None else blobs.hold(tx, new.namespace, digest),
-        )
-        .returning(jobs.c.id)
-    ).scalar_one()
+    job = job_rows.create(
+        tx,
+        {
+            "namespace": new.namespace,
+            "name": new.name,
+            "metadata": new.metadata,
+            "spec": new.spec_json,
+            "digest": new.digest,
+            "limits": Limits.of(spec),
+            "status": dumps(_status_of(new)),
+            "pool": None if spec.backend_ref is None else spec.backend_ref.name,
+            "priority": spec.priority,
+            "suspended": spec.suspend,
+            "closed": not spec.tasks.stream,
+            "started_at": started,
+            "deadline_at": deadline_at(started, spec.active_deadline_seconds),
+            "object_uid": new.object_uid,
+            "warm": warm_of(spec),
+            "blob_id": None if digest is None else blobs.hold(tx, new.namespace, digest),
+        },
+    )
     if spec.dynamic_sampling is not None:
         # The steps of a stream are opened one by one (see `targets`).
         target = 0 if spec.tasks.stream else spec.dynamic_sampling.target_groups
-        begin(tx, job_id, target, spec.samples_per_task)
+        job_rows.begin_sampling(tx, job.id, target=target, samples=spec.samples_per_task)
     if new.tasks:
-        row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
-        _enqueue(tx, JobRow(*row), new.tasks, room)
-    tx.wake(UNFINISHED)
+        _enqueue(tx, job, new.tasks, room)
     return True
 
 
@@ -201,7 +139,7 @@ def tasks_of(conn: Connection, namespace: str, name: str, ids: Sequence[str], ma
     Raises:
         NotFound: There is no such job in this namespace.
     """
-    job = find(conn, namespace, name)
+    job = job_rows.find(conn, namespace, name)
     found: list[bytes] = []
     total = 0
     for task_id in ids:
@@ -217,36 +155,6 @@ def tasks_of(conn: Connection, namespace: str, name: str, ids: Sequence[str], ma
     return found
 
 
-def limits_of(spec: RolloutJobSpec) -> bytes:
-    """Return the fields of a spec that leases and outcomes need, which saves them from reading all of it."""
-    return dumps(
-        {
-            "attempts": {s: getattr(spec.stages, s).max_attempts for s in ("init", "run", "eval")},
-            "samples": spec.samples_per_task,
-            "min_group": spec.min_group_size,
-            "deadline": spec.active_deadline_seconds,
-            "max_policy_lag": spec.max_policy_lag,
-            "stale_rollouts": spec.stale_rollouts,
-            **(
-                {}
-                if spec.reward is None or spec.reward.service is None
-                else {"reward_service": spec.reward.service.to_json()}
-            ),
-            **({} if spec.dynamic_sampling is None else {"dynamic": _rules(spec, spec.dynamic_sampling)}),
-        }
-    )
-
-
-def _rules(spec: RolloutJobSpec, sampling: DynamicSampling) -> dict[str, Any]:
-    return {
-        "in_flight": sampling.in_flight(spec.samples_per_task),
-        "metric": sampling.metric,
-        "min_std": sampling.min_std,
-        "max_groups": sampling.max_groups,
-        "target": sampling.target_groups,
-    }
-
-
 def warm_of(spec: RolloutJobSpec) -> bytes | None:
     """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None if none."""
     if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
@@ -260,12 +168,9 @@ def deadline_at(started: float | None, seconds: int | None) -> float | None:
 
 
 def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room) -> None:
-    limits = loads(job.limits)
-    samples = limits["samples"]
+    samples = job.limits.samples
     adding = samples * len(tasks)
-    whose = {"b_namespace": job.namespace}
-    found = [tx.conn.execute(query, whose).one() for query in (_UNFINISHED, _UNSTARTED)]
-    total, own = (sum(map(int, numbers)) for numbers in zip(*found, strict=True))
+    total, own = job_rows.unfinished_rollouts(tx.conn, job.namespace)
     room.check("unfinished rollouts", job.namespace, total=total, own=own, adding=adding, retry_after=10)
     first = job.groups
     waiting: list[dict[str, Any]] = []
@@ -277,16 +182,16 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room)
         size += len(task.packed)
         # Large tasks are in a file (see `KeptTasks`), and few of them are in memory at once.
         if size > _INSERT_BYTES:
-            tx.conn.execute(sa.insert(groups), waiting)
+            group_rows.add(tx, waiting)
             waiting, size = [], 0
     if waiting:
-        tx.conn.execute(sa.insert(groups), waiting)
-    tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(groups=jobs.c.groups + len(tasks)))
-    if rules_of(limits) is not None:
-        advance(tx, job.id)
+        group_rows.add(tx, waiting)
+    job_rows.add_groups(tx, job.id, len(tasks))
+    if job.limits.sampling is not None:
+        transitions.advance(tx, job.id)
     else:
         numbers = range(first, first + len(tasks))
-        admission.admit(tx, job.id, admission.prefix_of(job.name, job.uid), numbers, samples)
+        transitions.start(tx, job.id, prefix_of(job.name, job.uid), numbers, samples)
 
 
 def push(
@@ -303,7 +208,7 @@ def push(
         Conflict: The job is a batch job, closed or cancelled, or `max_unread` of its results are unread.
         QueueFull: There is no room for the rollouts. None of the tasks was added.
     """
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if job.cancel_reason is not None:
         raise Conflict(f"RolloutJob {name!r} is cancelled and takes no more tasks", reason="JobCancelled")
     if job.closed:
@@ -321,45 +226,38 @@ def push(
     fresh = [t for t in tasks if t.id not in known]
     if fresh:
         if max_unread is not None:
-            unread.check(job, loads(job.limits)["samples"], max_unread)
+            unread.check(job, job.limits.samples, max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
 
 def close(tx: Transaction, namespace: str, name: str) -> None:
     """Close a job, to which no more tasks will be added. Closing it twice has no further effect."""
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if not job.closed:
-        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(closed=True))
-        if rules_of(loads(job.limits)) is not None:
-            advance(tx, job.id)
+        job_rows.close(tx, job.id)
+        if job.limits.sampling is not None:
+            transitions.advance(tx, job.id)
         elif job.ended == job.total:
-            finish(tx, job.id)
-    tx.wake(job_topic(job.id))
+            job_rows.finish(tx, job.id)
 
 
 def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, priority: int | None) -> None:
     """Suspend or resume a job, or change its priority. The deadline of a suspended job does not run."""
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     spec = loads(job.spec)
     values: dict[str, Any] = {}
     if suspend is not None and suspend != job.suspended:
         spec["suspend"] = suspend
         started = None if suspend else tx.now
-        deadline = loads(job.limits)["deadline"]
-        values |= {
-            "suspended": suspend,
-            "started_at": started,
-            "deadline_at": deadline_at(started, deadline),
-        }
+        deadline = deadline_at(started, job.limits.deadline_seconds)
+        values |= {"suspended": suspend, "started_at": started, "deadline_at": deadline}
     if priority is not None and priority != job.priority:
         spec["priority"] = priority
         values["priority"] = priority
     if values:
         values |= {"spec": orjson.dumps(spec, option=orjson.OPT_SORT_KEYS), "generation": job.generation + 1}
-        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(**values))
-        for topic in (job_topic(job.id), QUEUE, CLAIMS, UNFINISHED):
-            tx.wake(topic)
+        job_rows.change(tx, job.id, values)
 
 
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
@@ -367,17 +265,10 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
 
     The lastTransitionTime of a condition changes only when the status of the condition changes.
     """
-    job = find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     before = loads(job.status)
     status = {k: status[k] for k in ("phase", "conditions", "observedGeneration", "message") if k in status}
     status |= {k: before[k] for k in (SKIPPED_ROWS,) if k in before}
     status["conditions"] = merge_conditions(before.get("conditions", []), status.get("conditions", []))
     if status != before:
-        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(status=dumps(status)))
-        tx.wake(job_topic(job.id))
-        tx.wake(CLAIMS)
-
-
-def by_id(conn: Connection, job_id: int) -> JobRow | None:
-    """Return the row of a job, even of a deleted one, by its number; return None once the row is removed."""
-    return read_one(JobRow, conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one_or_none())
+        job_rows.put_status(tx, job.id, dumps(status))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import sqlalchemy as sa
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
 from rollyard_crds.base import ObjectMeta
 from rollyard_crds.rolloutjob import RolloutJobSpec
@@ -19,14 +18,15 @@ from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import Conflict, Invalid
 from rollyard_api.core.room import Room
-from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import cancellation, jobs
-from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED, DELETED, OBJECT_UID
+from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID
 from rollyard_api.jobs.jobs import NewJob
+from rollyard_api.machine.limits import Limits
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import JobRow, PoolRow, read_one
-from rollyard_api.storage.schema import jobs as job_table
-from rollyard_api.storage.schema import pools as pool_table
+from rollyard_api.storage.jobs import DELETED
+from rollyard_api.storage.rows import JobRow
 
 MUTABLE: Final = frozenset(
     {
@@ -99,8 +99,7 @@ def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) 
         Conflict: A field that cannot change differs, and the object is not known to be another one.
         QueueFull: There is no room for so many rollouts.
     """
-    found = tx.conn.execute(jobs.query(new.namespace, new.name).with_for_update()).one_or_none()
-    row = read_one(JobRow, found)
+    row = job_rows.named(tx.conn, new.namespace, new.name, lock=True)
     if row is not None and not _another(row.object_uid, new.object_uid):
         _update_job(tx, row, new)
         return Registered(False)
@@ -121,10 +120,7 @@ def _update_job(tx: Transaction, row: JobRow, new: NewJob) -> None:
     warm = jobs.warm_of(new.spec)
     if row.warm != warm:
         values["warm"] = warm
-    if values:
-        tx.conn.execute(sa.update(job_table).where(job_table.c.id == row.id).values(**values))
-        for topic in (job_topic(row.id), QUEUE, CLAIMS, UNFINISHED):
-            tx.wake(topic)
+    job_rows.change(tx, row.id, values)
 
 
 def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
@@ -151,7 +147,7 @@ def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
     values |= {
         "generation": row.generation + 1,
         "digest": new.digest,
-        "limits": jobs.limits_of(new.spec),
+        "limits": Limits.of(new.spec),
         "priority": new.spec.priority,
     }
     if row.finished_at is None:
@@ -173,10 +169,7 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
             be another one.
     """
     meta = pool.metadata
-    query = sa.select(pool_table).where(
-        pool_table.c.namespace == meta.namespace, pool_table.c.name == meta.name
-    )
-    row = tx.conn.execute(query.with_for_update()).one_or_none()
+    row = pool_rows.named(tx.conn, meta.namespace, meta.name, lock=True)
     if row is None:
         return pools.create(tx, pool)
     known = ObjectMeta.model_validate({**loads(row.metadata), "name": row.name, "namespace": row.namespace})
@@ -185,17 +178,12 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
         return pools.create(tx, pool)
     wrong = pools.fixed(BackendPoolSpec.model_validate(loads(row.spec)), pool.spec)
     if wrong:
-        raise Conflict(
-            f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec "
-            f"({wrong[0]}); delete it first or choose another name",
-            reason="AlreadyExists",
-            errors=wrong,
-        )
-    pools.change(tx, PoolRow(*row), pool.spec)
+        raise pools.differs(meta, wrong)
+    pools.change(tx, row, pool.spec)
     own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     kept = {"labels": meta.labels, "annotations": own | meta.annotations}
     if loads(row.metadata) != kept:
-        tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(kept)))
+        pool_rows.put_metadata(tx, row.id, dumps(kept))
     return False
 
 
@@ -208,16 +196,14 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     Returns:
         The id of the job.
     """
-    job = jobs.find_locked(tx, namespace, name)
+    job = job_rows.find_locked(tx, namespace, name)
     if job.object_uid is None:
         return cancellation.delete_job(tx, namespace, name)
     cancellation.cancel_job(tx, namespace, name, DELETED)
     if job.cancel_reason != DELETED:
         # This replaces another reason, and it covers a job that has ended, which `cancel_job` leaves alone.
-        tx.conn.execute(sa.update(job_table).where(job_table.c.id == job.id).values(cancel_reason=DELETED))
-        for topic in (job_topic(job.id), UNFINISHED):
-            tx.wake(topic)
-    return int(job.id)
+        job_rows.ask_for_deletion(tx, job.id)
+    return job.id
 
 
 def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
@@ -225,12 +211,12 @@ def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
 
     A driver that finds the mark deletes the object of the pool and then removes the pool.
     """
-    row = pools.find(tx.conn, namespace, name)
+    row = pool_rows.find(tx.conn, namespace, name)
     meta = loads(row.metadata)
     annotations = meta.get("annotations") or {}
     if OBJECT_UID not in annotations:
         pools.delete(tx, namespace, name)
         return True
     meta["annotations"] = annotations | {DELETE_REQUESTED: "true"}
-    tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(meta)))
+    pool_rows.put_metadata(tx, row.id, dumps(meta))
     return False

@@ -23,12 +23,12 @@ from rollyard_crds.fields.reward import MAX_COMPONENTS, RewardServiceSpec
 from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import dumps
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable
 from rollyard_api.jobs.task_sources import AllowList, PrefixError, Source, allowed_prefixes, shown
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
 FIELD: Final = "spec.reward.service.url"
@@ -104,7 +104,7 @@ def service_of(conn: Connection, rollout: str, token: int) -> ServiceCall:
         raise NotFound(f"there is no rollout {rollout!r}", reason="RolloutNotFound")
     if row.token != token or row.state != RolloutState.LEASED_EVAL:
         raise Conflict(f"the Eval lease of {rollout!r} with token {token} is not held", reason="LeaseLost")
-    service = loads(row.limits).get("reward_service")
+    service = row.limits.reward_service
     if service is None:
         raise Conflict(f"the job of {rollout!r} has no reward service", reason="NoRewardService")
     return ServiceCall(row.job_id, row.namespace, RewardServiceSpec.model_validate(service))

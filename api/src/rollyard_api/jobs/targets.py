@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import sqlalchemy as sa
-from sqlalchemy import bindparam
-
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict
-from rollyard_api.jobs.jobs import find_locked
-from rollyard_api.rollouts.dynamic_sampling import rules_of
-from rollyard_api.rollouts.ending import advance
+from rollyard_api.rollouts.transitions import advance
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
+from rollyard_api.storage.jobs import SamplingStep
 from rollyard_api.trajectories import unread
 
 MAX_STEPS: Final = 100_000
 """The most steps of one job, which bounds what their ids take in the database."""
-_STEP = sa.select(sampling_targets).where(
-    sampling_targets.c.job_id == bindparam("b_job"), sampling_targets.c.id == bindparam("b_id")
-)
-_STEPS = sa.select(sa.func.count()).where(sampling_targets.c.job_id == bindparam("b_job"))
-_RAISE = (
-    sa.update(dynamic_sampling)
-    .where(dynamic_sampling.c.job_id == bindparam("b_job"))
-    .values(target=dynamic_sampling.c.target + bindparam("b_groups"))
-    .returning(dynamic_sampling.c.target)
-)
-_INFORMATIVE = sa.select(dynamic_sampling.c.informative).where(
-    dynamic_sampling.c.job_id == bindparam("b_job")
-)
 
 
 def open_step(
@@ -55,15 +38,15 @@ def open_step(
         Conflict: The job is no open stream with dynamic sampling, the step was opened with another number of
             groups, the job has MAX_STEPS steps, or too many of its results are unread.
     """
-    job = find_locked(tx, namespace, name)
-    rules = rules_of(loads(job.limits))
+    job = job_rows.find_locked(tx, namespace, name)
+    rules = job.limits.sampling
     if rules is None:
         raise Conflict(
             f"RolloutJob {name!r} has no spec.dynamicSampling, so it has no targets",
             reason="NoDynamicSampling",
         )
-    wanted = rules["target"] if groups is None else groups
-    known = tx.conn.execute(_STEP, {"b_job": job.id, "b_id": step}).one_or_none()
+    wanted = rules.target_groups if groups is None else groups
+    known = job_rows.step(tx.conn, job.id, step)
     if known is not None:
         if known.groups != wanted:
             raise Conflict(
@@ -71,7 +54,7 @@ def open_step(
                 f"not {wanted}",
                 reason="TargetDiffers",
             )
-        return _described(tx, job.id, step, wanted, known.goal, opened=False)
+        return _described(tx, job.id, step, known, opened=False)
     if not loads(job.spec)["tasks"].get("stream"):
         raise Conflict(
             f"RolloutJob {name!r} is no stream: its only target is spec.dynamicSampling.targetGroups",
@@ -84,21 +67,18 @@ def open_step(
         )
     if job.closed:
         raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
-    unread.check(job, loads(job.limits)["samples"], max_unread)
-    if tx.conn.execute(_STEPS, {"b_job": job.id}).scalar_one() >= MAX_STEPS:
+    unread.check(job, job.limits.samples, max_unread)
+    if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"
         )
-    goal = tx.conn.execute(_RAISE, {"b_job": job.id, "b_groups": wanted}).scalar_one()
-    tx.conn.execute(
-        sa.insert(sampling_targets).values(job_id=job.id, id=step, groups=wanted, goal=goal, opened_at=tx.now)
-    )
+    made = job_rows.open_step(tx, job.id, step, wanted)
     advance(tx, job.id)
-    return _described(tx, job.id, step, wanted, goal, opened=True)
+    return _described(tx, job.id, step, made, opened=True)
 
 
 def _described(
-    tx: Transaction, job_id: int, step: str, groups: int, goal: int, *, opened: bool
+    tx: Transaction, job_id: int, name: str, step: SamplingStep, *, opened: bool
 ) -> dict[str, Any]:
-    informative = tx.conn.execute(_INFORMATIVE, {"b_job": job_id}).scalar_one()
-    return {"id": step, "groups": groups, "goal": goal, "met": informative >= goal, "opened": opened}
+    met = job_rows.sampling(tx.conn, job_id).informative >= step.goal
+    return {"id": name, "groups": step.groups, "goal": step.goal, "met": met, "opened": opened}

@@ -10,9 +10,8 @@ from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import unpack
-from rollyard_api.core.problems import NotFound
-from rollyard_api.core.states import RolloutState
-from rollyard_api.jobs.jobs import find
+from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.schema import groups, rollouts
 
 AHEAD: Final = 64
@@ -49,9 +48,7 @@ def waiting(conn: Connection, namespace: str, name: str, uid: str | None, max_by
     Raises:
         NotFound: There is no such job, or another job of this name has replaced it.
     """
-    job = find(conn, namespace, name)
-    if uid is not None and uid != job.uid:
-        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
+    job = job_rows.find(conn, namespace, name, uid=uid)
     numbers = dict.fromkeys(conn.execute(_QUEUE, {"b_job": job.id}).scalars())
     found: dict[str, None] = {}
     size = 0

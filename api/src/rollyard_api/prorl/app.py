@@ -26,7 +26,6 @@ from rollyard_api.core import entrypoints
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import ApiError, Invalid, Unavailable
-from rollyard_api.jobs import jobs
 from rollyard_api.prorl import calls, results, servers
 from rollyard_api.prorl.addresses import MAX_ADDRESS
 from rollyard_api.prorl.calls import Asked, StartedCall
@@ -37,6 +36,7 @@ from rollyard_api.prorl.parameters import RolloutParams, digest_of, job_spec
 from rollyard_api.prorl.waits import Ends
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_one
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import records
@@ -227,7 +227,7 @@ class ProrlCalls:
             size = conn.execute(records.sizes().where(rollouts.c.id == call.rollout)).one_or_none()
             return read_one(EndedRollout, row), read_one(RolloutSize, size)
 
-        job = await plane.database.read(partial(jobs.by_id, job_id=call.job_id))
+        job = await plane.database.read(partial(job_rows.by_id, job_id=call.job_id))
         row, size = await plane.database.read(query)
         if job is None or row is None or size is None:
             raise _Gone("the rollout is gone, because somebody deleted its job")

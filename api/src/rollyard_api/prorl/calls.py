@@ -16,9 +16,10 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import UNFINISHED, RolloutState
 from rollyard_api.jobs import cancellation, jobs, tasks
-from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.machine.jobs import prefix_of
+from rollyard_api.machine.states import UNFINISHED, RolloutState
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import jobs as job_table
@@ -219,7 +220,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
     """Return the locked row of the open job with these parameters, which is made if there is none."""
     found = open_jobs(tx.conn, asked.namespace, asked.settings)
     if found:
-        return jobs.find_locked(tx, found[-1].namespace, found[-1].name)
+        return job_rows.find_locked(tx, found[-1].namespace, found[-1].name)
     others = open_jobs(tx.conn, asked.namespace)
     if len(others) >= asked.max_jobs:
         idle = next((job for job in others if job.ended == job.total), None)
@@ -233,7 +234,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
     name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
     manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
     jobs.create(tx, jobs.prepare(manifest, []), asked.room)
-    job = jobs.find_locked(tx, asked.namespace, name)
+    job = job_rows.find_locked(tx, asked.namespace, name)
     made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
     tx.conn.execute(made)
     return job

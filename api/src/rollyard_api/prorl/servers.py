@@ -16,6 +16,7 @@ from rollyard_api.prorl import calls
 from rollyard_api.prorl.addresses import server_url
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import PoolRow
 
@@ -51,7 +52,7 @@ async def clear(plane: ControlPlane, config: ProrlConfig) -> None:
 
 def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
     try:
-        found = pools.find(conn, config.namespace, config.pool)
+        found = pool_rows.find(conn, config.namespace, config.pool)
     except NotFound:
         return None
     if found.uid != calls.batch(conn, config.namespace).pool_uid:
@@ -91,9 +92,9 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
         }
         metadata = {"name": config.pool, "namespace": config.namespace}
         pools.create(tx, BackendPool.model_validate({"metadata": metadata, "spec": spec}))
-        calls.put_pool(tx, config.namespace, pools.find(tx.conn, config.namespace, config.pool).uid)
+        calls.put_pool(tx, config.namespace, pool_rows.find(tx.conn, config.namespace, config.pool).uid)
         return
-    urls = pools.servers(tx.conn, pool.id)
+    urls = pool_rows.servers(tx.conn, pool.id)
     if url in urls:
         return
     if len(urls) >= config.max_servers:

@@ -27,8 +27,8 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict, Invalid, NotFound
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import ClaimRow, read_all, read_one
 from rollyard_api.storage.schema import claims, jobs, rollouts

@@ -6,65 +6,28 @@ Rollouts and calls are counted until the first well-formed call comes. From then
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
-import sqlalchemy as sa
-from rollyard_crds.trajectory import MALFORMED_CALL
-from sqlalchemy import bindparam
-
+from rollyard_api.machine.events import RunCounts
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import jobs
 
 MIN_ROLLOUTS: Final = 32
 """The number of rollouts with calls after which a job says so."""
-_COUNT: Final = (
-    sa.update(jobs)
-    .where(jobs.c.id == bindparam("b_job"), jobs.c.well_formed.is_(False))
-    .values(
-        malformed_rollouts=jobs.c.malformed_rollouts + bindparam("b_rollouts"),
-        malformed_calls=jobs.c.malformed_calls + bindparam("b_calls"),
-        well_formed=bindparam("b_well_formed"),
-    )
-)
 
 
-@dataclass(frozen=True, slots=True)
-class RunCalls:
-    """The number of calls that the policy wrote in one Run, and how many of them are malformed."""
-
-    total: int
-    malformed: int
-
-
-def calls_of(trajectory: Mapping[str, Any]) -> RunCalls:
-    """Return the calls of a Run's trajectory, which was checked.
-
-    Replayed calls are not the policy's. An entry that names no tool, such as the one for calls beyond the
-    largest number of a turn, is a call only if it is malformed.
-    """
-    calls = [
-        (call["name"], (call.get("error") or "").startswith(MALFORMED_CALL))
-        for turn in trajectory.get("turns") or ()
-        if turn["finish_reason"] != "replayed"
-        for call in turn.get("tool_calls") or ()
-    ]
-    malformed = sum(wrong for _, wrong in calls)
-    return RunCalls(malformed + sum(bool(name) and not wrong for name, wrong in calls), malformed)
-
-
-def count(tx: Transaction, runs: Iterable[tuple[int, RunCalls]]) -> None:
+def count(tx: Transaction, runs: Iterable[tuple[int, RunCounts]]) -> None:
     """Count the calls of Runs that are complete, each with the id of its job."""
-    by_job: defaultdict[int, list[RunCalls]] = defaultdict(list)
-    for job_id, calls in runs:
-        if calls.total:
-            by_job[job_id].append(calls)
-    for job_id, found in sorted(by_job.items()):
-        total, malformed = sum(run.total for run in found), sum(run.malformed for run in found)
-        values = {"b_rollouts": len(found), "b_calls": total, "b_well_formed": malformed < total}
-        tx.conn.execute(_COUNT, {"b_job": job_id, **values})
+    by_job: defaultdict[int, list[RunCounts]] = defaultdict(list)
+    for job_id, counts in runs:
+        if counts.written_calls:
+            by_job[job_id].append(counts)
+    for job_id, counted in sorted(by_job.items()):
+        written = sum(counts.written_calls for counts in counted)
+        malformed = sum(counts.malformed_calls for counts in counted)
+        job_rows.count_calls(tx, job_id, len(counted), written, well_formed=malformed < written)
 
 
 def status(job: JobRow) -> dict[str, int] | None:

@@ -6,62 +6,52 @@ each state, and what a Run counted. `trajectories.traces` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from rollyard_api.core.codec import dumps, loads
-from rollyard_api.core.states import RolloutState
+from rollyard_crds.rolloutjob import STAGES
+
+from rollyard_api.machine.events import Failed, InitDone, Leased, RunDone, Scored
+from rollyard_api.machine.rollout import Rollout, Transition
 from rollyard_api.trajectories import traces
 
-_STAGE = ("queued_seconds", "active_seconds", "attempts")
-_WORKER = ("model_seconds", "tool_seconds", "own_seconds")
+_STAGE: Final = ("queued_seconds", "active_seconds", "attempts")
+_WORKER: Final = ("model_seconds", "tool_seconds", "own_seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A change of a rollout's state, with the times in seconds at which it entered both states."""
+def add(timings: dict[str, Any], rollout: Rollout, transition: Transition, now: float) -> None:
+    """Add the time in the state that a rollout leaves to its decoded timings.
 
-    before: RolloutState
-    since: float
-    after: RolloutState
-    now: float
-
-
-def add(
-    timings: str,
-    stage: str,
-    *,
-    queued: float = 0.0,
-    active: float = 0.0,
-    attempts: int = 0,
-    worker: Mapping[str, Any] | None = None,
-    step: Step | None = None,
-    counted: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the timings with seconds and attempts added to those of one stage.
-
-    The times that the worker measured (StageTimes) are given as `worker` and are added to the rollout's own.
-    `step` is the change of state that they belong to, or None if the rollout ends, and `counted` is what a
-    Run counted (see `traces.counts_of`).
+    The times that the worker measured and what a Run counted are added, too. Every lease of a stage is one of
+    its attempts here, counted as one or not.
     """
-    document = loads(timings)
-    entry = document.setdefault(stage, dict.fromkeys(_STAGE, 0))
-    entry["queued_seconds"] = round(entry["queued_seconds"] + queued, 6)
-    entry["active_seconds"] = round(entry["active_seconds"] + active, 6)
-    entry["attempts"] += attempts
-    for name in _WORKER if worker else ():
-        seconds = (worker or {}).get(name, 0.0)
-        if seconds:
-            document[name] = round(document.get(name, 0.0) + seconds, 6)
-    if step is not None:
-        traces.note(document, step.before, step.since, step.after, step.now)
-    if counted:
-        traces.count(document, counted)
-    return dumps(document).decode()
+    event, before = transition.event, rollout.state
+    entry = timings.setdefault(rollout.stage, dict.fromkeys(_STAGE, 0))
+    spent = "active_seconds" if before.is_leased else "queued_seconds"
+    entry[spent] = round(entry[spent] + max(0.0, now - rollout.since), 6)
+    if isinstance(event, Leased):
+        entry["attempts"] += 1
+    elif isinstance(event, InitDone | RunDone | Scored | Failed):
+        for name in _WORKER:
+            seconds = getattr(event.times, name)
+            if seconds:
+                timings[name] = round(timings.get(name, 0.0) + seconds, 6)
+    if not transition.after.has_ended:
+        traces.note(timings, before, rollout.since, transition.after, now)
+    if isinstance(event, RunDone):
+        traces.count(timings, event.counts)
 
 
-def tries(timings: str, stage: str) -> int:
-    """Return how many leases of one stage the rollout has had, those that are not counted as attempts too."""
-    count: int = loads(timings).get(stage, {}).get("attempts", 0)
+def attempts(timings: dict[str, Any], stage: str) -> int:
+    """Return how many leases of one stage the rollout has had."""
+    count: int = timings[stage]["attempts"]
     return count
+
+
+def total(timings: dict[str, Any]) -> float:
+    """Return how long a rollout has existed, in seconds; its states follow each other without a gap."""
+    seconds = 0.0
+    for stage in STAGES:
+        entry = timings.get(stage)
+        if entry is not None:
+            seconds += entry["queued_seconds"] + entry["active_seconds"]
+    return seconds

@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from rollyard_crds.lease import MAX_BATCH, RunStats, SandboxHandle, StageFailure, StageTimes
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.trajectory import LOWEST_LOGPROB, MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
+from rollyard_crds.trajectory import LOWEST_LOGPROB, MALFORMED_CALL, MAX_REWARD, MAX_REWARD_OUTPUT, Trajectory
 
 from rollyard_api.core.codec import check_plain, dumps, pack
 from rollyard_api.core.problems import Invalid
 from rollyard_api.core.validation import MAX_PROBLEMS
-from rollyard_api.rollouts import malformed_calls
-from rollyard_api.trajectories import traces
+from rollyard_api.machine import events
+from rollyard_api.trajectories.traces import MAX_REASON
 
 MAX_CARRY_BYTES = 1 << 20
 _FAILURES = TypeAdapter(list[StageFailure])
@@ -88,10 +88,6 @@ def check_results(document: Any) -> list[dict[str, Any]]:
         if item["stage"] == "run":
             trajectory = item["trajectory"]
             item["packed"] = pack(dumps(trajectory))
-            item["template_breaks"] = trajectory.get("template_breaks", 0)
-            item["counted"] = traces.counts_of(trajectory)
-            item["calls"] = malformed_calls.calls_of(trajectory)
-            item["sampled_tokens"] = sum(sum(s["loss_mask"]) for s in trajectory.get("segments", []))
     return results
 
 
@@ -259,3 +255,66 @@ def check_failures(document: Any) -> list[dict[str, Any]]:
     except ValidationError as error:
         problems = describe(error, "failures")[:MAX_PROBLEMS]
         raise Invalid(problems[0], errors=problems) from error
+
+
+def result_event(item: dict[str, Any]) -> tuple[str, events.Report]:
+    """Return the rollout of a checked result, and what has happened to it."""
+    token, carry = item["token"], item.get("carry")
+    kept, times = pack(dumps(carry)) if carry else None, _times(item)
+    if item["stage"] == "run":
+        return item["rollout"], events.RunDone(
+            token, item["packed"], carry=kept, counts=_counts(item), times=times
+        )
+    if item["stage"] == "eval":
+        components = item.get("reward_components")
+        return item["rollout"], events.Scored(
+            token,
+            float(item["reward"]),
+            components=dumps(components) if components else None,
+            reason=item.get("reward_reason") or None,
+            output=item.get("reward_output") or None,
+            times=times,
+        )
+    handle = item.get("sandbox")
+    sandbox = None if handle is None else events.Sandbox(handle["id"], handle["node"], dumps(handle))
+    return item["rollout"], events.InitDone(token, sandbox, kept, times)
+
+
+def failure_event(item: dict[str, Any]) -> tuple[str, events.Report]:
+    """Return the rollout of a checked failure, and what has happened to it."""
+    names = ("token", "stage", "reason", "message", "return_to", "retryable", "counts")
+    return item["rollout"], events.Failed(**{name: item[name] for name in names}, times=_times(item))
+
+
+def _times(item: dict[str, Any]) -> events.Times:
+    times = item.get("times") or {}
+    names = ("model_seconds", "tool_seconds", "own_seconds")
+    return events.Times(**{name: float(times.get(name, 0.0)) for name in names})
+
+
+def _counts(item: dict[str, Any]) -> events.RunCounts:
+    """Return what is counted in a Run.
+
+    Replayed calls are not the policy's. An entry that names no tool, such as the one for calls beyond the
+    largest number of a turn, is a call only if it is malformed.
+    """
+    trajectory, stats = item["trajectory"], item.get("stats") or {}
+    turns = trajectory.get("turns") or ()
+    calls = [
+        (call["name"], (call.get("error") or "").startswith(MALFORMED_CALL))
+        for turn in turns
+        if turn["finish_reason"] != "replayed"
+        for call in turn.get("tool_calls") or ()
+    ]
+    malformed = sum(wrong for _, wrong in calls)
+    sampled = sum(sum(segment["loss_mask"]) for segment in trajectory.get("segments", []))
+    return events.RunCounts(
+        turns=len(turns),
+        tool_calls=sum(len(turn.get("tool_calls") or ()) for turn in turns),
+        cut=(trajectory.get("truncated_reason") or "")[:MAX_REASON],
+        written_calls=malformed + sum(bool(name) and not wrong for name, wrong in calls),
+        malformed_calls=malformed,
+        template_breaks=trajectory.get("template_breaks", 0),
+        sampled_tokens=sampled,
+        spent_tokens=(stats.get("sampled_tokens", 0) or sampled) + stats.get("discarded_tokens", 0),
+    )

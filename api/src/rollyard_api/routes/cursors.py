@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from rollyard_api.core.cursors import MAX_LENGTH
 from rollyard_api.core.validation import validated
-from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema, plane_of
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import acknowledged
 
@@ -40,7 +40,7 @@ async def list_cursors(plane: Plane, name: str, namespace: Namespace = "default"
     """List the acknowledged cursors of a job: {name, kind, cursor, movedAt}."""
 
     def query(conn: Connection) -> list[dict[str, Any]]:
-        return acknowledged.listed(conn, jobs.find(conn, namespace, name))
+        return acknowledged.listed(conn, job_rows.find(conn, namespace, name))
 
     return answer({"items": await plane.database.read(query)})
 
@@ -52,7 +52,7 @@ async def get_cursor(
     """Return the cursor that was last acknowledged under this name."""
 
     def query(conn: Connection) -> dict[str, Any]:
-        return acknowledged.one(conn, jobs.find(conn, namespace, name), cursor)
+        return acknowledged.one(conn, job_rows.find(conn, namespace, name), cursor)
 
     return answer(await plane.database.read(query))
 
@@ -76,7 +76,7 @@ async def acknowledge(
     )
 
     def change(tx: Transaction) -> dict[str, Any]:
-        return keep(tx, jobs.find_locked(tx, namespace, name))
+        return keep(tx, job_rows.find_locked(tx, namespace, name))
 
     return answer(await plane.database.write(change))
 
@@ -88,7 +88,7 @@ async def delete_cursor(
     """Forget a cursor."""
 
     def change(tx: Transaction) -> None:
-        acknowledged.forget(tx, jobs.find_locked(tx, namespace, name), cursor)
+        acknowledged.forget(tx, job_rows.find_locked(tx, namespace, name), cursor)
 
     await plane.database.write(change)
     return answer({"name": cursor, "job": name, "namespace": namespace, "deleted": True})

@@ -13,10 +13,11 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.jobs import job_views, jobs
+from rollyard_api.jobs import job_views
 from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.routes.common import Namespace, StrictRoute, plane_of
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.trajectories.delivery import Delivery
 
@@ -40,7 +41,7 @@ async def events(
     id are no longer kept, an event `missed` is sent first.
     """
     plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
+    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
     after = plane.events.resume_after(job, last_event_id)
     async with AsyncExitStack() as held:
         held.enter_context(plane.streams.held(namespace))
@@ -49,7 +50,7 @@ async def events(
 
 
 def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
-    row = jobs.by_id(conn, job_id)
+    row = job_rows.by_id(conn, job_id)
     return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
 
 

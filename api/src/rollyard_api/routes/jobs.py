@@ -36,6 +36,7 @@ from rollyard_api.routes.common import (
     role_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=StrictRoute)
 
@@ -136,7 +137,7 @@ def registered(
 
 
 def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) -> dict[str, Any]:
-    return job_views.document(conn, jobs.find(conn, namespace, name), bare=bare)
+    return job_views.document(conn, job_rows.find(conn, namespace, name), bare=bare)
 
 
 async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> Sequence[TaskRow]:
@@ -311,7 +312,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     op = registration.delete_job if role_of(request) != "driver" else cancellation.delete_job
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
-    job = await plane.database.read(partial(jobs.by_id, job_id=job_id))
+    job = await plane.database.read(partial(job_rows.by_id, job_id=job_id))
     deleted = job is None or job.deleted_at is not None
     return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
 

@@ -29,13 +29,12 @@ from rollyard_crds.workers import WaitingImages
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.backends import assignment
 from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
-from rollyard_api.jobs import job_views, jobs, reward_services, task_images
-from rollyard_api.rollouts import lease_expiry, leasing, node_loss, outcomes, staleness, wire
+from rollyard_api.jobs import job_views, reward_services, task_images
+from rollyard_api.rollouts import heartbeats, leasing, outcomes, rerouting, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
     Namespace,
@@ -53,6 +52,7 @@ from rollyard_api.routes.common import (
     unchecked_body_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.views.rollout import live
 
@@ -71,7 +71,7 @@ def _reply(request: Request, document: Any) -> Response:
 
 def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None) -> bool:
     try:
-        job = jobs.find(conn, namespace or "default", name)
+        job = job_rows.find(conn, namespace or "default", name)
     except NotFound:
         return True
     return job.finished_at is not None or job_id not in (None, job.id)
@@ -138,10 +138,10 @@ async def heartbeat(request: Request) -> Response:
     tells = client_number(request) >= WATCHED_SINCE and plane.views.watching.possible(time.time())
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
-        lost, cancelled = lease_expiry.renew(tx, held, plane.settings.lease_seconds)
-        unnamed, oldest = lease_expiry.claims(tx, beat.node, beat.sandboxes)
-        node_loss.heard(tx, beat.node, job_id)
-        unused = node_loss.give_up(tx, beat.ending) if beat.ending else []
+        lost, cancelled = heartbeats.renew(tx, held, plane.settings.lease_seconds)
+        unnamed, oldest = heartbeats.claims(tx, beat.node, beat.sandboxes)
+        heartbeats.heard(tx, beat.node, job_id)
+        unused = heartbeats.give_up(tx, beat.ending) if beat.ending else []
         watched: list[str] = []
         if tells or beat.live:
             gone = {rollout for rollout, _ in (*lost, *cancelled)}
@@ -174,12 +174,13 @@ async def complete(request: Request) -> Response:
     plane = plane_of(request)
     results = wire.check_results(await unchecked_body_of(request))
     made = [item["sandbox"]["id"] for item in results if item.get("sandbox")]
+    reports = [wire.result_event(item) for item in results]
     of_others = others_among(request, [item["rollout"] for item in results], made)
     await plane.refuse_when_full()
 
     def op(tx: Transaction) -> list[dict[str, str]] | Forbidden:
         # A refusal is returned, because an exception would make the writer run all ops beside this one again.
-        return of_others(tx.conn) or staleness.complete(tx, results)
+        return of_others(tx.conn) or outcomes.report(tx, reports)
 
     told = await plane.database.write(op)
     if isinstance(told, Forbidden):
@@ -198,7 +199,8 @@ async def fail(request: Request) -> Response:
     failures = wire.check_failures(await body_of(request))
     await refuse_others(request, [item["rollout"] for item in failures])
     await plane.refuse_when_full()
-    told = await plane.database.write(partial(outcomes.fail, failures=failures))
+    reports = [wire.failure_event(item) for item in failures]
+    told = await plane.database.write(partial(outcomes.report, reports=reports))
     return _reply(request, {"outcomes": told})
 
 
@@ -213,7 +215,7 @@ async def route(request: Request) -> Response:
     asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
     op = partial(
-        assignment.reroute,
+        rerouting.reroute,
         rollout=asked.rollout,
         token=asked.token,
         failed_url=asked.failed_url,

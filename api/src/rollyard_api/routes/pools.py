@@ -31,6 +31,7 @@ from rollyard_api.routes.common import (
     role_of,
 )
 from rollyard_api.routes.jobs import manifest_of, registered
+from rollyard_api.storage import pools as pool_rows
 
 router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"], route_class=StrictRoute)
 
@@ -48,7 +49,7 @@ class PoolPatch(Model):
 
 
 def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
-    pools.find(conn, namespace, name)
+    pool_rows.find(conn, namespace, name)
     return pools.listed(conn, namespace, name)[0]
 
 
@@ -108,7 +109,7 @@ async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default
     The status is 404 (`TokenizerUnseen`) if the control plane's machine has no such folder or model, and 422
     (`TokenizerInvalid`) if the file there is no tokenizer.json.
     """
-    pool = await plane.database.read(partial(pools.find, namespace=namespace, name=name))
+    pool = await plane.database.read(partial(pool_rows.find, namespace=namespace, name=name))
 
     def look() -> Vocabulary | None:
         path = find_tokenizer(pool.tokenizer)

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from rollyard_api.core import cursors
 from rollyard_api.core.problems import ApiError
 from rollyard_api.core.wakeups import job_topic
-from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import is_older_client, plane_of
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
 from rollyard_api.trajectories import attempts, delivery, unread
 from rollyard_api.trajectories.delivery import Delivery, Piece
@@ -136,14 +136,14 @@ async def result_page(
         TooManyWaits: No further long poll or page may be open.
     """
     plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
+    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
     after = cursors.number(cursor, kind, uid=job.uid, job=name, end=end(job))
     if unread.is_ahead(job, kind, after, plane.settings.max_unread):
         with suppress(ApiError):  # A full disk must not prevent reading.
-            await plane.database.write(partial(unread.mark, job_id=job.id, kind=kind, position=after))
+            await plane.database.write(partial(job_rows.note_read, job_id=job.id, kind=kind, position=after))
 
     def query(conn: Connection) -> tuple[E, bool]:
-        now = jobs.find(conn, namespace, name)
+        now = job_rows.find(conn, namespace, name)
         if now.uid != job.uid:
             raise cursors.gone(name)
         found = look(conn, job.id, after)

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import Invalid, TooLarge
-from rollyard_api.core.states import ENDED
-from rollyard_api.jobs import jobs
+from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import Namespace, StrictRoute, Wait, answer, is_older_client, plane_of
 from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.routes.result_pages import ResultPage, result_page
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
 from rollyard_api.trajectories import attempts, delivery, group_records, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
@@ -178,7 +178,7 @@ async def list_rollouts(
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
-        job = jobs.find(conn, namespace, name)
+        job = job_rows.find(conn, namespace, name)
         begin = _rollout_after(after, job)
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)

@@ -32,10 +32,11 @@ from rollyard_api.routes.common import (
     plane_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
 from rollyard_api.storage.schema import backends
-from rollyard_api.weights import checkpoints, update_records
-from rollyard_api.weights.backend_targets import PAUSED
+from rollyard_api.weights import checkpoints, records, updates
+from rollyard_api.weights.steps import PAUSED
 
 router = APIRouter(prefix="/v1/backendpools", tags=["weights"], route_class=StrictRoute)
 
@@ -47,7 +48,7 @@ class WeightUpdates(Model):
 
 
 def _pool(conn: Connection, namespace: str, name: str) -> tuple[PoolRow, list[BackendRow]]:
-    pool = pools.find(conn, namespace, name)
+    pool = pool_rows.find(conn, namespace, name)
     rows = conn.execute(backends.select().where(backends.c.pool_id == pool.id))
     return pool, read_all(BackendRow, rows)
 
@@ -113,7 +114,7 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
     plane = plane_of(request)
     asked = validated(WeightUpdateRequest, await body_of(request))
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
-    standing = await plane.database.read(partial(update_records.standing, pool=pool, asked=asked))
+    standing = await plane.database.read(partial(records.standing, pool=pool, request=asked))
     note = ""
     if standing is None:
         engine = loads(pool.spec)["engine"]["type"]
@@ -123,15 +124,15 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
         if labels or asked.mode == "wait":
             await _require(plane, pool, rows, asked.mode, labels=labels)
     row, new = await plane.database.write(
-        partial(update_records.add, namespace=namespace, name=name, asked=asked, note=note)
+        partial(records.add, namespace=namespace, name=name, request=asked, note=note)
     )
-    return answer(update_records.document(row), 202 if new else 200)
+    return answer(updates.document(row), 202 if new else 200)
 
 
 @router.get("/{name}/weights", responses={200: {"model": WeightUpdates}})
 async def list_updates(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """List the pool's weight updates, the newest first."""
-    found = await plane.database.read(partial(update_records.listed, namespace=namespace, name=name))
+    found = await plane.database.read(partial(records.listed, namespace=namespace, name=name))
     return answer({"items": found})
 
 
@@ -141,16 +142,16 @@ async def get_update(
 ) -> Response:
     """Return a weight update. The call waits up to `wait` seconds while the update is running."""
     plane = plane_of(request)
-    read = partial(update_records.one, namespace=namespace, name=name, number=number)
+    read = partial(records.one, namespace=namespace, name=name, number=number)
     row = await plane.poll(
         namespace,
-        update_records.TOPIC,
+        records.TOPIC,
         partial(plane.database.read, read),
         lambda found: found.state != "Running",
         wait,
         request.is_disconnected,
     )
-    return answer(update_records.document(row))
+    return answer(updates.document(row))
 
 
 PauseWait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
@@ -173,7 +174,7 @@ async def pause(
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
     if mode != "abort":
         await _require(plane, pool, rows, mode, labels=mode == "keep")
-    await plane.database.write(partial(update_records.pause, namespace=namespace, name=name, mode=mode))
+    await plane.database.write(partial(records.pause, namespace=namespace, name=name, mode=mode))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights_message == PAUSED
     )
@@ -185,7 +186,7 @@ async def resume(
 ) -> Response:
     """Undo `pause`: 200 once every server samples again, 202 if that takes longer than `wait` seconds."""
     plane = plane_of(request)
-    await plane.database.write(partial(update_records.resume, namespace=namespace, name=name))
+    await plane.database.write(partial(records.resume, namespace=namespace, name=name))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights != "Updating"
     )
@@ -200,7 +201,7 @@ async def _until(request: Request, namespace: str, name: str, wait: float, settl
 
     found = await plane.poll(
         namespace,
-        update_records.TOPIC,
+        records.TOPIC,
         partial(plane.database.read, read),
         enough,
         wait,

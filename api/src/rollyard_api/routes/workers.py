@@ -19,7 +19,7 @@ from starlette.responses import Response
 from rollyard_api.core.problems import Conflict, Forbidden
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import ready_topic
-from rollyard_api.rollouts import assignments, worker_deaths
+from rollyard_api.rollouts import assignments, sweeps
 from rollyard_api.routes.common import StrictRoute, answer, body_of, body_schema, caller_of, plane_of
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRoute)
@@ -35,7 +35,7 @@ async def died(request: Request) -> Response:
     plane = plane_of(request)
     report = validated(WorkerDied, await body_of(request))
     op = partial(
-        worker_deaths.take_back,
+        sweeps.worker_died,
         namespace=report.namespace,
         job=report.job,
         worker=report.worker,

@@ -1,4 +1,8 @@
-"""Bring a database's schema up to date at start."""
+"""Bring a database's schema up to date at start.
+
+An empty database gets the tables that `schema.metadata` describes, and the revision of the last
+migration. A migration therefore only changes a database that an earlier release has made.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,22 @@ from typing import TYPE_CHECKING, Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.storage import sign_in_tables, view_tables  # noqa: F401  They add tables to the metadata.
+from rollyard_api.storage.schema import metadata
+
 if TYPE_CHECKING:
     from alembic.config import Config
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
 _LOCK = 7_382_946_110
 """The key of a PostgreSQL advisory lock. If several replicas start at once, one migrates, others wait."""
+
+
+class UnknownSchema(ControlPlaneError):
+    """The database has a schema that this version neither has nor can bring up to date."""
+
+    reason = "UnknownSchema"
 
 
 def config(connection: Connection) -> Config:
@@ -26,25 +40,41 @@ def config(connection: Connection) -> Config:
     return made
 
 
-def head() -> str:
-    """Return the revision of the last packaged migration, which its file name begins with."""
-    return max(path.name[1:5] for path in (_FOLDER / "versions").glob("v[0-9][0-9][0-9][0-9]_*.py"))
+def revisions() -> list[str]:
+    """Return the revisions of the packaged migrations, in their order. File names begin with them."""
+    return sorted(path.name[1:5] for path in (_FOLDER / "versions").glob("v[0-9][0-9][0-9][0-9]_*.py"))
 
 
 def upgrade(engine: Engine) -> None:
-    """Run every migration that the database lacks, in one transaction."""
+    """Create all tables in an empty database, or run the migrations that it lacks, in one transaction.
+
+    Raises:
+        UnknownSchema: The database is that of a version which this one does not know.
+    """
+    known = revisions()
     with engine.begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
-        if _revisions(connection) == [head()]:
+        present = _present(connection)
+        if present == [known[-1]]:
             return
+        if unknown := sorted(set(present) - set(known)):
+            raise UnknownSchema(
+                f"the database has the schema {', '.join(unknown)}, and this version of Rollyard knows none "
+                f"after {known[-1]}: start the version that has written it, or name an empty database (--db)"
+            )
         # Loading Alembic takes most of the time of a start, and a restarted control plane needs no migration.
         from alembic import command
 
-        command.upgrade(config(connection), "head")
+        if present:
+            command.upgrade(config(connection), "head")
+        else:
+            # Tables of something else that have such a name are an error, and are not taken over.
+            metadata.create_all(connection, checkfirst=False)
+            command.stamp(config(connection), "head")
 
 
-def _revisions(connection: Connection) -> list[str]:
+def _present(connection: Connection) -> list[str]:
     """Return the revisions that Alembic has noted in the database."""
     if not sa.inspect(connection).has_table("alembic_version"):
         return []

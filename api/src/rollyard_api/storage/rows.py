@@ -15,7 +15,8 @@ from rollyard_crds.backendpool import BackendWeights, Circuit
 from rollyard_crds.claims import ClaimState
 from rollyard_crds.weights import PauseMode, UpdateState
 
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.states import RolloutState
 
 R = TypeVar("R")
 
@@ -53,7 +54,7 @@ class JobRow:
     metadata: bytes
     spec: bytes
     digest: str
-    limits: bytes
+    limits: Limits
     status: bytes
     pool: str | None
     priority: int
@@ -88,18 +89,6 @@ class JobRow:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRow:
-    """The columns of a row of `groups` that leases read."""
-
-    job_id: int
-    no: int
-    task_id: str
-    task: bytes
-    backend: str | None
-    remaining: int
-
-
-@dataclass(frozen=True, slots=True)
 class EndedGroup:
     """The columns of a row of `groups` that results read."""
 
@@ -109,74 +98,6 @@ class EndedGroup:
     delivered: bool
     informative: bool
     reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRollout:
-    """The columns that are read of a rollout that moves to another state."""
-
-    id: str
-    job_id: int
-    group_no: int
-    state: RolloutState
-    node: str
-    token: int
-    since: float
-    settled: str
-    timings: str
-    failures_init: int
-    failures_run: int
-    failures_eval: int
-    sandbox_id: str | None
-    sandbox: bytes | None
-    backend: str | None
-    worker: str | None
-    expiries: int
-    eval_expiries: int
-    outages: int
-    attempts: bytes | None
-    sampled_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class AgedRollout(HeldRollout):
-    """A rollout, its age in weight updates, and the limits of its job."""
-
-    policy_index: int | None
-    limits: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class UnfinishedRollout:
-    """The columns that are read of a rollout that is cancelled or waits for too long."""
-
-    id: str
-    job_id: int
-    group_no: int
-    state: RolloutState
-    token: int
-    since: float
-    timings: str
-    settled: str
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingRollout:
-    """The columns that are read of a rollout that is leased."""
-
-    id: str
-    job_id: int
-    group_no: int
-    sample: int
-    token: int
-    since: float
-    timings: str
-    failures_init: int
-    failures_run: int
-    failures_eval: int
-    sandbox: bytes | None
-    backend: str | None
-    policy_index: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +144,6 @@ class SamplingRow:
     surplus: int
     surplus_rollouts: int
     discarded_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadRow:
-    """A row of `payloads`."""
-
-    rollout_id: str
-    carry: bytes | None
-    trajectory: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

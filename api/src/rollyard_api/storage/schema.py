@@ -11,7 +11,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
 metadata = sa.MetaData(
     naming_convention={
@@ -38,6 +39,21 @@ class StateNumber(sa.TypeDecorator[RolloutState]):
         return None if value is None else BY_NUMBER[value]
 
 
+class LimitsJson(sa.TypeDecorator[Limits]):
+    """The Limits of a job, stored as JSON."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: Limits | None, dialect: Dialect) -> bytes | None:
+        """Return limits as JSON."""
+        return None if value is None else value.to_json()
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> Limits | None:
+        """Return limits that were stored."""
+        return None if value is None else Limits.from_json(value)
+
+
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
     clause = sa.text(where)
     return sa.Index(name, *columns, unique=unique, sqlite_where=clause, postgresql_where=clause)
@@ -55,7 +71,7 @@ jobs = sa.Table(
     sa.Column("spec", sa.LargeBinary, nullable=False),
     # The digest of the spec as first submitted, so that a repeat after a later PATCH is no conflict.
     sa.Column("digest", sa.String(64), nullable=False),
-    sa.Column("limits", sa.LargeBinary, nullable=False),
+    sa.Column("limits", LimitsJson, nullable=False),
     sa.Column("status", sa.LargeBinary, nullable=False),
     sa.Column("pool", sa.String(63)),
     sa.Column("priority", sa.Integer, nullable=False),
@@ -86,15 +102,15 @@ jobs = sa.Table(
     # When the job's pool lost its last ready backend, or null while it has one.
     sa.Column("outage_began", sa.Double),
     # Whether no rollout may begin, because the target of the stream's last step is met.
-    sa.Column("holding", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("holding", sa.Boolean, nullable=False, default=False),
     # The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
     # the bound on unread results, so that not every page is a write.
-    sa.Column("read_trajectories", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("read_groups", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("read_trajectories", sa.Integer, nullable=False, default=0),
+    sa.Column("read_groups", sa.Integer, nullable=False, default=0),
     # The rollouts with tool calls and these calls, all of which are malformed, until a well-formed one came.
-    sa.Column("malformed_rollouts", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("malformed_calls", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("well_formed", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("malformed_rollouts", sa.Integer, nullable=False, default=0),
+    sa.Column("malformed_calls", sa.BigInteger, nullable=False, default=0),
+    sa.Column("well_formed", sa.Boolean, nullable=False, default=False),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
     _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
@@ -139,7 +155,7 @@ rollouts = sa.Table(
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
     # How often an attempt that ended because the pool had no ready backend was not counted.
-    sa.Column("outages", sa.SmallInteger, nullable=False, server_default="0"),
+    sa.Column("outages", sa.SmallInteger, nullable=False, default=0),
     # The attempts that did not end well, as JSON ({"attempts", "dropped"}), or null if there are none.
     sa.Column("attempts", sa.LargeBinary),
     # The tokens whose outcome was accepted, by which a repeat is recognised: "c3" completed, "f2" failed.
@@ -225,7 +241,11 @@ payloads = sa.Table(
     metadata,
     sa.Column("rollout_id", sa.String(128), primary_key=True),
     sa.Column("carry", sa.LargeBinary),
+    # What Run recorded: a Transcript as JSON, and apart from it its token lists in the form of `packed`.
     sa.Column("trajectory", sa.LargeBinary),
+    sa.Column("segments", sa.LargeBinary),
+    # Whether the leases of Eval carry the token lists.
+    sa.Column("tokens_in_eval", sa.Boolean),
 )
 
 # Uploaded files. A row is visible to others once it is complete. An incomplete row that was last touched
@@ -321,9 +341,9 @@ pools = sa.Table(
     sa.Column("external", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
     # The newest weights that every backend should have. The index orders versions and is 0 before any update.
-    sa.Column("policy_version", sa.String(128), nullable=False, server_default=""),
-    sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("paused", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("policy_version", sa.String(128), nullable=False, default=""),
+    sa.Column("policy_index", sa.Integer, nullable=False, default=0),
+    sa.Column("paused", sa.Boolean, nullable=False, default=False),
     # What happens to the requests in flight while the pool is paused: `abort`, `wait` or `keep`.
     sa.Column("pause_mode", sa.String(8)),
     # The model name that requests must give if it is not `model`, such as a LoRA adapter's name.
@@ -341,14 +361,14 @@ backends = sa.Table(
     sa.Column("policy_version", sa.String(128), nullable=False),
     sa.Column("message", sa.String(1024), nullable=False),
     # Current, Updating, Stale (behind the pool's policy_index) or Failed. Only Current gets rollouts.
-    sa.Column("weights", sa.String(16), nullable=False, server_default="Current"),
-    sa.Column("weights_message", sa.String(1024), nullable=False, server_default=""),
-    sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("restart_requested", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("draining", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("weights", sa.String(16), nullable=False, default="Current"),
+    sa.Column("weights_message", sa.String(1024), nullable=False, default=""),
+    sa.Column("policy_index", sa.Integer, nullable=False, default=0),
+    sa.Column("restart_requested", sa.Boolean, nullable=False, default=False),
+    sa.Column("draining", sa.Boolean, nullable=False, default=False),
     # The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen.
-    sa.Column("circuit", sa.String(16), nullable=False, server_default="Closed"),
-    sa.Column("failures", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("circuit", sa.String(16), nullable=False, default="Closed"),
+    sa.Column("failures", sa.Integer, nullable=False, default=0),
     sa.Column("opened_at", sa.Double),
     # The sampled tokens per second of one rollout's model time, a moving average, or null until measured.
     sa.Column("speed", sa.Double),

@@ -15,10 +15,10 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core import cursors as texts
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import cursors
-from rollyard_api.trajectories import unread
 
 KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
 MAX_CURSORS: Final = 64
@@ -97,7 +97,7 @@ def acknowledge(
             )
         where = (cursors.c.job_id == job.id, cursors.c.name == name)
         tx.conn.execute(sa.update(cursors).where(*where).values(**values))
-    unread.mark(tx, job.id, kind, position)
+    job_rows.note_read(tx, job.id, kind, position)
     return one(tx.conn, job, name)
 
 

@@ -17,16 +17,17 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
-from rollyard_api.storage.schema import jobs, payloads, rollouts
+from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece
@@ -44,18 +45,6 @@ BUILD_THREADS = 2
 MAX_WAITING = 1024
 """The number of calls that may wait for a thread of each kind."""
 BUILD_SECONDS = 60.0
-
-_PLACE = (
-    sa.update(rollouts)
-    .where(rollouts.c.id == bindparam("b_id"), rollouts.c.pending.is_not(None))
-    .values(
-        pending=None,
-        part_offset=bindparam("b_offset"),
-        part_length=bindparam("b_length"),
-        reward_output=None,  # The record has it.
-    )
-)
-_DROP = sa.delete(payloads).where(payloads.c.rollout_id == bindparam("b_id"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +70,8 @@ def begin_parts(tx: Transaction) -> list[Part]:
 
 def _begin(tx: Transaction, job_id: int) -> int:
     # The job's row is locked first, so two replicas never put one rollout into two parts.
-    number: int = tx.conn.execute(
-        sa.update(jobs).where(jobs.c.id == job_id).values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
-    ).scalar_one()
-    members = (
-        sa.select(rollouts.c.id)
-        .where(rollouts.c.job_id == job_id, rollouts.c.pending.is_not(None), rollouts.c.part.is_(None))
-        .order_by(rollouts.c.end_seq)
-        .limit(PART_RECORDS)
-    )
-    tx.conn.execute(
-        sa.update(rollouts).where(rollouts.c.id.in_(members.scalar_subquery())).values(part=number)
-    )
+    number = job_rows.next_part(tx, job_id)
+    rollout_rows.begin_part(tx, job_id, number, PART_RECORDS)
     return number
 
 
@@ -205,16 +184,8 @@ def _place(
     ]
     if kept:
         tx.conn.execute(_WORDS["sqlite" if tx.sqlite else "postgresql"], kept)
-    offset, places = 0, []
-    for rollout, length in lines:
-        places.append({"b_id": rollout, "b_offset": offset, "b_length": length})
-        offset += length
-    tx.conn.execute(_PLACE, places)
-    tx.conn.execute(_DROP, [{"b_id": rollout} for rollout, _ in lines])
-    # Members for which there was no room wait for another part.
-    left = (rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None))
-    tx.conn.execute(sa.update(rollouts).where(*left).values(part=None))
-    tx.count("stored", value=len(places))
+    rollout_rows.place(tx, part.job_id, part.number, lines)
+    tx.count("stored", value=len(lines))
 
 
 class Archive:

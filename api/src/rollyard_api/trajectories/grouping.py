@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.trajectories import records

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories import attempts, traces

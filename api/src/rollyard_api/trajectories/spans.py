@@ -12,10 +12,7 @@ from rollyard_crds.telemetry import conventions as names
 from rollyard_crds.telemetry.identity import is_sampled, queue_span_id, root_span_id, stage_span_id, trace_id
 from rollyard_crds.telemetry.spans import TraceSpan, Value
 
-from rollyard_api.core.codec import loads
 from rollyard_api.storage.database import Transaction
-
-_STAGES = ("init", "run", "eval")
 
 
 def waited(tx: Transaction, rollout: str, stage: str, since: float, *, reason: str = "") -> None:
@@ -99,8 +96,7 @@ def ended(
     namespace: str,
     job: str,
     status: str,
-    timings: str,
-    uncounted: float,
+    seconds: float,
     reward: float | None,
     reason: str,
 ) -> None:
@@ -112,19 +108,12 @@ def ended(
         namespace: The namespace of its job.
         job: The name of its job.
         status: How it ended: `succeeded`, `failed` or `cancelled`.
-        timings: Its timings, as its row has them.
-        uncounted: The seconds of its last state that the timings lack.
+        seconds: How long it has existed, which is the sum of its timings.
         reward: Its reward, or None.
         reason: Why it failed or was cancelled, or "".
     """
     if not _traced(tx, rollout):
         return
-    document = loads(timings)
-    spent = uncounted
-    for stage in _STAGES:
-        entry = document.get(stage)
-        if entry:
-            spent += entry["queued_seconds"] + entry["active_seconds"]
     attributes: dict[str, Value] = {
         names.OPERATION: names.INVOKE_AGENT,
         names.PROVIDER: names.PROVIDER_NAME,
@@ -147,7 +136,7 @@ def ended(
             id=root_span_id(rollout),
             parent="",
             name=f"{names.INVOKE_AGENT} {job}",
-            start=tx.now - spent,
+            start=tx.now - seconds,
             end=tx.now,
             attributes=attributes,
             error=(reason or "Failed") if failed else "",

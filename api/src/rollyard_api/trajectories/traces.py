@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.events import RunCounts
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
 KEY: Final = "_"
 MAX_STATES: Final = 64
@@ -44,12 +45,14 @@ def counts_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def count(document: dict[str, Any], counted: Mapping[str, Any]) -> None:
+def count(document: dict[str, Any], counts: RunCounts) -> None:
     """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
     kept = document.setdefault(KEY, {})
-    for name in ("turns", "calls", "cut"):
-        kept.pop(name, None)
-    kept.update(counted)
+    for name, value in (("turns", counts.turns), ("calls", counts.tool_calls), ("cut", counts.cut)):
+        if value or name == "turns":
+            kept[name] = value
+        else:
+            kept.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)

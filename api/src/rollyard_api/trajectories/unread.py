@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import sqlalchemy as sa
-
 from rollyard_api.core.cursors import Kind
 from rollyard_api.core.problems import Conflict
-from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import jobs
 
 _PARTS: Final = 16
 """A cursor is noted when it is this part of the bound ahead, so that few pages are followed by a write."""
@@ -33,13 +29,6 @@ def is_ahead(job: JobRow, kind: Kind, position: int, bound: int) -> bool:
 
 def _noted(job: JobRow, kind: Kind) -> int:
     return job.read_groups if kind == "groups" else job.read_trajectories
-
-
-def mark(tx: Transaction, job_id: int, kind: Kind, position: int) -> None:
-    """Note that the results before a position were read. A position that is behind changes nothing."""
-    column = jobs.c.read_groups if kind == "groups" else jobs.c.read_trajectories
-    where = (jobs.c.id == job_id, column < position)
-    tx.conn.execute(sa.update(jobs).where(*where).values({column: position}))
 
 
 def check(job: JobRow, samples: int, bound: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.states import ENDED
+from rollyard_api.machine.states import ENDED
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.views.fleet.feed import FleetFeed
 from rollyard_api.views.fleet.reader import FleetReader

@@ -1,21 +1,36 @@
-"""Check weight folders before any server is asked to load them: no file may be missing or cut short.
+"""Read weight folders: check that nothing is missing or cut short, and compute what the weights give.
 
-A folder is checked only if this machine sees it, because servers elsewhere may see other folders.
+A folder is read only if this machine sees it, because servers elsewhere may see other folders.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import struct
-from collections.abc import Iterable
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+import orjson
 from rollyard_crds.weights import WeightSource
 
-from rollyard_api.core.problems import Invalid
+from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.problems import Invalid, TimedOut, Unavailable
+from rollyard_api.weights import forward
+from rollyard_api.weights.verification import Reference, Unverifiable, fixed_prompt
 
+T = TypeVar("T")
+
+FORWARD_SECONDS: Final = 900.0
+"""The limit for a forward pass, in seconds."""
+_CACHED: Final = 8
+_MAX_CONFIG: Final = 16 << 20
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 << 20
 """The largest safetensors header in bytes, which is the limit of the safetensors library itself."""
@@ -60,11 +75,6 @@ def _check(field: str, path: Path, urls: Iterable[str], engine: str, *, lora: bo
     else:
         _hugging_face(field, path)
     return ""
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Return whether transformers could read the folder."""
-    return (path / "config.json").is_file() and bool(list(path.glob("*.safetensors")))
 
 
 def _wrong(field: str, what: str) -> Invalid:
@@ -133,3 +143,125 @@ def _safetensors(field: str, file: Path) -> None:
         raise _wrong(
             field, f"{file} has {size} bytes, its header says {expected}: it was not written to the end"
         )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a checkpoint, or an empty object if it holds none."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            config = json.loads(file.read(_MAX_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def checkpoint_dtype(folder: Path) -> str:
+    """Return the data type that a checkpoint's `config.json` names, or an empty string if it names none."""
+    config = _config(folder)
+    for part in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part, dict) and isinstance(part.get(key), str):
+                return str(part[key])
+    return ""
+
+
+def default_python() -> str:
+    """Return this interpreter's path if it has torch and transformers, or an empty string."""
+    has = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+    return sys.executable if has else ""
+
+
+class Forward:
+    """Runs forward passes in a subprocess, one at a time, and keeps the last few results."""
+
+    def __init__(self, python: str, disk: Bulkhead) -> None:
+        self._python = python
+        self._disk = disk
+        self._place = asyncio.Semaphore(1)
+        self._known: OrderedDict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = OrderedDict()
+
+    async def reference(self, folder: Path, tolerance: float) -> Reference:
+        """Return what the checkpoint in `folder` gives for the fixed prompt, with the tolerance to apply.
+
+        Raises:
+            Unverifiable: transformers is missing, there is no such folder here, or the pass fails.
+        """
+        if not self._python:
+            raise Unverifiable(
+                "no reference was given, and no Python with transformers is known (--verify-python)"
+            )
+        if not await self.look(partial(_is_hugging_face, folder)):
+            raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
+        async with self._place:
+            key = await self.look(partial(_identity, folder))
+            if key not in self._known:
+                self._known[key] = await self._run(folder)
+            self._known.move_to_end(key)
+            while len(self._known) > _CACHED:
+                self._known.popitem(last=False)
+            ids, logprobs = self._known[key]
+        return Reference(ids, logprobs, tolerance, "transformers")
+
+    async def look(self, function: Callable[[], T]) -> T:
+        """Run a function that reads a folder of weights, apart from the event loop and for a limited time.
+
+        Raises:
+            Unverifiable: The folder did not answer in time, or too many others are being read.
+        """
+        try:
+            return await self._disk.run(function)
+        except (TimedOut, Unavailable) as error:
+            raise Unverifiable(error.detail) from error
+
+    async def _run(self, folder: Path) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        ids = fixed_prompt(*await self.look(partial(_vocabulary, folder)))
+        command = [self._python, str(Path(forward.__file__)), str(folder)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            raise Unverifiable(f"{self._python} cannot be run: {error}") from error
+        try:
+            async with asyncio.timeout(FORWARD_SECONDS):
+                out, err = await process.communicate(orjson.dumps({"ids": ids}))
+        except TimeoutError as error:
+            raise Unverifiable(f"the forward pass took more than {FORWARD_SECONDS:g} s") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+                # asyncio sees the end of a process only after the end of its output.
+                await process.communicate()
+        try:
+            logprobs = (
+                orjson.loads(out.strip().splitlines()[-1])["logprobs"] if not process.returncode else []
+            )
+        except (ValueError, KeyError, IndexError) as error:
+            raise Unverifiable(f"the forward pass gave no log-probabilities: {error!r}") from error
+        if len(logprobs) != len(ids) - 1:
+            last = err.decode(errors="replace").strip().splitlines()[-1:]
+            raise Unverifiable(f"the forward pass of {folder} failed: {' '.join(last)[:500]}")
+        return tuple(ids), tuple(logprobs)
+
+
+def _is_hugging_face(path: Path) -> bool:
+    """Return whether transformers could read the folder."""
+    return (path / "config.json").is_file() and bool(list(path.glob("*.safetensors")))
+
+
+def _identity(folder: Path) -> tuple[Any, ...]:
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return (str(folder), *((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files))
+
+
+def _vocabulary(folder: Path) -> tuple[int, int]:
+    """Return the size of the vocabulary and the number of tokens that a prompt may have."""
+    config = _config(folder)
+    text = config.get("text_config") or config
+    try:
+        return int(text["vocab_size"]), int(text.get("max_position_embeddings", 2048)) - 1
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unverifiable(f"{folder / 'config.json'} has no vocab_size: {error!r}") from error

@@ -4,47 +4,67 @@ The coordinator is level-based: what is to be done follows from the tables alone
 a control plane that was killed at any step continues its work. A backend whose weights are `Updating`
 may have been paused by this process, and it stays so until it has been resumed. A server's label is
 the pool's version only once its weights were loaded and, where there is a reference, verified.
+
+`rollyard_api.weights.steps` decides what a backend needs and which step comes next. The steps are carried
+out here, and `rollyard_api.weights.records` records them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
+from rollyard_crds.backendpool import BackendPoolSpec
 from rollyard_crds.backoff import Backoff
 from rollyard_crds.weights import UNVERIFIED
-from rollyard_inference.errors import BackendError, BackendRefused, NoSuchCall
+from rollyard_inference.errors import BackendError, BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.weights.connect import weight_control
-from rollyard_inference.weights.control import WeightControl
-from sqlalchemy.engine import Connection
+from rollyard_inference.weights.control import WeightCallLimits, WeightControl
 
+from rollyard_api.core.codec import loads
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import ApiError
 from rollyard_api.storage.database import Database
-from rollyard_api.weights import backend_targets, backend_weights, update_records
-from rollyard_api.weights.backend_targets import PAUSED, Action, BackendTarget, action
-from rollyard_api.weights.backend_weights import Superseded
-from rollyard_api.weights.limits import UpdateLimits
-from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
-from rollyard_api.weights.verification import Forward
+from rollyard_api.weights import checkpoints, records, steps, verification
+from rollyard_api.weights.checkpoints import Forward
+from rollyard_api.weights.records import Superseded
+from rollyard_api.weights.steps import BackendTarget, Need, Observation, WeightStep
+from rollyard_api.weights.updates import EarlierLogprobs, serves
+from rollyard_api.weights.verification import Reference, Unverifiable
 
 log = logging.getLogger("rollyard.api")
 
-
-def _look(conn: Connection) -> tuple[list[BackendTarget], set[int]]:
-    """Return every backend, and the pools without backends in which an update is running."""
-    return backend_targets.read(conn), backend_targets.pools_without_backends(conn)
-
-
 LOAD_ATTEMPTS: Final = 3
 """The number of loads that a server may answer with an error before it is given up."""
+MEASURE_SECONDS: Final = 20.0
+"""The limit for measuring what a server gives before an update. The server samples in the meantime."""
+_COMMON_IDS: Final = 256
+"""Every vocabulary has this many ids."""
 _TRY_AGAIN: Final = Backoff(first=0.5, longest=10.0)
+
+
+class LoadFailed(ControlPlaneError):
+    """The server answered that it could not load the weights."""
+
+    reason = "LoadFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLimits(WeightCallLimits):
+    """The time limits of steps, after which they are tried again, and the check interval, in seconds."""
+
+    look: float = 5.0
+    """The seconds between two checks of the label of a server that is up to date or awaits its restart."""
 
 
 @dataclass(slots=True)
@@ -66,33 +86,25 @@ class Coordinator:
     forward: Forward
     limits: UpdateLimits
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The name of this control plane as an owner of updates."""
     _tasks: dict[tuple[int, str], asyncio.Task[None]] = field(default_factory=dict)
     _tries: dict[tuple[int, str], _Tries] = field(default_factory=dict)
     _looked: dict[tuple[int, str], float] = field(default_factory=dict)
 
-    @property
-    def _loader(self) -> WeightLoader:
-        return WeightLoader(self.database, self.forward, self.name)
-
     async def round(self) -> None:
-        """Start the steps that are due, and leave those that are already running alone."""
+        """Start what is due, and leave what is already running alone."""
         self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
-        targets, alone = await self.database.read(_look)
+        targets, running = await self.database.read(records.targets)
         known = {target.key for target in targets}
         self._tries = {key: tries for key, tries in self._tries.items() if key in known}
         self._looked = {key: at for key, at in self._looked.items() if key in known}
-        running = {
-            target.pool.id
-            for target in targets
-            if target.update is not None and target.update.state == "Running"
-        }
         mine = {
             target.update.id for target in targets if target.key in self._tasks and target.update is not None
         }
         if mine:
-            await self.database.write(partial(backend_weights.renew, name=self.name, ids=mine), durable=False)
-        for pool_id in sorted(running | alone):
-            await self.database.write(partial(update_records.settle, pool_id=pool_id))
+            await self.database.write(partial(records.renew, name=self.name, ids=mine), durable=False)
+        for pool_id in sorted(running):
+            await self._write(records.settle, pool_id=pool_id)
         now = time.monotonic()
         for target in targets:
             if target.key not in self._tasks and self._due(target, now):
@@ -105,7 +117,7 @@ class Coordinator:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _due(self, target: BackendTarget, now: float) -> bool:
-        what = action(target.pool, target.row)
+        what = steps.need(target.pool, target.row)
         if what in ("look", "hold", "watch"):
             if what == "look" and target.pool.policy_index == 0:
                 return False
@@ -120,39 +132,24 @@ class Coordinator:
 
     async def _guard(self, target: BackendTarget) -> None:
         """Do what a backend needs. A failure is recorded in the tables, and the step is tried again later."""
-        what = action(target.pool, target.row)
+        what = steps.need(target.pool, target.row)
         try:
-            await self._do(what, target)
+            last = await self._do(what, target)
         except Superseded:
             return
-        except Unreachable:
-            self._later(target, LOAD_ATTEMPTS + 2)
         except (BackendError, LoadFailed) as error:
-            await self._failed(target, what, error)
+            if what not in ("look", "hold", "watch"):
+                await self._failed(target, error)
         except ApiError as error:
             log.warning("weights of %s: %s", target.row.url, error.detail)
         except Exception:
             log.exception("weights of %s: unexpected", target.row.url)
             self._later(target, LOAD_ATTEMPTS)
         else:
-            if what != "look":
+            if last is WeightStep.WAIT:
+                self._later(target, LOAD_ATTEMPTS + 2)
+            elif what != "look":
                 self._tries.pop(target.key, None)
-
-    async def _do(self, what: Action, target: BackendTarget) -> None:
-        if what == "stale":
-            await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
-            return
-        server = await weight_control(self.transport, target.row.url, self.limits)
-        if what == "bring":
-            await self._loader.bring(target, server)
-        elif what == "watch":
-            await self._watch(target, server)
-        elif what in ("pause", "hold"):
-            await self._pause(target, server)
-        elif what == "resume":
-            await self._resume(target, server)
-        else:
-            await self._look(target, server)
 
     def _later(self, target: BackendTarget, more: int = 1, *, load: bool = False) -> _Tries:
         tries = self._tries.get(target.key)
@@ -163,61 +160,275 @@ class Coordinator:
         tries.again_at = time.monotonic() + _TRY_AGAIN.pause(tries.count)
         return tries
 
-    async def _failed(self, target: BackendTarget, what: Action, error: Exception) -> None:
-        message = str(error)
-        if what in ("look", "hold", "watch"):
-            return
+    async def _failed(self, target: BackendTarget, error: Exception) -> None:
+        message, url = str(error), target.row.url
         loading = isinstance(error, LoadFailed)
         tries = self._later(target, load=loading)
-        log.warning("weights of %s: %s", target.row.url, message)
-        await self.database.write(partial(backend_weights.tell, target=target, message=message))
+        log.warning("weights of %s: %s", url, message)
+        await self._write(records.tell, target=target, message=message)
         if loading and isinstance(error.__cause__, BackendRefused) and target.begun:
-            await self._loader.refuse(target, f"{target.row.url}: {message}", refused_by=target.row.url)
+            await self._refuse(target, f"{url}: {message}", refused_by=url)
         elif loading and tries.loads >= LOAD_ATTEMPTS:
-            await self.database.write(
-                partial(backend_weights.give_up_loading, target=target, message=message)
-            )
+            await self._write(records.give_up_loading, target=target, message=message)
 
-    async def _mark(self, target: BackendTarget, **values: Any) -> None:
-        await self.database.write(partial(backend_weights.mark, target=target, values=values))
-
-    # -- pausing and looking -------------------------------------------------------------------------
+    async def _do(self, what: Need, target: BackendTarget) -> WeightStep | None:
+        """Do what a backend needs, and return the last step if it was brought to weights."""
+        if what == "stale":
+            await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
+            return None
+        server = await weight_control(self.transport, target.row.url, self.limits)
+        match what:
+            case "bring":
+                return await self.bring(target, server)
+            case "pause" | "hold":
+                await self._pause(target, server)
+            case "resume":
+                if target.update is None or not await self._lost(target, server):
+                    with suppress(NoSuchCall):
+                        await server.resume()
+                    await self._mark(target, weights="Current", weights_message="")
+            case "look":
+                await self._lost(target, server, target.pool.policy_version)
+            case "watch":
+                if not (await server.label()).startswith(UNVERIFIED):
+                    # The label is no longer one that we set, so the server has been restarted.
+                    await self._mark(target, restart_requested=False)
+        return None
 
     async def _pause(self, target: BackendTarget, server: WeightControl) -> None:
         if target.row.weights == "Current":
-            await self._mark(target, weights="Updating", weights_message="pausing")
+            target = await self._mark(target, weights="Updating", weights_message="pausing")
         if not await server.is_paused():
             await server.pause(target.pool.pause_mode or "abort")
-        if target.row.weights_message != PAUSED:
-            await self.database.write(partial(backend_weights.paused, target=target))
+        if target.row.weights_message != steps.PAUSED:
+            await self._mark(target, weights_message=steps.PAUSED)
 
-    async def _resume(self, target: BackendTarget, server: WeightControl) -> None:
-        if target.update is not None:
-            with suppress(NoSuchCall):
+    async def _lost(self, target: BackendTarget, server: WeightControl, also: str | None = None) -> bool:
+        """Return whether the server's label is neither the one that it had nor `also`, and record it."""
+        label = await _label(server)
+        if label is None or label in (target.row.policy_version, also):
+            return False
+        message = f"it calls its weights {label!r}: it was restarted"
+        await self._mark(target, weights="Stale", weights_message=message, policy_index=steps.BEHIND)
+        return True
+
+    async def bring(self, target: BackendTarget, server: WeightControl) -> WeightStep:
+        """Bring a backend from any state to the pool's weights, and return the last step.
+
+        Raises:
+            Superseded: Another update is wanted now, or another control plane owns the update.
+            LoadFailed: The server could not load the weights.
+            BackendError: The server failed in another step. Another attempt may succeed.
+        """
+        seen = Observation()
+        while seen.last is None or seen.last not in steps.LAST:
+            step, message = steps.following(target, seen)
+            if step in steps.RECORDED:
+                await self._note(target, step=steps.RECORDED[step])
+            try:
+                seen = await self._carry_out(step, message, target, server, seen)
+            except (LoadFailed, ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
+                if target.update is not None or step not in (WeightStep.PAUSE, WeightStep.LOAD):
+                    raise
+                seen = replace(seen, problem=str(error))
+            seen = replace(seen, last=step)
+        return seen.last
+
+    async def _carry_out(
+        self, step: WeightStep, message: str, target: BackendTarget, server: WeightControl, seen: Observation
+    ) -> Observation:
+        """Carry out a step, and return what is known after it."""
+        version, lenient = steps.version_of(target, seen), target.lenient
+        match step:
+            case WeightStep.LOOK:
+                return replace(seen, label=await _label(server))
+            case WeightStep.REFER:
+                return await self._refer(target, server, seen)
+            case WeightStep.MEASURE:
+                return replace(seen, before=await self._measure(target, server, seen.reference))
+            case WeightStep.BEGIN:
+                await self._write(records.begin, name=self.name, target=target, seen=seen)
+            case WeightStep.PAUSE:
+                seen = replace(seen, paused_at=time.monotonic())
+                request = target.request
+                await _unless_missing(server.pause("abort" if request is None else request.mode), lenient)
+            case WeightStep.LOAD:
+                try:
+                    for source in steps.lacking(target, seen)[0]:
+                        await server.load(source)
+                except (ServerFailed, BackendRefused, BackendMismatch) as error:
+                    raise LoadFailed(str(error)) from error
+            case WeightStep.LABEL:
+                label = version if seen.reference is None else UNVERIFIED + version
+                await _unless_missing(server.set_label(label), lenient)
+            case WeightStep.FLUSH:
+                await _unless_missing(server.reset_prefix_cache(), lenient)
+            case WeightStep.RESUME:
+                await _unless_missing(server.resume(), lenient)
+                seconds = time.monotonic() - seen.paused_at
+                await self._note(target, paused_seconds=round(seconds, 4))
+                return replace(seen, paused=seconds)
+            case WeightStep.VERIFY:
+                return await _compared(server, target.model, seen)
+            case WeightStep.ACCEPT:
+                if target.update is None:
+                    await self._write(records.begin, name=self.name, target=target, seen=seen)
+                if seen.reference is not None:
+                    await _unless_missing(server.set_label(version), lenient)
+                await self._write(records.done, target=target, seen=seen, message=message)
+            case WeightStep.KEEP:
+                if target.update is not None:
+                    await self._write(records.begin, name=self.name, target=target, seen=seen)
+                with suppress(NoSuchCall):
+                    await server.resume()
+                await self._write(records.done, target=target, seen=seen)
+            case WeightStep.WAIT:
+                if target.row.weights_message != message:
+                    await self._mark(target, weights="Stale", weights_message=message)
+            case WeightStep.REFUSE:
+                if seen.last is WeightStep.VERIFY:
+                    # It has other weights than it should, so it must not sample with them any more.
+                    with suppress(BackendError):
+                        await server.pause("abort")
+                    difference = None if seen.comparison is None else seen.comparison.finite
+                    await self._note(target, step="Failed", message=message, max_difference=difference)
+                    message = f"{target.row.url}: {message}"
+                await self._refuse(target, message)
+            case WeightStep.GIVE_UP:
+                with suppress(BackendError):
+                    await server.pause("abort")
+                with suppress(BackendError):
+                    await server.set_label(f"{UNVERIFIED}refused")
+                await self._write(records.restart, target=target, message=message)
+        return seen
+
+    async def _refer(self, target: BackendTarget, server: WeightControl, seen: Observation) -> Observation:
+        """Find the reference of the wanted weights, and of the first weights also their folder and label.
+
+        A server that may hold refused weights is compared with what it gave itself before the update, since a
+        difference from another computation of the same weights may be what the update was refused for.
+        """
+        request, pool, earlier = target.request, target.pool, None
+        if request is None or target.restored:
+            read = partial(
+                records.earlier, pool_id=pool.id, url=target.row.url, policy_index=pool.policy_index
+            )
+            earlier = await self.database.read(read)
+        if request is not None:
+            named = None if request.source.checkpoint is None else request.source.checkpoint.path
+        else:
+            named = await server.folder() if earlier is None else earlier.folder
+            seen = replace(seen, folder=named)
+            if earlier is not None:
+                seen = replace(seen, first_label=earlier.label)
+        folder = None if named is None else Path(named)
+        stated = None if request is None else request.reference
+        try:
+            tolerance = None if stated is None else stated.tolerance
+            if tolerance is None:
+                tolerance = await self._tolerance(target, server, folder)
+            if earlier is not None:
+                reference = Reference(earlier.prompt_ids, earlier.logprobs, tolerance, "earlier")
+            elif stated is not None:
+                reference = Reference(
+                    tuple(stated.prompt_ids), tuple(stated.logprobs), tolerance, "reference"
+                )
+            elif folder is None:
+                raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
+            else:
+                reference = await self.forward.reference(folder, tolerance)
+        except Unverifiable as error:
+            return replace(seen, problem=str(error))
+        return replace(seen, reference=reference)
+
+    async def _tolerance(self, target: BackendTarget, server: WeightControl, folder: Path | None) -> float:
+        """Return the tolerance of the data type in which the server computes.
+
+        The type is that of the pool's `--dtype`, or else that of the weights' `config.json`, or else
+        bfloat16. Servers may compute in less than a float32 checkpoint has, so they are asked in this case.
+        """
+        spec = BackendPoolSpec.model_validate(loads(target.pool.spec))
+        dtype = verification.asked_dtype(spec.engine)
+        if not dtype:
+            place = folder or Path(spec.model)
+            if place.is_absolute():
+                with suppress(Unverifiable):
+                    dtype = await self.forward.look(partial(checkpoints.checkpoint_dtype, place))
+            if verification.is_full(dtype):
+                dtype = await server.dtype() or dtype
+        return verification.tolerance(dtype)
+
+    async def _measure(
+        self, target: BackendTarget, server: WeightControl, reference: Reference | None
+    ) -> EarlierLogprobs | None:
+        """Return what the server gives with the weights that the update replaces.
+
+        The result is None if it is not certain that the server has these weights, or if it does not answer.
+        """
+        row, request = target.row, target.request
+        index = target.chain[0].policy_index if target.chain else 0
+        known = row.weights == "Current" and row.policy_index == index and not target.pool.paused
+        if not known or not target.begun or request is None or request.source.pushed:
+            return None
+        ids = verification.fixed_prompt(_COMMON_IDS)
+        if reference is not None:
+            ids = list(reference.ids[: verification.PROMPT_TOKENS])
+        model = serves(target.chain) or target.pool.model
+        try:
+            async with asyncio.timeout(MEASURE_SECONDS):
                 label = await server.label()
-                if label != target.row.policy_version:
-                    message = f"it calls its weights {label!r}: it was restarted"
-                    values = {
-                        "weights": "Stale",
-                        "weights_message": message,
-                        "policy_index": update_records.BEHIND,
-                    }
-                    await self._mark(target, **values)
-                    return
-        with suppress(NoSuchCall):
-            await server.resume()
-        await self._mark(target, weights="Current", weights_message="")
+                if label.startswith(UNVERIFIED) or (index and label != row.policy_version):
+                    return None
+                folder = None if index else await server.folder()
+                logprobs = await server.prompt_logprobs(model, ids)
+        except (BackendError, TimeoutError):
+            return None
+        if not all(map(math.isfinite, logprobs)):
+            return None
+        return EarlierLogprobs(
+            policy_index=index, label=label, folder=folder, prompt_ids=tuple(ids), logprobs=tuple(logprobs)
+        )
 
-    async def _look(self, target: BackendTarget, server: WeightControl) -> None:
-        with suppress(NoSuchCall):
-            label = await server.label()
-            if label in (target.row.policy_version, target.pool.policy_version):
-                return
-            message = f"it calls its weights {label!r}: it was restarted"
-            values = {"weights": "Stale", "weights_message": message, "policy_index": update_records.BEHIND}
-            await self._mark(target, **values)
+    async def _write(self, operation: Callable[..., None], **values: Any) -> None:
+        await self.database.write(partial(operation, **values))
 
-    async def _watch(self, target: BackendTarget, server: WeightControl) -> None:
-        """Record that a server has been restarted, once its label is no longer one that we set."""
-        if not (await server.label()).startswith(UNVERIFIED):
-            await self._mark(target, restart_requested=False)
+    async def _note(self, target: BackendTarget, **values: Any) -> None:
+        await self._write(records.advance, name=self.name, target=target, values=values)
+
+    async def _mark(self, target: BackendTarget, **values: Any) -> BackendTarget:
+        """Write columns of a backend, and return the target with them."""
+        await self._write(records.mark, target=target, values=values)
+        return replace(target, row=replace(target.row, **values))
+
+    async def _refuse(self, target: BackendTarget, message: str, refused_by: str = "") -> None:
+        """Fail the update that is in progress, as `records.refuse` describes."""
+        assert target.update is not None
+        values = {"pool_id": target.pool.id, "update_id": target.update.id, "message": message}
+        await self._write(records.refuse, **values, refused_by=refused_by)
+
+
+async def _label(server: WeightControl) -> str | None:
+    """Return the server's label of its weights, or None if it has none."""
+    try:
+        return await server.label()
+    except NoSuchCall:
+        return None
+
+
+async def _compared(server: WeightControl, model: str, seen: Observation) -> Observation:
+    """Compare what the server gives with the reference."""
+    assert seen.reference is not None
+    try:
+        measured = await server.prompt_logprobs(model, seen.reference.ids)
+    except (NoSuchCall, BackendRefused, BackendMismatch) as error:
+        return replace(seen, problem=str(error))
+    return replace(seen, comparison=verification.compare(seen.reference, measured))
+
+
+async def _unless_missing(call: Coroutine[Any, Any, None], lenient: bool) -> None:
+    """Await a call. If `lenient`, a server may lack it, since no rollout continues over the update."""
+    try:
+        await call
+    except NoSuchCall:
+        if not lenient:
+            raise

@@ -3,7 +3,7 @@
 Whoever holds the worker token can make them, and the control plane checks them without a table:
 a token names its job by namespace, name and uid, and an HMAC under the worker token proves it.
 A job that is deleted and made again under its name has another uid, so that the tokens of the
-old one are worth nothing to the new one. Older releases made tokens without a uid.
+old one are worth nothing to the new one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class JobIdentity:
 
     namespace: str
     name: str
-    uid: str | None
-    """As `metadata.uid` of the job or of its Kubernetes object; None in a token of the older form."""
+    uid: str
+    """As `metadata.uid` of the job or of its Kubernetes object."""
 
 
 def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
@@ -49,12 +49,11 @@ def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
 def job_of(token: str, worker_token: str) -> JobIdentity | None:
     """Return the job whose token this is, or None where it is no such token, or a forged one."""
     prefix, *parts = token.split(".", 5)
-    if prefix != _PREFIX or len(parts) not in (3, 4):
+    if prefix != _PREFIX or len(parts) != 4:
         return None
-    namespace, name = parts[:2]
-    uid = parts[2] if len(parts) == 4 else None
-    said = f"job {namespace}/{name}" if uid is None else f"job {namespace}/{name} {uid}"
-    genuine = hmac.compare_digest(_proof(worker_token, said).encode(), parts[-1].encode())
+    namespace, name, uid, proof = parts
+    expected = _proof(worker_token, f"job {namespace}/{name} {uid}")
+    genuine = hmac.compare_digest(expected.encode(), proof.encode())
     return JobIdentity(namespace, name, uid) if genuine else None
 
 

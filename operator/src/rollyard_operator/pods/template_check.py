@@ -130,7 +130,6 @@ class _Check:
     def _secret(self, name: object, field: str) -> Iterator[str]:
         own = isinstance(name, str) and (
             name.startswith((JOB_SECRET_PREFIX, READY_PREFIX))
-            or name == self._settings.worker_token_secret
             or (self._home and name in self._settings.reserved_secrets)
         )
         if own:

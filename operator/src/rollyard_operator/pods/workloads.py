@@ -63,8 +63,7 @@ def installation_digest(settings: OperatorSettings) -> str:
         [secret.name for secret in settings.image_pull_secrets],
         settings.worker.model_dump(),
         settings.engine.model_dump(),
-        # An installation without them keeps the digest that earlier versions made.
-        *([_telemetry(settings)] if _telemetry(settings) else []),
+        _telemetry(settings),
     )
 
 

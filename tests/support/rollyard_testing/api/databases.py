@@ -111,7 +111,7 @@ def _migrated(url: str) -> None:
 
 @pytest.fixture(scope="session")
 def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a SQLite database with all tables, which is copied: the migrations take a tenth of a second."""
+    """Return a SQLite database with all tables, which is copied because that is faster."""
     path: Path = tmp_path_factory.mktemp("migrated") / "rollyard.db"
     _migrated(f"sqlite:///{path}")
     return path

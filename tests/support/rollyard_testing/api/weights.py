@@ -9,11 +9,8 @@ from typing import Any
 import sqlalchemy as sa
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
-from rollyard_api.weights import (
-    backend_targets,
-    update_records,
-)
-from rollyard_api.weights.backend_targets import BackendTarget
+from rollyard_api.weights import records
+from rollyard_api.weights.steps import BackendTarget
 
 FULL, NEXT = {"checkpoint": {"path": "/full"}}, {"checkpoint": {"path": "/next"}}
 ONE, TWO = ({"lora": {"name": name, "path": f"/{name}"}} for name in ("one", "two"))
@@ -73,18 +70,19 @@ class Pools:
 
     async def step(self, number: int, url: str, **values: Any) -> None:
         """Set a backend's part of an update."""
-        await self.write(update_records.note, update_id=number, url=url, **values)
+        await self.write(records.note, update_id=number, url=url, **values)
 
     async def target(self, url: str) -> BackendTarget:
         """Return what the coordinator reads of a backend of `p`."""
-        found: list[BackendTarget] = await self.served.plane.database.read(backend_targets.read)
-        return next(one for one in found if one.key == (1, url))
+        targets: list[BackendTarget]
+        targets, _ = await self.served.plane.database.read(records.targets)
+        return next(one for one in targets if one.key == (1, url))
 
     async def write(self, op: Callable[..., Any], **values: Any) -> None:
         await self.served.plane.database.write(partial(op, **values))
 
     async def settle(self, pool: int = 1) -> None:
-        await self.write(update_records.settle, pool_id=pool)
+        await self.write(records.settle, pool_id=pool)
 
     async def succeed(self, number: int) -> None:
         """Let every backend have the weights."""
@@ -97,6 +95,4 @@ class Pools:
         assert (await self.update(number))["state"] == "Succeeded"
 
     async def refuse(self, number: int, refused_by: str = "") -> None:
-        await self.write(
-            update_records.refuse, pool_id=1, update_id=number, message="wrong", refused_by=refused_by
-        )
+        await self.write(records.refuse, pool_id=1, update_id=number, message="wrong", refused_by=refused_by)

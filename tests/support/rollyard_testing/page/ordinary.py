@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_api.core.codec import dumps, pack
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.trajectories import attempts
 
 from rollyard_testing.page.conversations import Conversations, Step

@@ -1,6 +1,6 @@
 """A control plane's store that is filled with ended rollouts in the way in which its own code ends them.
 
-Rollouts are queued by `jobs.create`, ended by `ending.end` and moved into the trajectory store by the
+Rollouts are queued by `jobs.create`, ended by `transitions.apply` and moved into the trajectory store by the
 archive. Whatever these keep for the page, such as counters, is therefore kept of the rollouts here as well.
 Only the work of the stages is left out: their results are written into the rows.
 """
@@ -16,25 +16,30 @@ from pathlib import Path
 from typing import Any, Final
 
 import sqlalchemy as sa
+from msgspec.structs import replace
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
 from rollyard_api.core.room import Room
-from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs import jobs
 from rollyard_api.jobs.tasks import TaskRow
-from rollyard_api.rollouts import ending
-from rollyard_api.rollouts.ending import Ending
+from rollyard_api.machine import events
+from rollyard_api.machine.rollout import Refused, Transition, decide
+from rollyard_api.machine.rollout import Rollout as RolloutRow
+from rollyard_api.machine.states import RolloutState
+from rollyard_api.rollouts import transitions
 from rollyard_api.settings import Settings
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import migrate
+from rollyard_api.storage import pools as pool_rows
+from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.schema import payloads, rollouts, weight_updates
 from rollyard_api.storage.schema import pools as pool_table
+from rollyard_api.storage.schema import weight_updates
 from rollyard_api.trajectories import traces
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.rolloutjob import STAGES, RolloutJob
-from sqlalchemy import bindparam
 
 BATCH: Final = 1024
 """The number of rollouts that are ended in one transaction."""
@@ -140,7 +145,7 @@ class Store:
 
         def create(tx: Transaction) -> None:
             pools.create(tx, pool)
-            row = pools.find(tx.conn, pool.metadata.namespace, name)
+            row = pool_rows.find(tx.conn, pool.metadata.namespace, name)
             for index, version in enumerate(versions, 1):
                 _updated(tx, row.id, version, index)
 
@@ -187,7 +192,7 @@ class Store:
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began
             jobs.create(tx, new, _ROOM)
-            job = jobs.find(tx.conn, namespace, name)
+            job = job_rows.find(tx.conn, namespace, name)
             return job.id, f"{name}-{job.uid[:8]}"
 
         job_id, prefix = await self._database.write(create)
@@ -233,66 +238,63 @@ def _updated(tx: Transaction, pool_id: int, version: str, index: int) -> None:
     tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == pool_id).values(**values))
 
 
-_WORK = (
-    sa.update(rollouts)
-    .where(rollouts.c.id == bindparam("b_id"))
-    .values(
-        token=3,
-        worker=bindparam("b_worker"),
-        backend=bindparam("b_backend"),
-        policy_index=bindparam("b_policy_index"),
-        sampled_tokens=bindparam("b_tokens"),
-        attempts=bindparam("b_attempts"),
-    )
-)
-
-
 def _end(tx: Transaction, job_id: int, ended: Sequence[tuple[str, int, Result]]) -> None:
     """Write what the stages would have left in the rows, and end the rollouts.
 
     Results that ended at the same time are ended together, because an end has the time of its transaction.
     """
-    work: list[dict[str, Any]] = [
-        {
-            "b_id": name,
-            "b_worker": result.worker,
-            "b_backend": result.backend,
-            "b_policy_index": result.policy_index,
-            "b_tokens": result.tokens,
-            "b_attempts": result.attempts,
-        }
-        for name, _, result in ended
-    ]
-    tx.conn.execute(_WORK, work)
+    results = {name: result for name, _, result in ended}
+    rollout_rows.change(tx, [{"b_id": name, **_work(result)} for name, result in results.items()])
     kept = [
         {"rollout_id": name, "trajectory": result.trajectory}
-        for name, _, result in ended
+        for name, result in results.items()
         if result.trajectory is not None
     ]
-    if kept:
-        tx.conn.execute(sa.insert(payloads), kept)
-    at: dict[float, list[Ending]] = {}
-    for name, group, result in ended:
-        at.setdefault(result.ended_at, []).append(
-            Ending(
-                rollout=name,
-                job_id=job_id,
-                group_no=group,
-                state=result.state,
-                stage=result.stage,
-                reward=result.reward,
-                components=dumps(dict(result.components)) if result.components else None,
-                reward_reason=result.reward_reason,
-                reward_output=result.reward_output,
-                reason=result.reason,
-                message=result.message,
-                timings=result.timings,
-                settled="c1 c2 c3",
-            )
-        )
-    for now, endings in at.items():
+    rollout_rows.keep(tx, kept)
+    rows = rollout_rows.named(tx, results)
+    at: dict[float, list[transitions.Decided]] = {}
+    for name, result in results.items():
+        at.setdefault(result.ended_at, []).append((rows[name], _transition(rows[name], result)))
+    for now, decided in at.items():
         tx.now = now
-        ending.end(tx, endings)
+        transitions.apply(tx, decided)
+
+
+def _work(result: Result) -> dict[str, Any]:
+    """Return what the stages leave in a row, which enters its last state when it ends."""
+    stage = result.stage
+    failed = result.state == RolloutState.FAILED
+    return {
+        # A rollout that fails in a queue gets no further attempt beside those of the result.
+        "state": RolloutState.queued(stage) if failed else RolloutState.leased(stage),
+        "since": result.ended_at,
+        "token": 3,
+        "settled": "c1 c2",
+        "timings": result.timings,
+        "worker": result.worker,
+        "backend": result.backend,
+        "policy_index": result.policy_index,
+        "sampled_tokens": result.tokens,
+        "attempts": result.attempts,
+    }
+
+
+def _transition(row: RolloutRow, result: Result) -> Transition:
+    """Return the transition with which a rollout ends."""
+    event: events.Event = events.Cancelled(result.reason or "Cancelled")
+    if result.reward is not None:
+        components = dumps(dict(result.components)) if result.components else None
+        event = events.Scored(
+            row.token, result.reward, components, result.reward_reason, result.reward_output
+        )
+    elif result.state == RolloutState.FAILED:
+        event = events.BackendAwaited(result.message or "", result.reason or "")
+    decision = decide(row, event, None, result.ended_at)
+    if isinstance(decision, Refused):
+        # Only a wait for Init or Run can be for a backend. The other failures look the same afterwards.
+        decision = decide(replace(row, state=RolloutState.QUEUED_RUN), event, None, result.ended_at)
+    assert isinstance(decision, Transition)
+    return replace(decision, changes=decision.changes | {"message": result.message})
 
 
 @asynccontextmanager

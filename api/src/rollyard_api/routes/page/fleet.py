@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.jobs import jobs
 from rollyard_api.routes.common import Plane, StrictRoute, answer
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.views.fleet import job_list
 from rollyard_api.views.fleet.job_list import JobSort, JobState
 from rollyard_api.views.job import rollout_list
@@ -66,7 +66,7 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
         found = rollout_list.held_by(conn, name, MAX_ROWS)
         items = []
         for job_id in dict.fromkeys(row.job_id for row in found):
-            job = jobs.by_id(conn, job_id)
+            job = job_rows.by_id(conn, job_id)
             if job is not None and namespace in (None, job.namespace):
                 rows = rollout_list.slim(conn, job, [row for row in found if row.job_id == job_id])
                 items += [row | {"namespace": job.namespace, "job": job.name} for row in rows]

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.jobs import jobs
-from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
@@ -36,7 +36,7 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
     """
 
     def query(conn: Connection) -> tuple[JobRow, bool]:
-        job = jobs.find(conn, namespace, name)
+        job = job_rows.find(conn, namespace, name)
         return job, kept.is_behind(conn, job)
 
     job, behind = await plane.database.read(query)

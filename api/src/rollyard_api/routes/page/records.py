@@ -8,9 +8,9 @@ from functools import partial
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.states import ENDED
-from rollyard_api.jobs import jobs
+from rollyard_api.machine.states import ENDED
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import records
@@ -24,7 +24,7 @@ def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tup
         NotFound: There is no such job, or it has no such rollout.
         Conflict: The rollout has not ended.
     """
-    job = jobs.find(conn, namespace, name)
+    job = job_rows.find(conn, namespace, name)
     short = records.sizes().add_columns(rollouts.c.state)
     row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
     if row is None:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.jobs import jobs as job_table
+from rollyard_api.storage import jobs as job_table
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views.fleet.reader import FleetReader, FleetSnapshot

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 

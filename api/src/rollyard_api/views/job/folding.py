@@ -2,7 +2,7 @@
 
 The place up to which a job's rollouts were folded is kept with its statistics, and both change in one
 transaction. A rollout is therefore counted once, however often a process is killed. Places are given in the
-order of the commits (see `rollouts.ending`), so none is passed over.
+order of the commits (see `rollouts.transitions`), so none is passed over.
 """
 
 from __future__ import annotations

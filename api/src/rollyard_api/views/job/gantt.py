@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import UNFINISHED, RolloutState
+from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.states import RolloutState
-from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.machine.jobs import prefix_of
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, rollouts

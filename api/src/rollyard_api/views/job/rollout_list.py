@@ -17,8 +17,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import ENDED, UNFINISHED, RolloutState
-from rollyard_api.rollouts.admission import prefix_of
+from rollyard_api.machine.jobs import prefix_of
+from rollyard_api.machine.states import ENDED, UNFINISHED, RolloutState
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
 from rollyard_api.storage.view_tables import ended_rollouts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.states import BY_NUMBER, RolloutState
+from rollyard_api.machine.states import BY_NUMBER, RolloutState
 from rollyard_api.trajectories import traces
 from rollyard_api.views.job.sketch import Sketch
 

@@ -9,7 +9,7 @@ from rollyard_crds.telemetry.identity import trace_id
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.states import RolloutState
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces

@@ -1,0 +1,103 @@
+"""The limits of a job: the fields of its spec that decisions about its rollouts need.
+
+They are stored beside the spec, so that nobody has to read all of it for each report.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+from rollyard_crds.rolloutjob import RolloutJobSpec, StageName
+
+_KEPT: Final = 1024
+"""The number of jobs whose decoded limits are kept in memory."""
+
+
+class SamplingRules(Struct, frozen=True):
+    """The rules of dynamic sampling."""
+
+    target_groups: int
+    """The informative groups that are wanted; in a stream, those of one step unless the step says another."""
+    groups_in_flight: int
+    """The largest number of groups that have started and not ended."""
+    max_groups: int | None
+    """The largest number of groups that are started at all, or None."""
+    metric: str
+    """The reward or the component that must differ within an informative group."""
+    min_std: float
+    """The standard deviation of the metric above which a group is informative."""
+
+
+class MaxAttempts(Struct, frozen=True):
+    """How often each stage may fail before the rollout does."""
+
+    init: int
+    run: int
+    eval: int
+
+
+class Limits(Struct, frozen=True):
+    """All that decisions about a job's rollouts and groups need of its spec."""
+
+    max_attempts: MaxAttempts
+    samples: int
+    """The rollouts of each group."""
+    min_group_size: int
+    """The fewest members with a reward with which a group is delivered."""
+    deadline_seconds: int | None = None
+    """How long the job may be active, or None."""
+    max_policy_lag: int | None = None
+    """The most weight updates since a rollout entered Run, or None."""
+    stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
+    """What becomes of a rollout beyond `max_policy_lag`."""
+    reward_service: dict[str, Any] | None = None
+    """The `spec.reward.service` as JSON, or None."""
+    sampling: SamplingRules | None = None
+    """The rules of dynamic sampling, or None if the job does not use it."""
+
+    @classmethod
+    def of(cls, spec: RolloutJobSpec) -> Limits:
+        """Return the limits that a spec sets."""
+        stages, reward, sampling = spec.stages, spec.reward, spec.dynamic_sampling
+        return cls(
+            max_attempts=MaxAttempts(
+                init=stages.init.max_attempts, run=stages.run.max_attempts, eval=stages.eval.max_attempts
+            ),
+            samples=spec.samples_per_task,
+            min_group_size=spec.min_group_size,
+            deadline_seconds=spec.active_deadline_seconds,
+            max_policy_lag=spec.max_policy_lag,
+            stale_rollouts=spec.stale_rollouts,
+            reward_service=None if reward is None or reward.service is None else reward.service.to_json(),
+            sampling=None
+            if sampling is None
+            else SamplingRules(
+                target_groups=sampling.target_groups,
+                groups_in_flight=sampling.in_flight(spec.samples_per_task),
+                max_groups=sampling.max_groups,
+                metric=sampling.metric,
+                min_std=sampling.min_std,
+            ),
+        )
+
+    @staticmethod
+    def from_json(stored: bytes) -> Limits:
+        """Return stored limits. Those of the jobs that were read last are not decoded again."""
+        return _decoded(bytes(stored))
+
+    def to_json(self) -> bytes:
+        """Return the limits as they are stored."""
+        return msgspec.json.encode(self)
+
+    def attempts(self, stage: StageName) -> int:
+        """Return how often this stage of a rollout may fail; with the last failure the rollout ends."""
+        most: int = getattr(self.max_attempts, stage)
+        return most
+
+
+@lru_cache(maxsize=_KEPT)
+def _decoded(stored: bytes) -> Limits:
+    return msgspec.json.decode(stored, type=Limits)

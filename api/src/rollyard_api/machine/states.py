@@ -1,0 +1,132 @@
+"""The states through which a rollout passes, and which event may take it from one to which others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import Final
+
+from rollyard_crds.rolloutjob import STAGES, StageName
+
+from rollyard_api.machine import events
+
+
+class RolloutState(IntEnum):
+    """The state of a rollout. The numbers are stored, and indexes sort by them.
+
+    A rollout that waits in a stage's queue has an even number. A rollout that a worker of the stage holds has
+    the odd number that follows. Numbers from 6 on mean that the rollout has ended.
+    """
+
+    QUEUED_INIT = 0
+    LEASED_INIT = 1
+    QUEUED_RUN = 2
+    LEASED_RUN = 3
+    QUEUED_EVAL = 4
+    LEASED_EVAL = 5
+    SUCCEEDED = 6
+    FAILED = 7
+    CANCELLED = 8
+
+    @classmethod
+    def queued(cls, stage: StageName) -> RolloutState:
+        """Return the state of a rollout that waits for `stage`."""
+        return _QUEUED[stage]
+
+    @classmethod
+    def leased(cls, stage: StageName) -> RolloutState:
+        """Return the state of a rollout that a worker of `stage` holds."""
+        return _LEASED[stage]
+
+    @classmethod
+    def matching(cls, stage: StageName | None = None, status: str | None = None) -> list[RolloutState]:
+        """Return all states with this stage and this status; None matches every stage or status."""
+        return [state for state in cls if stage in (None, state.stage) and status in (None, state.status)]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rollout has its result."""
+        return self >= _FIRST_ENDED
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether a worker holds the rollout."""
+        return not self.has_ended and self % 2 == 1
+
+    @property
+    def stage(self) -> StageName | None:
+        """The stage that the rollout waits for or is in; None once it has ended."""
+        return _STAGES[self]
+
+    @property
+    def status(self) -> str:
+        """`queued`, `leased`, `succeeded`, `failed` or `cancelled`."""
+        return _STATUSES[self]
+
+
+# These are looked up for every lease and every report, where the cost of computing them would be noticeable.
+BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
+_FIRST_ENDED = int(RolloutState.SUCCEEDED)
+_QUEUED = {stage: BY_NUMBER[2 * place] for place, stage in enumerate(STAGES)}
+_LEASED = {stage: BY_NUMBER[2 * place + 1] for place, stage in enumerate(STAGES)}
+_STAGES: tuple[StageName | None, ...] = (*(stage for stage in STAGES for _ in range(2)), None, None, None)
+_STATUSES = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancelled")
+
+ENDED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if state.has_ended)
+UNFINISHED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if not state.has_ended)
+
+_ANY_STAGE = range(len(STAGES))
+_WAITING_IN_A_SANDBOX = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
+
+
+def _all(before: Iterable[RolloutState], *after: RolloutState) -> dict[RolloutState, frozenset[RolloutState]]:
+    return {state: frozenset(after) for state in before}
+
+
+TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[RolloutState]]]] = {
+    events.Leased: {BY_NUMBER[2 * at]: frozenset({BY_NUMBER[2 * at + 1]}) for at in _ANY_STAGE},
+    events.InitDone: _all([RolloutState.LEASED_INIT], RolloutState.QUEUED_RUN),
+    events.RunDone: _all([RolloutState.LEASED_RUN], RolloutState.QUEUED_EVAL),
+    events.Scored: _all([RolloutState.LEASED_EVAL], RolloutState.SUCCEEDED),
+    # A failed stage is repeated, or the rollout starts again from an earlier one.
+    events.Failed: {
+        BY_NUMBER[2 * at + 1]: frozenset({RolloutState.FAILED, *BY_NUMBER[0 : 2 * at + 1 : 2]})
+        for at in _ANY_STAGE
+    },
+    events.LeaseLost: _all(
+        [RolloutState.LEASED_INIT, RolloutState.LEASED_RUN], RolloutState.QUEUED_INIT, RolloutState.FAILED
+    )
+    | _all(
+        [RolloutState.LEASED_EVAL], RolloutState.QUEUED_EVAL, RolloutState.QUEUED_INIT, RolloutState.FAILED
+    ),
+    events.NodeLost: _all(_WAITING_IN_A_SANDBOX, RolloutState.QUEUED_INIT),
+    events.NewWeights: _all(
+        [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL],
+        RolloutState.QUEUED_INIT,
+        RolloutState.CANCELLED,
+    ),
+    events.BackendAwaited: _all([RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN], RolloutState.FAILED),
+    events.Cancelled: _all(UNFINISHED, RolloutState.CANCELLED),
+    events.Moved: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
+    events.Blamed: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
+}
+"""For each event, the states in which it may come, and those that may follow. It is refused in the others."""
+
+
+def picture() -> str:
+    """Return the transitions as text, one event after the other, for the documentation."""
+    lines = []
+    for event, allowed in TRANSITIONS.items():
+        before_of: dict[frozenset[RolloutState], list[RolloutState]] = {}
+        for before, after in allowed.items():
+            before_of.setdefault(after, []).append(before)
+        for after, befores in before_of.items():
+            start = "every unfinished state" if set(befores) == set(UNFINISHED) else _named(befores)
+            lines.append(f"{event.__name__:<14} {start:<24} ──► {_named(sorted(after))}")
+    return "\n".join(lines) + "\n"
+
+
+def _named(states: Iterable[RolloutState]) -> str:
+    return " | ".join(
+        state.status if state.stage is None else f"{state.status} {state.stage}" for state in states
+    )

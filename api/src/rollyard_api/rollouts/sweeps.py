@@ -1,0 +1,116 @@
+"""What is noticed without a report: leases that expire, workers that die, and outages of a pool.
+
+While a pool has no ready backend, its rollouts wait in the queues of Init and Run and use no attempt. They
+wait until the deadline of their job, or for a limited time where the job has no deadline. Then they end as
+failed with the reason NoBackend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+
+from rollyard_api.backends.assignment import Key, without_backend
+from rollyard_api.machine.events import BackendAwaited, LeaseLost
+from rollyard_api.machine.failure_policy import MAX_EXPIRIES
+from rollyard_api.rollouts import transitions
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import rollouts as rollout_rows
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import jobs
+
+EXPIRY_BATCH = 500
+"""The number of leases that are taken back in one transaction because they have expired."""
+OUTAGE_BATCH = 1000
+"""The number of rollouts that are ended in one transaction because of an outage."""
+_WITH_POOLS = (
+    sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.suspended, jobs.c.outage_began)
+    .where(jobs.c.finished_at.is_(None), jobs.c.pool.is_not(None))
+    .order_by(jobs.c.id)
+)
+_JOB = sa.select(jobs.c.id).where(
+    jobs.c.namespace == bindparam("b_namespace"),
+    jobs.c.name == bindparam("b_name"),
+    jobs.c.deleted_at.is_(None),
+)
+
+
+def expire(tx: Transaction, max_expiries: int = MAX_EXPIRIES) -> int:
+    """Take back expired leases, and return their number, which is at most EXPIRY_BATCH.
+
+    A caller that gets EXPIRY_BATCH calls this function again. After Init and Run the rollout begins again at
+    Init, because its sandbox is dirty or gone. Eval is tried once more in the same sandbox, and then the
+    rollout begins again at Init.
+
+    Args:
+        tx: The transaction.
+        max_expiries: The number of leases of a rollout that may be lost.
+    """
+    rows = rollout_rows.expired(tx, EXPIRY_BATCH)
+    message = "the lease expired, because its worker did not renew it"
+    transitions.happened(tx, rows, LeaseLost("LeaseExpired", message, max_expiries))
+    return len(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What the control plane knew of a worker that has died."""
+
+    returned: int
+    """The number of leases that were taken back."""
+    completed: bool
+    """Whether the worker was the last one to complete a stage of at least one rollout."""
+
+
+def worker_died(tx: Transaction, namespace: str, job: str, worker: str, max_expiries: int) -> Death:
+    """Take back the leases of a dead worker of one job, as if they had expired now.
+
+    A repeat finds no lease and changes nothing. A worker that is not dead after all loses its leases and
+    learns so with its next heartbeat; the fencing tokens protect its rollouts.
+
+    Args:
+        tx: The transaction.
+        namespace: The namespace of the job.
+        job: The name of the job.
+        worker: The worker, whose process its driver saw end.
+        max_expiries: The number of leases of one rollout that may be lost, as for `expire`.
+    """
+    job_id = tx.conn.execute(_JOB, {"b_namespace": namespace, "b_name": job}).scalar_one_or_none()
+    if job_id is None:
+        return Death(0, False)
+    completed = rollout_rows.has_completed(tx, job_id, worker)
+    returned = 0
+    died = LeaseLost("WorkerDied", "its driver saw the worker end", max_expiries)
+    while rows := rollout_rows.held_by(tx, job_id, worker, EXPIRY_BATCH):
+        transitions.happened(tx, rows, died)
+        returned += len(rows)
+    return Death(returned, completed)
+
+
+def note_outages(tx: Transaction) -> None:
+    """Note for each unfinished job since when its pool has had no ready backend.
+
+    The time while a job is suspended does not count.
+    """
+    live = tx.conn.execute(_WITH_POOLS).all()
+    keys: set[Key] = {(row.namespace, row.pool) for row in live}
+    gone = without_backend(tx, keys) if keys else set()
+    for row in live:
+        waits = (row.namespace, row.pool) in gone and not row.suspended
+        if waits != (row.outage_began is not None):
+            job_rows.note_outage(tx, row.id, tx.now if waits else None)
+
+
+def end_overdue(tx: Transaction, patience: float) -> int:
+    """End rollouts that have waited in the queue of Init or Run for `patience` seconds of an outage.
+
+    Jobs with a deadline are left out, because their rollouts wait until then.
+
+    Returns:
+        The number of rollouts that were ended. A caller that gets OUTAGE_BATCH calls this function again.
+    """
+    rows = rollout_rows.overdue(tx, tx.now - patience, OUTAGE_BATCH)
+    transitions.happened(tx, rows, BackendAwaited(f"the pool had no ready backend for {patience:g} s"))
+    return len(rows)

@@ -1,0 +1,325 @@
+"""Transitions of rollouts are written here and nowhere else, with everything that belongs to them.
+
+These are the timings and spans, the attempts that did not end well, the events and metrics, what one stage
+leaves for the next, and the wake-ups. The groups and jobs that are complete thereby are ended, too, and a job
+with dynamic sampling takes its next step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+from rollyard_crds.fields.dynamic_sampling import TARGET_MET
+
+from rollyard_api.backends import circuits
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.wakeups import QUEUE, queue_topic
+from rollyard_api.machine import events
+from rollyard_api.machine.groups import Tally, result_of
+from rollyard_api.machine.jobs import Progress, next_step, prefix_of
+from rollyard_api.machine.rollout import Refused, Rollout, Transition, decide
+from rollyard_api.machine.states import RolloutState
+from rollyard_api.rollouts import malformed_calls, timing
+from rollyard_api.storage import groups as group_rows
+from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import rollouts as rollout_rows
+from rollyard_api.storage.database import Transaction
+from rollyard_api.trajectories import attempts, spans
+
+Decided = tuple[Rollout, Transition]
+
+CANCEL_BATCH: Final = 2000
+"""The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
+nobody can lease any more."""
+METRIC_COMPLETIONS: Final = "completions"
+METRIC_REWARD: Final = "reward"
+_BACKENDS_FAULT = ("BackendMismatch",)
+"""The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
+
+
+def happened(tx: Transaction, rows: Iterable[Rollout], event: events.Event) -> None:
+    """Apply what follows from an event that has happened to each of these rollouts, and that is no report.
+
+    It changes nothing of a rollout that is in none of the event's states.
+    """
+    decided = ((row, decide(row, event, None, tx.now)) for row in rows)
+    apply(tx, [(row, decision) for row, decision in decided if not isinstance(decision, Refused)])
+
+
+def apply(tx: Transaction, decided: Iterable[Decided]) -> None:
+    """Write transitions of rollouts, each of which is named once, with all their effects.
+
+    Args:
+        tx: The transaction that has read and locked the rollouts' rows.
+        decided: What was decided about each of them.
+    """
+    # Every change of several rows goes in the order of the ids, since two replicas could deadlock otherwise.
+    ordered = sorted(decided, key=lambda one: one[0].id)
+    if not ordered:
+        return
+    batch = _Batch(tx)
+    for rollout, transition in ordered:
+        batch.add(rollout, transition)
+    batch.write()
+
+
+def start(tx: Transaction, job_id: int, prefix: str, groups: range, samples: int) -> None:
+    """Queue `samples` rollouts for each of the groups with these numbers, and add them to the job's total.
+
+    The transaction has locked the job's row.
+    """
+    if groups:
+        rollout_rows.add(tx, job_id, prefix, groups, samples)
+        job_rows.add_rollouts(tx, job_id, samples * len(groups))
+
+
+def advance(tx: Transaction, job_id: int) -> None:
+    """Take the next step of a job with dynamic sampling: start groups, hold, or end what is not needed.
+
+    A job that was cancelled, or has been concluded before, is left alone. The transaction has locked the row
+    of the job. All decisions about a job are made under this lock, which every ending takes, and replicas
+    therefore make them one after the other.
+    """
+    row = job_rows.sampling_state(tx, job_id)
+    if row is None:
+        job_rows.finish_concluded(tx, job_id)
+        return
+    assert row.limits.sampling is not None
+    step = next_step(
+        Progress(row.groups, row.started, row.groups_ended, row.informative, row.target, row.closed),
+        row.limits.sampling,
+    )
+    if step.concludes is not None:
+        job_rows.conclude(tx, job_id, step.concludes)
+        if step.concludes == TARGET_MET:
+            # What another replica has locked is left to the sweep: to wait for it could be a deadlock.
+            surplus = rollout_rows.unfinished(tx, job_id, limit=CANCEL_BATCH, skip_locked=True)
+            happened(tx, surplus, events.Cancelled(TARGET_MET))
+        return
+    if step.holds != row.holding:
+        job_rows.hold(tx, job_id, holding=step.holds)
+    if step.start:
+        job_rows.count_started(tx, job_id, len(step.start))
+        start(tx, job_id, prefix_of(row.name, row.uid), step.start, row.limits.samples)
+
+
+class _Ending(msgspec.Struct):
+    """A rollout that ends, and the seconds for which it has existed."""
+
+    rollout: Rollout
+    transition: Transition
+    changes: dict[str, Any]
+    seconds: float
+
+    @property
+    def reward(self) -> float | None:
+        """The reward, or None if the rollout was not scored."""
+        event = self.transition.event
+        return event.reward if isinstance(event, events.Scored) else None
+
+
+class _Batch:
+    """The changes of several rollouts, which are gathered and then made with few statements."""
+
+    def __init__(self, tx: Transaction) -> None:
+        self.tx = tx
+        self.changes: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
+        self.dropped: list[str] = []
+        self.endings: defaultdict[int, list[_Ending]] = defaultdict(list)
+        self.answering: set[tuple[int, str]] = set()
+        self.calls: list[tuple[int, events.RunCounts]] = []
+
+    def add(self, rollout: Rollout, transition: Transition) -> None:
+        """Gather what one transition changes, and note its effects that need no statement."""
+        changes = {"b_id": rollout.id, **transition.changes}
+        self.changes.append(changes)
+        if transition.after != rollout.state:
+            self._move(rollout, transition, changes)
+        self._note(rollout, transition)
+
+    def _move(self, rollout: Rollout, transition: Transition, changes: dict[str, Any]) -> None:
+        """Add the timings, the span and the attempt of the state that a rollout leaves, and its event."""
+        tx, stage, after = self.tx, rollout.stage, transition.after
+        timings: dict[str, Any] = loads(rollout.timings)
+        timing.add(timings, rollout, transition, tx.now)
+        changes["timings"] = dumps(timings).decode()
+        held = rollout.state.is_leased
+        if transition.returns or (held and after == RolloutState.FAILED):
+            number = timing.attempts(timings, stage)
+            changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
+        if held:
+            spans.worked(
+                tx,
+                rollout.id,
+                stage,
+                rollout.token,
+                rollout.since,
+                worker=rollout.worker,
+                node=rollout.node,
+                error=transition.reason,
+            )
+        else:
+            spans.waited(tx, rollout.id, stage, rollout.since, reason=transition.reason)
+        if after.has_ended:
+            ending = _Ending(rollout, transition, changes, timing.total(timings))
+            self.endings[rollout.job_id].append(ending)
+            return
+        tx.emit(
+            rollout.job_id,
+            rollout=rollout.id,
+            stage=after.stage,
+            status=after.status,
+            reward=None,
+            reason=transition.reason,
+        )
+        if transition.returns:
+            tx.wake(QUEUE)
+            if after == RolloutState.QUEUED_INIT:
+                # What earlier stages left is of no use, because a rollout at Init starts again.
+                self.dropped.append(rollout.id)
+
+    def _attempt(self, rollout: Rollout, transition: Transition, number: int) -> dict[str, Any]:
+        """Return the attempt that ends now without having done its stage."""
+        message = getattr(transition.event, "message", "")
+        # While a rollout waits in a queue, its row names the worker of the stage before.
+        worker = (rollout.worker or "") if rollout.state.is_leased else ""
+        if worker:
+            self.tx.trouble(rollout.job_id, worker, rollout.id, transition.reason, message)
+        return attempts.attempt(
+            stage=rollout.stage,
+            number=number,
+            reason=transition.reason,
+            message=message,
+            worker=worker,
+            node=rollout.node,
+            started=rollout.since,
+            seconds=max(0.0, self.tx.now - rollout.since),
+            counted=transition.rule is not None and transition.rule.counted,
+        )
+
+    def _note(self, rollout: Rollout, transition: Transition) -> None:
+        """Note what belongs to the event itself: metrics, what a stage leaves, and who may go on with it."""
+        tx, event, spent = self.tx, transition.event, max(0.0, self.tx.now - rollout.since)
+        match event:
+            case events.Leased():
+                tx.count("leases", rollout.stage)
+                tx.count("queue_seconds", rollout.stage, value=spent)
+            case events.InitDone():
+                tx.count("stage_seconds", "init", value=spent)
+                tx.wake(queue_topic("run"))
+                if event.carry is not None:
+                    self.kept.append({"rollout_id": rollout.id, "carry": event.carry})
+            case events.RunDone():
+                self._ran(rollout, event, spent)
+            case events.Scored():
+                tx.count("stage_seconds", "eval", value=spent)
+            case events.Failed():
+                tx.count("failures", event.stage, event.reason)
+                if event.stage == "run" and event.reason in _BACKENDS_FAULT and rollout.backend is not None:
+                    circuits.failed(tx, rollout.job_id, rollout.backend)
+            case events.LeaseLost():
+                tx.count("expiries", rollout.stage)
+            case events.NewWeights():
+                tx.count("stale_rollouts", "cancelled" if event.cancel else "restarted")
+            case events.Moved():
+                tx.count("reroutes")
+        if transition.rule is not None and transition.rule.ends_job:
+            job_rows.conclude(tx, rollout.job_id, transition.reason)
+
+    def _ran(self, rollout: Rollout, event: events.RunDone, seconds: float) -> None:
+        tx, counts = self.tx, event.counts
+        tx.count("stage_seconds", "run", value=seconds)
+        tx.wake(queue_topic("eval"))
+        tx.wake(queue_topic("run"))  # The backend has room for another one.
+        kept = {
+            "rollout_id": rollout.id,
+            "trajectory": event.record,
+            "segments": event.segments,
+            "tokens_in_eval": event.tokens_in_eval,
+        }
+        if event.carry is not None:
+            kept["carry"] = event.carry
+        self.kept.append(kept)
+        self.calls.append((rollout.job_id, counts))
+        if counts.template_breaks:
+            tx.count("template_breaks", value=counts.template_breaks)
+        tx.count("sampled_tokens", value=counts.sampled_tokens)
+        if rollout.backend is not None:
+            self.answering.add((rollout.job_id, rollout.backend))
+            if not rollout.was_moved:
+                tx.measure(rollout.backend, counts.spent_tokens, event.times.model_seconds, seconds)
+
+    def write(self) -> None:
+        """Write what was gathered, and end the groups and jobs that are complete."""
+        tx = self.tx
+        counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
+        rollout_rows.change(tx, self.changes)
+        if self.kept:
+            rollout_rows.keep(tx, self.kept)
+        rollout_rows.drop(tx, self.dropped)
+        circuits.completed(tx, self.answering)
+        malformed_calls.count(tx, self.calls)
+        for job_id, job in counted:
+            self._complete(job_id, job)
+
+    def _count(self, job_id: int) -> job_rows.EndedCounts:
+        """Count the endings of one job, and give each its place in the order of the job's results."""
+        tx, endings = self.tx, self.endings[job_id]
+        states = [ending.transition.after for ending in endings]
+        job = job_rows.count_ended(
+            tx,
+            job_id,
+            succeeded=states.count(RolloutState.SUCCEEDED),
+            failed=states.count(RolloutState.FAILED),
+            cancelled=states.count(RolloutState.CANCELLED),
+            rewards=sum(ending.reward for ending in endings if ending.reward is not None),
+        )
+        for place, ending in enumerate(endings, job.ended - len(endings) + 1):
+            rollout, reason, reward = ending.rollout, ending.transition.reason, ending.reward
+            status = ending.transition.after.status
+            ending.changes["end_seq"] = place
+            tx.count(METRIC_COMPLETIONS, job.namespace, job.name, status, reason)
+            if reward is not None:
+                tx.count(METRIC_REWARD, job.namespace, job.name, value=reward)
+            tx.emit(
+                job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
+            )
+            spans.ended(
+                tx,
+                rollout.id,
+                namespace=job.namespace,
+                job=job.name,
+                status=status,
+                seconds=ending.seconds,
+                reward=reward,
+                reason=reason,
+            )
+        return job
+
+    def _complete(self, job_id: int, job: job_rows.EndedCounts) -> None:
+        """End the groups whose members have all ended, and let the job take its next step."""
+        tx, endings = self.tx, self.endings[job_id]
+        left: defaultdict[int, int] = defaultdict(int)
+        for ending in endings:
+            left[ending.rollout.group_no] += 1
+        tally = Tally(surplus_rollouts=sum(ending.transition.reason == TARGET_MET for ending in endings))
+        complete = group_rows.leave(tx, job_id, left)
+        if complete:
+            members = rollout_rows.members(tx, job_id, complete)
+            results = {no: result_of(members[no], job.limits) for no in complete}
+            first = job_rows.count_ended_groups(tx, job_id, len(complete))
+            group_rows.end(tx, job_id, first, results)
+            for result in results.values():
+                tally.add(result)
+        if job.limits.sampling is not None:
+            job_rows.count_groups(tx, job_id, **msgspec.structs.asdict(tally))
+            advance(tx, job_id)
+        elif job.closed and job.ended == job.total:
+            job_rows.finish(tx, job_id)
+        if any(ending.reward is None for ending in endings):
+            # Such a rollout may have had a place at a backend. One that was evaluated had none any more.
+            tx.wake(QUEUE)

@@ -1,0 +1,89 @@
+"""Every statement that writes `groups`, and the reads of leases and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.engine import Connection
+
+from rollyard_api.machine.groups import GroupResult
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import groups
+
+_OF_JOB = groups.c.job_id == bindparam("b_job")
+_THIS = sa.and_(_OF_JOB, groups.c.no == bindparam("b_no"))
+_AMONG = groups.c.no.in_(bindparam("b_nos", expanding=True))
+_UPDATE = sa.update(groups).where(_THIS)
+_LEAVE = _UPDATE.values(remaining=groups.c.remaining - bindparam("b_count"))
+_COMPLETE = sa.select(groups.c.no).where(_OF_JOB, _AMONG, groups.c.remaining == 0).order_by(groups.c.no)
+_END = _UPDATE.values(
+    {name: bindparam(f"b_{name}") for name in ("seq", "delivered", "informative", "reason")}
+)
+_DELETE = sa.delete(groups).where(_OF_JOB)
+
+
+class Group(NamedTuple):
+    """The columns of a group that leases read."""
+
+    no: int
+    task_id: str
+    task: bytes
+    backend: str | None
+    remaining: int
+
+
+_LEASED = sa.select(*(groups.c[name] for name in Group._fields)).where(_OF_JOB, _AMONG)
+
+
+def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
+    """Insert groups, each of which has a task and no rollouts yet."""
+    tx.conn.execute(sa.insert(groups), new)
+
+
+def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, Group]:
+    """Return the groups of a job with these numbers, by their numbers."""
+    rows = conn.execute(_LEASED, {"b_job": job_id, "b_nos": sorted(set(numbers))}).all()
+    return {row.no: Group(*row) for row in rows}
+
+
+def stick(tx: Transaction, job_id: int, no: int, backend: str) -> None:
+    """Let the samples that follow use this backend, which keeps a group that must be split in few parts."""
+    tx.conn.execute(_UPDATE, {"b_job": job_id, "b_no": no, "backend": backend})
+
+
+def leave(tx: Transaction, job_id: int, ended: Mapping[int, int]) -> list[int]:
+    """Note how many members of groups have ended, by the groups' numbers.
+
+    Returns:
+        The numbers of those groups whose members have all ended.
+    """
+    numbers = sorted(ended)
+    tx.conn.execute(_LEAVE, [{"b_job": job_id, "b_no": no, "b_count": ended[no]} for no in numbers])
+    return list(tx.conn.scalars(_COMPLETE, {"b_job": job_id, "b_nos": numbers}))
+
+
+def end(tx: Transaction, job_id: int, first: int, results: Mapping[int, GroupResult]) -> None:
+    """Note the results of groups, by their numbers, in the order in which the groups ended.
+
+    The first of them has the place `first` in the order in which the job's groups ended.
+    """
+    ends = [
+        {
+            "b_job": job_id,
+            "b_no": no,
+            "b_seq": seq,
+            "b_delivered": result.delivered,
+            "b_informative": result.informative,
+            "b_reason": result.reason,
+        }
+        for seq, (no, result) in enumerate(results.items(), first)
+    ]
+    tx.conn.execute(_END, ends)
+
+
+def remove(tx: Transaction, job_id: int) -> None:
+    """Remove the groups of a deleted job."""
+    tx.conn.execute(_DELETE, {"b_job": job_id})

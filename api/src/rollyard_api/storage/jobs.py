@@ -1,0 +1,489 @@
+"""Every statement that writes `jobs`, `dynamic_sampling` or `sampling_targets`, and the shared reads.
+
+A change wakes all who wait for it, so no caller has to know who they are. Where a function says that it needs
+the lock of the job's row, `find_locked` or an earlier change of the row in the same transaction gives it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.cursors import Kind
+from rollyard_api.core.problems import NotFound
+from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.machine.limits import Limits
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import JobRow, SamplingRow, columns, read_one
+from rollyard_api.storage.schema import dynamic_sampling, jobs, sampling_targets
+
+DELETED: Final = "Deleted"
+"""The cancel reason of a job that is to be removed."""
+_ZERO: Final = (
+    "total",
+    "ended",
+    "succeeded",
+    "failed",
+    "cancelled",
+    "reward_sum",
+    "groups",
+    "groups_ended",
+    "parts",
+    "read_trajectories",
+    "read_groups",
+    "malformed_rollouts",
+    "malformed_calls",
+)
+_GROUP_COUNTERS: Final = (
+    "informative",
+    "uninformative",
+    "dropped",
+    "surplus",
+    "surplus_rollouts",
+    "discarded_tokens",
+)
+_THIS = jobs.c.id == bindparam("b_job")
+_ITS = dynamic_sampling.c.job_id == bindparam("b_job")
+_ITS_STEPS = sampling_targets.c.job_id == bindparam("b_job")
+_UPDATE = sa.update(jobs).where(_THIS)
+_OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
+"""The conditions of a job that may still start rollouts."""
+
+
+def _wake(tx: Transaction, job_id: int) -> None:
+    for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
+        tx.wake(topic)
+
+
+# Jobs are found.
+
+_FIND = sa.select(jobs).where(
+    jobs.c.namespace == bindparam("b_namespace"),
+    jobs.c.name == bindparam("b_name"),
+    jobs.c.deleted_at.is_(None),
+)
+_FIND_LOCKED = _FIND.with_for_update()
+_BY_ID = sa.select(jobs).where(_THIS)
+
+
+def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> JobRow | None:
+    """Return the job of this name that is not deleted, or None; `lock` locks its row until the commit."""
+    found = conn.execute(_FIND_LOCKED if lock else _FIND, {"b_namespace": namespace, "b_name": name})
+    return read_one(JobRow, found.one_or_none())
+
+
+def find(
+    conn: Connection, namespace: str, name: str, *, uid: str | None = None, lock: bool = False
+) -> JobRow:
+    """Return the job of this name that is not deleted, and has this uid if one is given.
+
+    Raises:
+        NotFound: There is no such job in this namespace, or another job of this name has replaced it.
+    """
+    job = named(conn, namespace, name, lock=lock)
+    if job is None:
+        raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
+    if uid is not None and uid != job.uid:
+        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
+    return job
+
+
+def find_locked(tx: Transaction, namespace: str, name: str) -> JobRow:
+    """Return what `find` returns, and lock the row until the commit."""
+    return find(tx.conn, namespace, name, lock=True)
+
+
+def by_id(conn: Connection, job_id: int) -> JobRow | None:
+    """Return the row of a job, even of a deleted one, by its number; return None once the row is removed."""
+    return read_one(JobRow, conn.execute(_BY_ID, {"b_job": job_id}).one_or_none())
+
+
+def _sums(number: sa.ColumnElement[int]) -> sa.Select[tuple[int, int]]:
+    """Return a query for the sum of a number over all jobs, and over those of one namespace."""
+    own = sa.case((jobs.c.namespace == bindparam("b_namespace"), number), else_=0)
+    return sa.select(sa.func.coalesce(sa.func.sum(number), 0), sa.func.coalesce(sa.func.sum(own), 0))
+
+
+_UNFINISHED = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(None))
+# The rollouts of the groups that have not started, in all jobs that may still start them.
+_UNSTARTED = (
+    _sums((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples)
+    .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
+    .where(*_OPEN)
+)
+
+
+def unfinished_rollouts(conn: Connection, namespace: str) -> tuple[int, int]:
+    """Return the number of rollouts that have not ended, of all namespaces and of this one.
+
+    Those of groups that dynamic sampling has not started yet are counted.
+    """
+    rows = [conn.execute(query, {"b_namespace": namespace}).one() for query in (_UNFINISHED, _UNSTARTED)]
+    total, own = (sum(map(int, numbers)) for numbers in zip(*rows, strict=True))
+    return total, own
+
+
+_CANCELLING = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
+
+
+def cancelling(conn: Connection) -> list[int]:
+    """Return the ids of the jobs whose cancellation has begun, perhaps before a restart, and not ended."""
+    return list(conn.scalars(_CANCELLING))
+
+
+# Jobs begin and are changed.
+
+
+def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
+    """Insert a job and return its row. `values` are the columns that the manifest decides."""
+    fixed = {"uid": str(uuid.uuid4()), "generation": 1, "created_at": tx.now}
+    counters = dict.fromkeys(_ZERO, 0) | {"holding": False, "well_formed": False}
+    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **counters, **values).returning(jobs))
+    tx.wake(UNFINISHED)
+    return JobRow(*made.one())
+
+
+def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:
+    """Write columns that a manifest, a PATCH or a registration decides. Without columns nothing is done."""
+    if values:
+        tx.conn.execute(_UPDATE, {"b_job": job_id, **values})
+        _wake(tx, job_id)
+
+
+def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
+    """Write what the driver reported of a job, as JSON."""
+    tx.conn.execute(_UPDATE, {"b_job": job_id, "status": status})
+    tx.wake(job_topic(job_id))
+    tx.wake(CLAIMS)
+
+
+_ADD_GROUPS = _UPDATE.values(groups=jobs.c.groups + bindparam("b_count"))
+_ADD_ROLLOUTS = _UPDATE.values(total=jobs.c.total + bindparam("b_count"))
+
+
+def add_groups(tx: Transaction, job_id: int, count: int) -> None:
+    """Count groups that were added to a job."""
+    tx.conn.execute(_ADD_GROUPS, {"b_job": job_id, "b_count": count})
+
+
+def add_rollouts(tx: Transaction, job_id: int, count: int) -> None:
+    """Count rollouts that were added to a job, and wait for Init."""
+    tx.conn.execute(_ADD_ROLLOUTS, {"b_job": job_id, "b_count": count})
+    tx.wake(QUEUE)
+    tx.wake(job_topic(job_id))
+
+
+_HOLD = _UPDATE.values(holding=bindparam("b_holding"))
+_NOTE_OUTAGE = _UPDATE.values(outage_began=bindparam("b_since"))
+
+
+def hold(tx: Transaction, job_id: int, *, holding: bool) -> None:
+    """Let no rollout of a job begin, because the target of its last step is met, or let them begin again."""
+    tx.conn.execute(_HOLD, {"b_job": job_id, "b_holding": holding})
+    tx.wake(QUEUE)
+
+
+def note_outage(tx: Transaction, job_id: int, since: float | None) -> None:
+    """Note when the job's pool lost its last ready backend, in seconds since the epoch, or None."""
+    tx.conn.execute(_NOTE_OUTAGE, {"b_job": job_id, "b_since": since})
+
+
+_COUNT_CALLS = _UPDATE.where(jobs.c.well_formed.is_(False)).values(
+    malformed_rollouts=jobs.c.malformed_rollouts + bindparam("b_rollouts"),
+    malformed_calls=jobs.c.malformed_calls + bindparam("b_calls"),
+    well_formed=bindparam("b_well_formed"),
+)
+
+
+def count_calls(tx: Transaction, job_id: int, rollouts: int, calls: int, *, well_formed: bool) -> None:
+    """Count rollouts with these tool calls, until the first well-formed call has come."""
+    counted = {"b_rollouts": rollouts, "b_calls": calls, "b_well_formed": well_formed}
+    tx.conn.execute(_COUNT_CALLS, {"b_job": job_id, **counted})
+
+
+_NEXT_PART = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
+_NOTE_READ: dict[Kind, sa.Update] = {
+    kind: _UPDATE.where(column < bindparam("b_position")).values({column: bindparam("b_position")})
+    for kind, column in (("trajectories", jobs.c.read_trajectories), ("groups", jobs.c.read_groups))
+}
+
+
+def next_part(tx: Transaction, job_id: int) -> int:
+    """Return the number of the next part of a job's records, and lock the row of the job."""
+    number: int = tx.conn.execute(_NEXT_PART, {"b_job": job_id}).scalar_one()
+    return number
+
+
+def note_read(tx: Transaction, job_id: int, kind: Kind, position: int) -> None:
+    """Note that the results before a position were read. A position that is behind changes nothing."""
+    tx.conn.execute(_NOTE_READ[kind], {"b_job": job_id, "b_position": position})
+
+
+# Rollouts and groups end, and with them jobs.
+
+
+class EndedCounts(NamedTuple):
+    """What an ending has to know of its job: the counts after it, and what the job wants."""
+
+    ended: int
+    total: int
+    closed: bool
+    limits: Limits
+    name: str
+    namespace: str
+
+
+_COUNT_ENDED = _UPDATE.values(
+    **{
+        name: jobs.c[name] + bindparam(f"b_{name}")
+        for name in ("ended", "succeeded", "failed", "cancelled", "reward_sum")
+    }
+).returning(*(jobs.c[name] for name in EndedCounts._fields))
+_COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
+    jobs.c.groups_ended
+)
+_CLOSE = _UPDATE.values(closed=True)
+_CONCLUDE = _UPDATE.where(*_OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
+_FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
+_FINISH_CONCLUDED = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
+
+
+def count_ended(
+    tx: Transaction, job_id: int, *, succeeded: int, failed: int, cancelled: int, rewards: float
+) -> EndedCounts:
+    """Count ended rollouts, and lock the row of the job. `rewards` is the sum of their rewards.
+
+    The lock lasts until the commit. The places in the order of a job's results are therefore in the order of
+    the commits, and a reader's cursor skips nothing.
+    """
+    counted = {
+        "b_ended": succeeded + failed + cancelled,
+        "b_succeeded": succeeded,
+        "b_failed": failed,
+        "b_cancelled": cancelled,
+        "b_reward_sum": rewards,
+    }
+    row = tx.conn.execute(_COUNT_ENDED, {"b_job": job_id, **counted}).one()
+    tx.wake(job_topic(job_id))
+    return EndedCounts(*row)
+
+
+def count_ended_groups(tx: Transaction, job_id: int, count: int) -> int:
+    """Count ended groups, and return the place of the first in the order in which the job's groups ended."""
+    last: int = tx.conn.execute(_COUNT_ENDED_GROUPS, {"b_job": job_id, "b_count": count}).scalar_one()
+    return last - count + 1
+
+
+def close(tx: Transaction, job_id: int) -> None:
+    """Note that no more tasks will be added to a job."""
+    tx.conn.execute(_CLOSE, {"b_job": job_id})
+    tx.wake(job_topic(job_id))
+
+
+def conclude(tx: Transaction, job_id: int, reason: str) -> None:
+    """Remove a job from all queues for a reason, such as Cancelled or TargetMet, unless it has another.
+
+    It is finished if none of its rollouts is unfinished. The others are ended soon after.
+    """
+    tx.conn.execute(_CONCLUDE, {"b_job": job_id, "b_reason": reason})
+    finish_concluded(tx, job_id)
+    _wake(tx, job_id)
+
+
+def finish(tx: Transaction, job_id: int) -> None:
+    """Mark a closed job as finished. This is called when every rollout of the job has ended."""
+    if tx.conn.execute(_FINISH, {"b_job": job_id, "b_now": tx.now}).rowcount:
+        _wake(tx, job_id)
+
+
+def finish_concluded(tx: Transaction, job_id: int) -> None:
+    """Mark a job as finished if it is concluded and every one of its rollouts has ended."""
+    if tx.conn.execute(_FINISH_CONCLUDED, {"b_job": job_id, "b_now": tx.now}).rowcount:
+        _wake(tx, job_id)
+
+
+# Jobs are deleted and removed.
+
+_DELETE = _UPDATE.values(deleted_at=bindparam("b_now"))
+_ASK_FOR_DELETION = _UPDATE.values(cancel_reason=DELETED)
+_LATE = sa.select(jobs.c.id).where(
+    *_OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < bindparam("b_now")
+)
+_FINISHED = sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
+    jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
+)
+_DELETE_AT = _UPDATE.values(delete_at=bindparam("b_at"))
+_OLD = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < bindparam("b_now"))
+_DELETE_OLD = sa.update(jobs).where(*_OLD, jobs.c.object_uid.is_(None)).values(deleted_at=bindparam("b_now"))
+_ASK_OLD = (
+    sa.update(jobs)
+    .where(*_OLD, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
+    .values(cancel_reason=DELETED)
+)
+_REMOVE = sa.delete(jobs).where(_THIS).returning(jobs.c.blob_id)
+_REMOVE_PARTS = (sa.delete(dynamic_sampling).where(_ITS), sa.delete(sampling_targets).where(_ITS_STEPS))
+
+
+def delete(tx: Transaction, job_id: int) -> None:
+    """Hide a job, whose name is free from now on. `remove` removes its row."""
+    tx.conn.execute(_DELETE, {"b_job": job_id, "b_now": tx.now})
+    tx.wake(job_topic(job_id))
+    tx.wake(UNFINISHED)
+
+
+def ask_for_deletion(tx: Transaction, job_id: int) -> None:
+    """Let the driver of a job's object know that the object is to be deleted, and then the job."""
+    tx.conn.execute(_ASK_FOR_DELETION, {"b_job": job_id})
+    tx.wake(job_topic(job_id))
+    tx.wake(UNFINISHED)
+
+
+def past_deadline(tx: Transaction) -> list[int]:
+    """Return the ids of the open jobs that are past their active deadline."""
+    return list(tx.conn.scalars(_LATE, {"b_now": tx.now}))
+
+
+def without_removal(tx: Transaction) -> list[tuple[int, float, bytes]]:
+    """Return the id, the end and the spec of the finished jobs of which it is open when they are deleted."""
+    return [(row.id, row.finished_at, row.spec) for row in tx.conn.execute(_FINISHED).all()]
+
+
+def delete_later(tx: Transaction, job_id: int, at: float) -> None:
+    """Say when a finished job is deleted, in seconds since the epoch. Infinity stands for never."""
+    tx.conn.execute(_DELETE_AT, {"b_job": job_id, "b_at": at})
+
+
+def delete_old(tx: Transaction) -> None:
+    """Delete the finished jobs whose time has come.
+
+    The driver of an object would register the job again, so it is asked to delete the object first.
+    """
+    for statement in (_DELETE_OLD, _ASK_OLD):
+        if tx.conn.execute(statement, {"b_now": tx.now}).rowcount:
+            tx.wake(UNFINISHED)
+
+
+def remove(tx: Transaction, job_id: int) -> int | None:
+    """Remove the row of a job whose rollouts are removed, and return the id of the upload that it held."""
+    for statement in _REMOVE_PARTS:
+        tx.conn.execute(statement, {"b_job": job_id})
+    blob_id: int | None = tx.conn.execute(_REMOVE, {"b_job": job_id}).scalar_one_or_none()
+    return blob_id
+
+
+# Dynamic sampling counts the groups of a job, and its steps add to the target.
+
+
+class SamplingState(NamedTuple):
+    """What the next step of a job with dynamic sampling depends on."""
+
+    target: int
+    started: int
+    informative: int
+    name: str
+    uid: str
+    limits: Limits
+    groups: int
+    groups_ended: int
+    closed: bool
+    holding: bool
+
+
+class SamplingStep(NamedTuple):
+    """A step that a trainer opened."""
+
+    groups: int
+    goal: int
+
+
+_SAMPLING = sa.select(*columns(SamplingRow, dynamic_sampling)).where(_ITS)
+_SAMPLING_STATE = (
+    sa.select(
+        *(
+            dynamic_sampling.c[name] if name in dynamic_sampling.c else jobs.c[name]
+            for name in SamplingState._fields
+        )
+    )
+    .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
+    .where(_ITS, jobs.c.cancel_reason.is_(None))
+)
+_UPDATE_SAMPLING = sa.update(dynamic_sampling).where(_ITS)
+_COUNT_GROUPS = _UPDATE_SAMPLING.values(
+    {name: dynamic_sampling.c[name] + bindparam(f"b_{name}") for name in _GROUP_COUNTERS}
+)
+_COUNT_STARTED = _UPDATE_SAMPLING.values(started=dynamic_sampling.c.started + bindparam("b_count"))
+_RAISE = _UPDATE_SAMPLING.values(target=dynamic_sampling.c.target + bindparam("b_groups")).returning(
+    dynamic_sampling.c.target
+)
+_STEP = sa.select(sampling_targets.c.groups, sampling_targets.c.goal).where(
+    _ITS_STEPS, sampling_targets.c.id == bindparam("b_id")
+)
+_STEPS = sa.select(sa.func.count()).where(_ITS_STEPS)
+
+
+def begin_sampling(tx: Transaction, job_id: int, *, target: int, samples: int) -> None:
+    """Create the counters of a new job, which wants `target` groups of `samples` rollouts with a signal."""
+    values = {"job_id": job_id, "target": target, "samples": samples, "started": 0}
+    tx.conn.execute(sa.insert(dynamic_sampling), values | dict.fromkeys(_GROUP_COUNTERS, 0))
+
+
+def sampling(conn: Connection, job_id: int) -> SamplingRow:
+    """Return the counters of a job with dynamic sampling."""
+    return SamplingRow(*conn.execute(_SAMPLING, {"b_job": job_id}).one())
+
+
+def sampling_state(tx: Transaction, job_id: int) -> SamplingState | None:
+    """Return what the job's next step depends on, or None if the job is concluded or samples otherwise.
+
+    The caller has the lock of the job's row.
+    """
+    row = tx.conn.execute(_SAMPLING_STATE, {"b_job": job_id}).one_or_none()
+    return None if row is None else SamplingState(*row)
+
+
+def count_groups(
+    tx: Transaction,
+    job_id: int,
+    *,
+    informative: int = 0,
+    uninformative: int = 0,
+    dropped: int = 0,
+    surplus: int = 0,
+    surplus_rollouts: int = 0,
+    discarded_tokens: int = 0,
+) -> None:
+    """Count ended groups of a job with dynamic sampling, and what became superfluous with them."""
+    numbers = (informative, uninformative, dropped, surplus, surplus_rollouts, discarded_tokens)
+    if any(numbers):
+        counted = {f"b_{name}": number for name, number in zip(_GROUP_COUNTERS, numbers, strict=True)}
+        tx.conn.execute(_COUNT_GROUPS, {"b_job": job_id, **counted})
+
+
+def count_started(tx: Transaction, job_id: int, count: int) -> None:
+    """Count groups that were started, which are those with the lowest numbers."""
+    tx.conn.execute(_COUNT_STARTED, {"b_job": job_id, "b_count": count})
+
+
+def step(conn: Connection, job_id: int, name: str) -> SamplingStep | None:
+    """Return the step that was opened under this id, or None."""
+    row = conn.execute(_STEP, {"b_job": job_id, "b_id": name}).one_or_none()
+    return None if row is None else SamplingStep(*row)
+
+
+def steps(conn: Connection, job_id: int) -> int:
+    """Return the number of steps of a job."""
+    count: int = conn.execute(_STEPS, {"b_job": job_id}).scalar_one()
+    return count
+
+
+def open_step(tx: Transaction, job_id: int, name: str, groups: int) -> SamplingStep:
+    """Add a step under a new id, which raises the job's target by `groups`, and return it."""
+    goal: int = tx.conn.execute(_RAISE, {"b_job": job_id, "b_groups": groups}).scalar_one()
+    values = {"job_id": job_id, "id": name, "groups": groups, "goal": goal, "opened_at": tx.now}
+    tx.conn.execute(sa.insert(sampling_targets), values)
+    return SamplingStep(groups, goal)

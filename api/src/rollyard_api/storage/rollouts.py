@@ -1,0 +1,456 @@
+"""Every statement that writes `rollouts` or `payloads`, and the reads on which decisions about rollouts rest.
+
+Only `rollouts.transitions` changes the state of a rollout. A statement names the changed columns alone:
+SQLite writes the entry of every index that has a named column.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from rollyard_api.machine.groups import Member
+from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.rollout import Rollout
+from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
+
+_IDS_AT_ONCE: Final = 500
+"""The number of ids in one statement."""
+_SELECT = sa.select(*(rollouts.c[name] for name in Rollout.__struct_fields__))
+_OF_JOB = rollouts.c.job_id == bindparam("b_job")
+_IS_HELD = rollouts.c.lease_expires.is_not(None)
+_IN_SANDBOX = rollouts.c.state.in_([RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL])
+_THIS = rollouts.c.id == bindparam("b_id")
+_AMONG: Final = bindparam("b_ids", type_=sa.String, expanding=True)
+_UPDATE = sa.update(rollouts).where(_THIS)
+
+
+# Rollouts are found, and their rows are locked until the commit, in the order of the ids where they are many:
+# two replicas could deadlock otherwise. Rows that another replica has locked are left out where a later round
+# takes them.
+
+_NAMED = _SELECT.where(rollouts.c.id.in_(_AMONG)).order_by(rollouts.c.id).with_for_update()
+_BYTES = sum(
+    (sa.func.coalesce(sa.func.length(payloads.c[name]), 0) for name in ("carry", "trajectory")),
+    start=sa.func.length(groups.c.task),
+)
+_WAITING = (
+    _SELECT.add_columns(_BYTES)
+    .join_from(
+        rollouts, groups, sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
+    )
+    .outerjoin(payloads, payloads.c.rollout_id == rollouts.c.id)
+    .where(_OF_JOB, rollouts.c.state == bindparam("b_state"), rollouts.c.node == bindparam("b_node"))
+    .order_by(rollouts.c.place)
+    .limit(bindparam("b_limit"))
+    .with_for_update(of=rollouts, skip_locked=True)
+)
+_EXPIRED = (
+    _SELECT.where(rollouts.c.lease_expires < bindparam("b_now"))
+    .order_by(rollouts.c.lease_expires)
+    .limit(bindparam("b_limit"))
+    .with_for_update(skip_locked=True)
+)
+_WITH_JOB = _SELECT.add_columns(jobs.c.limits).join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+
+
+class Waiting(NamedTuple):
+    """A rollout that may be leased, and the bytes of its task and of what earlier stages left."""
+
+    rollout: Rollout
+    bytes: int
+
+
+def named(tx: Transaction, ids: Iterable[str]) -> dict[str, Rollout]:
+    """Return the rollouts with these ids, by their ids."""
+    return {row.id: Rollout(*row) for row in tx.conn.execute(_NAMED, {"b_ids": sorted(set(ids))}).all()}
+
+
+def waiting(tx: Transaction, job_id: int, state: RolloutState, node: str, limit: int) -> list[Waiting]:
+    """Return the first rollouts of a job's queue that are for the workers of `node`, or for any with ""."""
+    values = {"b_job": job_id, "b_state": state, "b_node": node, "b_limit": limit}
+    return [Waiting(Rollout(*row[:-1]), row[-1]) for row in tx.conn.execute(_WAITING, values).all()]
+
+
+def expired(tx: Transaction, limit: int) -> list[Rollout]:
+    """Return the rollouts whose leases have expired, those that expired first before the others."""
+    rows = tx.conn.execute(_EXPIRED, {"b_now": tx.now, "b_limit": limit}).all()
+    return [Rollout(*row) for row in rows]
+
+
+def _found(
+    tx: Transaction, *where: sa.ColumnElement[bool], limit: int | None = None, skip_locked: bool = False
+) -> list[Rollout]:
+    query = _SELECT.where(*where).order_by(rollouts.c.id).limit(limit)
+    rows = tx.conn.execute(query.with_for_update(of=rollouts, skip_locked=skip_locked)).all()
+    return [Rollout(*row) for row in rows]
+
+
+def held_by(tx: Transaction, job_id: int, worker: str, limit: int) -> list[Rollout]:
+    """Return the rollouts of a job that a worker holds."""
+    return _found(tx, _IS_HELD, rollouts.c.job_id == job_id, rollouts.c.worker == worker, limit=limit)
+
+
+def at_node(tx: Transaction, job_id: int, node: str, limit: int) -> list[Rollout]:
+    """Return the rollouts of a job that wait for the workers of a node, because their sandboxes are there."""
+    where = (rollouts.c.job_id == job_id, _IN_SANDBOX, rollouts.c.node == node)
+    return _found(tx, *where, limit=limit, skip_locked=True)
+
+
+def for_sandboxes(tx: Transaction, sandboxes: Sequence[str]) -> list[Rollout]:
+    """Return the rollouts that wait with one of these sandboxes."""
+    return _found(tx, rollouts.c.sandbox_id.in_(sandboxes), _IN_SANDBOX)
+
+
+def unfinished(
+    tx: Transaction,
+    job_id: int,
+    *,
+    group: int | None = None,
+    rollout: str | None = None,
+    limit: int | None = None,
+    skip_locked: bool = False,
+) -> list[Rollout]:
+    """Return the unfinished rollouts of a job, of one of its groups, or only the given one."""
+    where = [rollouts.c.job_id == job_id, rollouts.c.state < RolloutState.SUCCEEDED]
+    if group is not None:
+        where.append(rollouts.c.group_no == group)
+    if rollout is not None:
+        where.append(rollouts.c.id == rollout)
+    return _found(tx, *where, limit=limit, skip_locked=skip_locked)
+
+
+def overdue(tx: Transaction, since: float, limit: int) -> list[Rollout]:
+    """Return what has waited for Init or Run since that time, in an outage, in jobs without a deadline."""
+    late = sa.select(jobs.c.id).where(
+        jobs.c.finished_at.is_(None),
+        jobs.c.cancel_reason.is_(None),
+        jobs.c.deadline_at.is_(None),
+        jobs.c.outage_began <= since,
+    )
+    states = [RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN]
+    where = (rollouts.c.job_id.in_(late), rollouts.c.state.in_(states), rollouts.c.since <= since)
+    return _found(tx, *where, limit=limit, skip_locked=True)
+
+
+def _of_pool(
+    tx: Transaction, namespace: str, pool: str, *where: sa.ColumnElement[bool]
+) -> list[tuple[Rollout, Limits]]:
+    """Return the rollouts of a pool's unfinished jobs that meet the conditions, with their jobs' limits."""
+    query = _WITH_JOB.where(
+        jobs.c.namespace == namespace, jobs.c.pool == pool, jobs.c.finished_at.is_(None), *where
+    )
+    rows = tx.conn.execute(query.order_by(rollouts.c.id).with_for_update(of=rollouts)).all()
+    return [(Rollout(*row[:-1]), row.limits) for row in rows]
+
+
+def behind(tx: Transaction, namespace: str, pool: str, index: int) -> list[tuple[Rollout, Limits]]:
+    """Return the pool's rollouts in Run or before Eval whose Run began before the weights of this index."""
+    states = [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]
+    return _of_pool(tx, namespace, pool, rollouts.c.state.in_(states), rollouts.c.policy_index < index)
+
+
+def running_on(tx: Transaction, namespace: str, pool: str, url: str) -> list[Rollout]:
+    """Return the pool's rollouts that are in Run on this backend."""
+    running = (rollouts.c.backend == url, rollouts.c.state == RolloutState.LEASED_RUN)
+    return [row for row, _ in _of_pool(tx, namespace, pool, *running)]
+
+
+# Other reads.
+
+_JOBS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where(
+    jobs.c.id.in_(bindparam("b_jobs", expanding=True))
+)
+
+_MEMBERS = sa.select(rollouts.c.group_no, *(rollouts.c[name] for name in Member.__struct_fields__)).where(
+    _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
+)
+# The last lease of a rollout names the worker, and a completed stage is recorded under the lease's token.
+_COMPLETED = (
+    sa.select(rollouts.c.id)
+    .where(
+        _OF_JOB,
+        rollouts.c.worker == bindparam("b_worker"),
+        (" " + rollouts.c.settled + " ").like("% c" + sa.cast(rollouts.c.token, sa.String) + " %"),
+    )
+    .limit(1)
+)
+_WITH_SANDBOX = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(_AMONG))
+_OLDEST_INIT = sa.select(sa.func.min(rollouts.c.since)).where(
+    _IS_HELD, rollouts.c.state == RolloutState.LEASED_INIT, rollouts.c.node == bindparam("b_node")
+)
+_WAITED_FOR = sa.select(rollouts.c.node, rollouts.c.job_id).distinct().where(_IN_SANDBOX)
+_STALE_POOLS = (
+    sa.select(pools.c.namespace, pools.c.name)
+    .distinct()
+    .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+    .join(pools, sa.and_(pools.c.namespace == jobs.c.namespace, pools.c.name == jobs.c.pool))
+    .where(rollouts.c.id.in_(_AMONG), rollouts.c.policy_index < pools.c.policy_index)
+)
+_REACHED = (
+    sa.select(sa.func.max(backends.c.policy_index))
+    .join_from(backends, pools, pools.c.id == backends.c.pool_id)
+    .where(
+        pools.c.namespace == bindparam("b_namespace"),
+        pools.c.name == bindparam("b_pool"),
+        backends.c.weights == "Current",
+    )
+)
+_LEASES = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(rollouts.c.id.in_(_AMONG))
+
+
+class JobOfRollouts(NamedTuple):
+    """What decisions about failures have to know of a job."""
+
+    namespace: str
+    pool: str | None
+    limits: Limits
+
+
+class Lease(NamedTuple):
+    """The token and the state of a rollout's row, for the judgement of a heartbeat."""
+
+    token: int
+    state: RolloutState
+
+
+def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
+    """Return the jobs with these ids, by their ids."""
+    rows = tx.conn.execute(_JOBS, {"b_jobs": sorted(ids)}).all()
+    return {row.id: JobOfRollouts(*row[1:]) for row in rows}
+
+
+def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, list[Member]]:
+    """Return the rollouts of groups whose members have all ended, by the numbers of the groups."""
+    ended: dict[int, list[Member]] = {no: [] for no in numbers}
+    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": numbers}).all():
+        ended[row[0]].append(Member(*row[1:]))
+    return ended
+
+
+def has_completed(tx: Transaction, job_id: int, worker: str) -> bool:
+    """Return whether this worker was the last one to complete a stage of at least one rollout of the job."""
+    return tx.conn.execute(_COMPLETED, {"b_job": job_id, "b_worker": worker}).first() is not None
+
+
+def with_sandbox(tx: Transaction, sandboxes: Sequence[str], *, held: bool = False) -> set[str]:
+    """Return those of the sandboxes that belong to unfinished rollouts, or only to rollouts that are held."""
+    query = _WITH_SANDBOX.where(_IS_HELD) if held else _WITH_SANDBOX
+    some: set[str] = set()
+    for at in range(0, len(sandboxes), _IDS_AT_ONCE):
+        some.update(tx.conn.scalars(query, {"b_ids": list(sandboxes[at : at + _IDS_AT_ONCE])}))
+    return some
+
+
+def oldest_init(tx: Transaction, node: str) -> float | None:
+    """Return when the oldest Init lease of a node was granted, in seconds since the epoch, or None."""
+    since: float | None = tx.conn.execute(_OLDEST_INIT, {"b_node": node}).scalar_one()
+    return since
+
+
+def waited_for(tx: Transaction, apart_from: Sequence[str]) -> list[tuple[str, int]]:
+    """Return each node for whose workers rollouts wait, and their jobs, apart from the nodes named."""
+    query = _WAITED_FOR.where(rollouts.c.node.not_in(apart_from))
+    return sorted((row.node, row.job_id) for row in tx.conn.execute(query))
+
+
+def leases(tx: Transaction, ids: Iterable[str]) -> dict[str, Lease]:
+    """Return the tokens and states of these rollouts."""
+    rows = tx.conn.execute(_LEASES, {"b_ids": sorted(set(ids))}).all()
+    return {row.id: Lease(row.token, row.state) for row in rows}
+
+
+def stale_pools(tx: Transaction, ids: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pools whose weights are newer than those under which one of these rollouts began Run."""
+    return sorted((row.namespace, row.name) for row in tx.conn.execute(_STALE_POOLS, {"b_ids": ids}))
+
+
+def reached(tx: Transaction, namespace: str, pool: str) -> int:
+    """Return the index of the newest weights that a backend of the pool samples with; 0 before any update."""
+    return tx.conn.execute(_REACHED, {"b_namespace": namespace, "b_pool": pool}).scalar_one() or 0
+
+
+# Rollouts begin, change and are removed.
+
+
+def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int) -> None:
+    """Add `samples` rollouts to each of the groups with these numbers, which wait for Init.
+
+    Args:
+        tx: A transaction that has locked the job's row.
+        job_id: The job.
+        prefix: The beginning of the rollouts' ids.
+        numbers: The numbers of the groups, whose rows exist.
+        samples: The rollouts of each group.
+    """
+    base = {
+        "job_id": job_id,
+        "state": RolloutState.QUEUED_INIT,
+        "node": "",
+        "token": 0,
+        "since": tx.now,
+        "settled": "",
+        "timings": "{}",
+        **dict.fromkeys(_COUNTERS, 0),
+    }
+    tx.conn.execute(
+        sa.insert(rollouts),
+        [
+            base | {"id": f"{prefix}-{no}-{at}", "group_no": no, "sample": at, "place": no * samples + at}
+            for no in numbers
+            for at in range(samples)
+        ],
+    )
+
+
+_COUNTERS: Final = (
+    "failures_init",
+    "failures_run",
+    "failures_eval",
+    "expiries",
+    "eval_expiries",
+    "outages",
+)
+_RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
+_GRACE = (
+    sa.update(rollouts)
+    .where(_IS_HELD, rollouts.c.lease_expires < bindparam("b_until"))
+    .values(lease_expires=bindparam("b_until"))
+)
+
+
+def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
+    """Write the changed columns of rollouts, whose ids stand under "b_id"; only `transitions` calls this."""
+    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for values in changes:
+        alike[tuple(values)].append(values)
+    for some in alike.values():
+        tx.conn.execute(_UPDATE, some)
+
+
+def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> None:
+    """Renew the leases with these rollouts and tokens until `expires`, in seconds since the epoch."""
+    changes = [{"b_id": id, "b_token": token, "lease_expires": expires} for id, token in sorted(held)]
+    if changes:
+        tx.conn.execute(_RENEW, changes)
+
+
+def grace(tx: Transaction, lease_seconds: float) -> None:
+    """Give every lease its full time. This is called after a start, before which workers could not renew."""
+    tx.conn.execute(_GRACE, {"b_until": tx.now + lease_seconds})
+
+
+_IDS = sa.select(rollouts.c.id).where(_OF_JOB).limit(bindparam("b_limit"))
+_DELETE = sa.delete(rollouts).where(rollouts.c.id.in_(_AMONG))
+_DELETE_PAYLOADS = sa.delete(payloads).where(payloads.c.rollout_id.in_(_AMONG))
+
+
+def remove(tx: Transaction, job_id: int, limit: int) -> int:
+    """Remove up to `limit` rollouts of a deleted job, and return their number."""
+    ids = list(tx.conn.scalars(_IDS, {"b_job": job_id, "b_limit": limit}))
+    drop(tx, ids)
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        tx.conn.execute(_DELETE, {"b_ids": ids[at : at + _IDS_AT_ONCE]})
+    return len(ids)
+
+
+# What one stage leaves for the next.
+
+_PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(_AMONG))
+
+
+class Payload(NamedTuple):
+    """A row of `payloads`."""
+
+    rollout_id: str
+    carry: bytes | None
+    trajectory: bytes | None
+    segments: bytes | None
+    tokens_in_eval: bool | None
+
+
+def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
+    """Return the payloads of these rollouts."""
+    return {row.rollout_id: Payload(*row) for row in conn.execute(_PAYLOADS, {"b_ids": ids}).all()}
+
+
+def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
+    """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
+    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for values in kept:
+        alike[tuple(values)].append(values)
+    for names, some in alike.items():
+        tx.conn.execute(_upsert(tx.sqlite, names), some)
+
+
+@lru_cache
+def _upsert(for_sqlite: bool, names: tuple[str, ...]) -> sa.Insert:
+    insert = sqlite.insert(payloads) if for_sqlite else postgresql.insert(payloads)
+    return insert.on_conflict_do_update(
+        index_elements=[payloads.c.rollout_id],
+        set_={name: insert.excluded[name] for name in names if name != "rollout_id"},
+    )
+
+
+def drop(tx: Transaction, ids: Sequence[str]) -> None:
+    """Remove the payloads of rollouts that start again at Init, or whose records are stored."""
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": ids[at : at + _IDS_AT_ONCE]})
+
+
+# Ended rollouts move into the parts of the trajectory store.
+
+_PENDING = rollouts.c.pending.is_not(None)
+_BEGIN_PART = (
+    sa.update(rollouts)
+    .where(
+        rollouts.c.id.in_(
+            sa.select(rollouts.c.id)
+            .where(_OF_JOB, _PENDING, rollouts.c.part.is_(None))
+            .order_by(rollouts.c.end_seq)
+            .limit(bindparam("b_limit"))
+            .scalar_subquery()
+        )
+    )
+    .values(part=bindparam("b_part"))
+)
+_PLACE = _UPDATE.where(_PENDING).values(
+    pending=None,
+    part_offset=bindparam("b_offset"),
+    part_length=bindparam("b_length"),
+    reward_output=None,  # The record has it.
+)
+_LEAVE_PART = (
+    sa.update(rollouts).where(_OF_JOB, rollouts.c.part == bindparam("b_part"), _PENDING).values(part=None)
+)
+
+
+def begin_part(tx: Transaction, job_id: int, part: int, limit: int) -> None:
+    """Assign a part to the ended rollouts of a job that have none, up to `limit` of them.
+
+    The transaction has locked the job's row, so two replicas never put one rollout into two parts.
+    """
+    tx.conn.execute(_BEGIN_PART, {"b_job": job_id, "b_part": part, "b_limit": limit})
+
+
+def place(tx: Transaction, job_id: int, part: int, lengths: Sequence[tuple[str, int]]) -> None:
+    """Note where the records of a part stand, in their order, and drop what the database has of them.
+
+    Members of the part that are not named wait for another part.
+    """
+    offset, places = 0, []
+    for rollout, length in lengths:
+        places.append({"b_id": rollout, "b_offset": offset, "b_length": length})
+        offset += length
+    tx.conn.execute(_PLACE, places)
+    drop(tx, [rollout for rollout, _ in lengths])
+    tx.conn.execute(_LEAVE_PART, {"b_job": job_id, "b_part": part})

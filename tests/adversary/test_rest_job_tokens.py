@@ -13,7 +13,7 @@ import httpx
 import pytest
 from rollyard_api.access import job_scope, permissions
 from rollyard_api.core.wakeups import queue_topic
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.security.job_token import JobIdentity, job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
@@ -130,7 +130,7 @@ async def test_a_look_that_a_deletion_overtakes_is_not_remembered(
         found = await read(query)
         if not overtaken.is_set():
             overtaken.set()
-            await database.write(lambda tx: cancellation.delete_job(tx, "default", "mine"))
+            await database.write(lambda tx: jobs.delete(tx, "default", "mine"))
         return found
 
     monkeypatch.setattr(database, "read", slow)
@@ -150,7 +150,7 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
     async with asyncio.timeout(patience(30)):
         while not yard.plane.bus._waiting.get(queue_topic("init")):  # noqa: ASYNC110 (nothing tells of a wait)
             await asyncio.sleep(0.01)
-    await yard.plane.database.write(lambda tx: cancellation.delete_job(tx, "default", "mine"))
+    await yard.plane.database.write(lambda tx: jobs.delete(tx, "default", "mine"))
     await yard.submit("mine")
     answer = await asyncio.wait_for(poll, patience(30))
     assert answer.json() == {"leases": [], "draining": True}

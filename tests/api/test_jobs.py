@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 
@@ -256,7 +256,7 @@ async def test_active_deadline(served: Any, make_manifest: Any) -> None:
 
     def later(tx: Transaction) -> None:
         tx.now += 61
-        cancellation.enforce(tx)
+        jobs.enforce(tx)
 
     await served.plane.database.write(later)
     await served.plane.sweep()
@@ -270,7 +270,7 @@ async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_ma
 
     def pass_(tx: Transaction, seconds: float) -> list[int]:
         tx.now += seconds
-        cancellation.enforce(tx)
+        jobs.enforce(tx)
         return job_rows.cancelling(tx.conn)
 
     await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
@@ -290,7 +290,7 @@ async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> 
 
     def later(tx: Transaction) -> None:
         tx.now += 61
-        cancellation.enforce(tx)
+        jobs.enforce(tx)
 
     await served.plane.database.write(later)
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
@@ -310,7 +310,7 @@ async def test_deadlines_and_times_to_live_are_those_of_each_job(
 
     def pass_(tx: Transaction, seconds: float) -> list[int]:
         tx.now += seconds
-        cancellation.enforce(tx)
+        jobs.enforce(tx)
         return job_rows.cancelling(tx.conn)
 
     async def left() -> list[str]:

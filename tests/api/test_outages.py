@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_api.machine.failure_policy import MAX_OUTAGES
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage import jobs as job_rows
@@ -36,7 +36,7 @@ class Pool:
             tx.now += self.offset
             sweeps.note_outages(tx)
             ended = sweeps.end_overdue(tx, HOUR)
-            cancellation.enforce(tx)
+            jobs.enforce(tx)
             return ended
 
         ended: int = await self.served.plane.database.write(op)

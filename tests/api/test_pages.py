@@ -12,7 +12,7 @@ import msgpack
 import pyarrow.parquet as pq
 import pytest
 from rollyard_api.core import cursors
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
 from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone
@@ -302,7 +302,7 @@ async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
     job = await served.plane.database.read(lambda conn: job_rows.find(conn, "default", "job"))
 
     def replace(tx: Any) -> None:
-        cancellation.delete_job(tx, "default", "job")
+        jobs.delete(tx, "default", "job")
 
     await served.plane.database.write(replace)
     made = await served.admin.post("/v1/rolloutjobs", json=make_manifest())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs.jobs import enforce
 from rollyard_api.storage.schema import jobs, pools, weight_updates
 from rollyard_crds.claims import ClaimList
 from rollyard_crds.unfinished import UnfinishedJobs
@@ -194,7 +194,7 @@ async def test_the_time_to_live_of_an_objects_job(served: Any, make_manifest: An
 
     def later(tx: Any) -> None:
         tx.now += 300
-        cancellation.enforce(tx)
+        enforce(tx)
 
     await served.plane.database.write(later)
     assert await _unfinished(served) == {}

@@ -84,7 +84,6 @@ async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty
     ("kind", "table"),
     [
         (rows.JobRow, "jobs"),
-        (rows.PayloadRow, "payloads"),
         (rows.BlobRow, "blobs"),
         (rows.ClaimRow, "claims"),
         (rows.PoolRow, "pools"),

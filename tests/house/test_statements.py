@@ -15,6 +15,16 @@ WRITERS = {
     "rollouts": "storage/rollouts.py",
     "payloads": "storage/rollouts.py",
     "groups": "storage/groups.py",
+    "jobs": "storage/jobs.py",
+    "dynamic_sampling": "storage/jobs.py",
+    "sampling_targets": "storage/jobs.py",
+    "pools": "storage/pools.py",
+    "backends": "storage/pools.py",
+    "claims": "rollouts/claims.py",
+    "cursors": "trajectories/acknowledged.py",
+    "blobs": "jobs/blobs.py",
+    "blob_pieces": "jobs/blobs.py",
+    "assignments": "rollouts/assignments.py",
 }
 """The tables that one module writes, and that module."""
 MOVES = {"change", "add", "keep"}

@@ -30,7 +30,7 @@ from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.core.wakeups import Bus
-from rollyard_api.jobs import cancellation
+from rollyard_api.jobs import jobs
 from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
@@ -38,6 +38,7 @@ from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
@@ -179,7 +180,7 @@ class ControlPlane:
 
     async def cancel_rest(self, job_id: int) -> None:
         """End the unfinished rollouts of a cancelled job, batch by batch, and release their claims."""
-        while await self.database.write(partial(cancellation.cancel_some, job_id=job_id)):
+        while await self.database.write(partial(jobs.cancel_some, job_id=job_id)):
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
@@ -246,7 +247,7 @@ class ControlPlane:
             (partial(heartbeats.give_up_silent, silent_seconds=given.node_seconds), heartbeats.NODE_BATCH),
             (sweeps.note_outages, 0),
             (partial(sweeps.end_overdue, patience=given.no_backend_seconds), sweeps.OUTAGE_BATCH),
-            (cancellation.enforce, 0),
+            (jobs.enforce, 0),
             (claims.release_unneeded, 0),
         )
         # The writer takes all of them in one transaction, in this order. Usually none has much to do.
@@ -258,7 +259,7 @@ class ControlPlane:
         for job_id in cancelled:
             await self.cancel_rest(job_id)
         for job_id in deleted:
-            while not await write(partial(cancellation.purge_some, job_id=job_id)):
+            while not await write(partial(jobs.purge_some, job_id=job_id)):
                 pass
             self.events.forget(job_id)
         if assigned:
@@ -288,8 +289,8 @@ class ControlPlane:
 
 
 def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
-    """Return what `cancellation.left_over` returns, and whether there are old assignments."""
-    return *cancellation.left_over(conn), assignments.has_old(conn)
+    """Return the jobs to end, the deleted jobs to remove, and whether there are old assignments."""
+    return job_rows.cancelling(conn), job_rows.removable(conn), assignments.has_old(conn)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ from rollyard_api.backends.router import Backend, Router, eligible
 from rollyard_api.backends.run_estimates import Pace
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import RoutedBackend, read_all
+from rollyard_api.storage.rows import RoutedBackend, columns, read_all
 from rollyard_api.storage.schema import backends, jobs, pools, rollouts
 
 Key = tuple[str, str]
@@ -42,29 +42,9 @@ ACTIVE = (
     .group_by(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend)
 )
 """Counts the leased rollouts by job, state and backend."""
-_POOLS = sa.select(
-    pools.c.id,
-    pools.c.namespace,
-    pools.c.name,
-    pools.c.model,
-    pools.c.served_model,
-    pools.c.tokenizer,
-    pools.c.max_active,
-    pools.c.paused,
-    backends.c.url,
-    backends.c.policy_version,
-    backends.c.policy_index,
-    backends.c.weights,
-    backends.c.circuit,
-    backends.c.failures,
-    backends.c.opened_at,
-    backends.c.draining,
-    backends.c.speed,
-    backends.c.pace,
-    backends.c.pace_seconds,
-    backends.c.pace_load,
-    backends.c.measured_at,
-).join_from(pools, backends, sa.and_(backends.c.pool_id == pools.c.id, backends.c.ready.is_(True)))
+_POOLS = sa.select(*columns(RoutedBackend, backends, pools)).join_from(
+    pools, backends, sa.and_(backends.c.pool_id == pools.c.id, backends.c.ready.is_(True))
+)
 _JOB_POOLS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool).where(
     jobs.c.id.in_(bindparam("b_ids", expanding=True))
 )

@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import circuits
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.core.conditions import merge_conditions, timestamp
+from rollyard_api.core.conditions import merge_status, timestamp
 from rollyard_api.core.problems import Conflict, Invalid
 from rollyard_api.core.validation import validated
 from rollyard_api.machine.states import RolloutState
@@ -240,12 +240,9 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
     """Take conditions, observedGeneration, replicas and selector from the driver's report."""
     pool = pool_rows.find(tx.conn, namespace, name)
     before = loads(pool.status)
-    status = {
-        k: status[k] for k in ("conditions", "observedGeneration", "replicas", "selector") if k in status
-    }
-    status["conditions"] = merge_conditions(before.get("conditions", []), status.get("conditions", []))
-    if status != before:
-        pool_rows.put_status(tx, pool.id, dumps(status))
+    after = merge_status(before, status, ("conditions", "observedGeneration", "replicas", "selector"))
+    if after != before:
+        pool_rows.put_status(tx, pool.id, dumps(after))
 
 
 def delete(tx: Transaction, namespace: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,12 +14,18 @@ def timestamp(seconds: float | None) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def merge_conditions(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the new conditions; each keeps its old lastTransitionTime while its status stays the same."""
-    old = {c["type"]: c for c in before}
-    return [
+def merge_status(
+    before: Mapping[str, Any], reported: Mapping[str, Any], fields: Collection[str]
+) -> dict[str, Any]:
+    """Return these fields of a reported status, with `conditions`, which may be empty.
+
+    Each condition keeps its old lastTransitionTime while its status stays the same.
+    """
+    old = {c["type"]: c for c in before.get("conditions", [])}
+    conditions = [
         c | {"lastTransitionTime": old[c["type"]]["lastTransitionTime"]}
         if c["type"] in old and old[c["type"]]["status"] == c["status"]
         else c
-        for c in after
+        for c in reported.get("conditions", [])
     ]
+    return {k: reported[k] for k in fields if k in reported} | {"conditions": conditions}

@@ -12,6 +12,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.conditions import timestamp
+from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, OBJECT_UID
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls
 from rollyard_api.storage import jobs as job_rows
@@ -22,17 +23,6 @@ from rollyard_api.trajectories.records import fitting
 
 _JOB_BYTES = 1024
 """The approximate number of bytes that a job takes in a list in addition to its manifest."""
-CLOSED = "rollyard.dev/closed"
-"""The annotation of a job to which no task will be added: every batch job, and a closed stream."""
-CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""The annotation of a job that takes no part in leasing any more: `Cancelled`, `DeadlineExceeded`, `Deleted`,
-`TargetMet` or `TargetNotMet`."""
-DELETE_REQUESTED = "rollyard.dev/delete-requested"
-"""The annotation of a pool that is to be removed, which is meant for the driver that owns its object."""
-OBJECT_UID = "rollyard.dev/object-uid"
-"""The annotation with the uid of the Kubernetes object for which a job or pool is registered."""
-
-
 _SIZES = sa.select(
     jobs.c.id,
     sa.type_coerce(

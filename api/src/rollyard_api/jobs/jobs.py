@@ -1,67 +1,46 @@
-"""RolloutJobs are created, found, changed and given tasks."""
+"""The lifetime of a RolloutJob: it is created, given tasks, changed, closed, cancelled, deleted and removed.
+
+A job ends by itself when it is closed and its last rollout ends (see `rollouts.transitions`). What ends it
+earlier (a cancellation, its deadline, its deletion) takes it out of all queues in one transaction, and its
+unfinished rollouts are ended afterwards, batch by batch. A deleted job is hidden at once; its rows are
+removed in the same way when its records are in the trajectory store.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
-import sqlalchemy as sa
-from rollyard_crds.claims import shape_of
-from rollyard_crds.fields.skipped_rows import SkippedRows
-from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads, unpack
-from rollyard_api.core.conditions import merge_conditions
-from rollyard_api.core.problems import Conflict
+from rollyard_api.core.codec import dumps, unpack
+from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.room import Room
-from rollyard_api.jobs import blobs
+from rollyard_api.jobs import blobs, manifests
+from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.machine.events import BackendAwaited, Cancelled
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.states import TRANSITIONS
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.jobs import DELETED
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import groups
-from rollyard_api.trajectories import unread
+from rollyard_api.trajectories import acknowledged, unread, view_rows
 
-SKIPPED_ROWS: Final = "skippedRows"
-"""The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
-_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
-
+DEADLINE: Final = "DeadlineExceeded"
+"""The reason of a job that was cancelled at its deadline."""
+BATCH: Final = 2000
+"""The number of rollouts that are ended or removed in one transaction. Other requests run between two
+transactions."""
+CANCELLED: Final = Cancelled("Cancelled")
+"""What happens to a rollout that somebody does not want any more."""
 _INSERT_BYTES: Final = 8 << 20
 """The number of bytes of tasks that are inserted at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A checked manifest whose tasks have been read."""
-
-    namespace: str
-    name: str
-    metadata: bytes
-    spec: RolloutJobSpec
-    spec_json: bytes
-    digest: str
-    tasks: Sequence[TaskRow]
-    object_uid: str | None = None
-    """The uid of the Kubernetes object for which the job is registered."""
-    skipped: SkippedRows | None = None
-    """The rows of the task list that were left out."""
-
-
-def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
-    """Return what `create` stores of a manifest."""
-    meta = {k: v for k, v in job.metadata.to_json().items() if k not in _OWN_METADATA}
-    spec = orjson.dumps(job.spec.to_json(), option=orjson.OPT_SORT_KEYS)
-    digest = hashlib.sha256(spec).hexdigest()
-    return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest, tasks)
 
 
 def same(conn: Connection, new: NewJob) -> bool:
@@ -71,15 +50,9 @@ def same(conn: Connection, new: NewJob) -> bool:
         Conflict: The job exists with another spec.
     """
     job = job_rows.named(conn, new.namespace, new.name)
-    if job is None:
-        return False
-    if job.digest != new.digest:
-        raise Conflict(
-            f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec; "
-            "delete it first or choose another name",
-            reason="AlreadyExists",
-        )
-    return True
+    if job is not None and job.digest != new.digest:
+        raise manifests.differs(new)
+    return job is not None
 
 
 def create(tx: Transaction, new: NewJob, room: Room) -> bool:
@@ -94,28 +67,8 @@ def create(tx: Transaction, new: NewJob, room: Room) -> bool:
         return False
     spec = new.spec
     digest = blob_of(spec.tasks.url or "")
-    started = None if spec.suspend else tx.now
-    job = job_rows.create(
-        tx,
-        {
-            "namespace": new.namespace,
-            "name": new.name,
-            "metadata": new.metadata,
-            "spec": new.spec_json,
-            "digest": new.digest,
-            "limits": Limits.of(spec),
-            "status": dumps(_status_of(new)),
-            "pool": None if spec.backend_ref is None else spec.backend_ref.name,
-            "priority": spec.priority,
-            "suspended": spec.suspend,
-            "closed": not spec.tasks.stream,
-            "started_at": started,
-            "deadline_at": deadline_at(started, spec.active_deadline_seconds),
-            "object_uid": new.object_uid,
-            "warm": warm_of(spec),
-            "blob_id": None if digest is None else blobs.hold(tx, new.namespace, digest),
-        },
-    )
+    blob_id = None if digest is None else blobs.hold(tx, new.namespace, digest)
+    job = job_rows.create(tx, manifests.created(new, tx.now, blob_id))
     if spec.dynamic_sampling is not None:
         # The steps of a stream are opened one by one (see `targets`).
         target = 0 if spec.tasks.stream else spec.dynamic_sampling.target_groups
@@ -125,10 +78,28 @@ def create(tx: Transaction, new: NewJob, room: Room) -> bool:
     return True
 
 
-def _status_of(new: NewJob) -> dict[str, Any]:
-    """Return the status of a new job, before its driver has reported any."""
-    skipped = new.skipped
-    return {} if skipped is None or not skipped.count else {SKIPPED_ROWS: skipped.to_json()}
+def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room) -> None:
+    samples = job.limits.samples
+    adding = samples * len(tasks)
+    total, own = job_rows.unfinished_rollouts(tx.conn, job.namespace)
+    room.check("unfinished rollouts", job.namespace, total=total, own=own, adding=adding, retry_after=10)
+    numbers = range(job.groups, job.groups + len(tasks))
+    waiting: list[dict[str, Any]] = []
+    size = 0
+    for no, task in zip(numbers, tasks, strict=True):
+        waiting.append(
+            {"job_id": job.id, "no": no, "task_id": task.id, "task": task.packed, "remaining": samples}
+        )
+        size += len(task.packed)
+        # Large tasks are in a file (see `KeptTasks`), and few of them are in memory at once.
+        if size > _INSERT_BYTES or no == numbers[-1]:
+            group_rows.add(tx, waiting)
+            waiting, size = [], 0
+    job_rows.add_groups(tx, job.id, len(tasks))
+    if job.limits.sampling is not None:
+        transitions.advance(tx, job.id)
+    else:
+        transitions.start(tx, job.id, prefix_of(job.name, job.uid), numbers, samples)
 
 
 def tasks_of(conn: Connection, namespace: str, name: str, ids: Sequence[str], max_bytes: int) -> list[bytes]:
@@ -140,58 +111,16 @@ def tasks_of(conn: Connection, namespace: str, name: str, ids: Sequence[str], ma
         NotFound: There is no such job in this namespace.
     """
     job = job_rows.find(conn, namespace, name)
-    found: list[bytes] = []
+    numbers = group_rows.numbers(conn, job.id, ids)
+    tasks: list[bytes] = []
     total = 0
-    for task_id in ids:
-        query = sa.select(groups.c.task).where(groups.c.job_id == job.id, groups.c.task_id == task_id)
-        packed = conn.execute(query).scalar_one_or_none()
-        if packed is None:
-            continue
-        task = unpack(packed)
+    for no in (numbers[task_id] for task_id in ids if task_id in numbers):
+        task = unpack(group_rows.named(conn, job.id, [no])[no].task)
         total += len(task)
-        if found and total > max_bytes:
+        if tasks and total > max_bytes:
             break
-        found.append(task)
-    return found
-
-
-def warm_of(spec: RolloutJobSpec) -> bytes | None:
-    """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None if none."""
-    if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
-        return None
-    return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
-
-
-def deadline_at(started: float | None, seconds: int | None) -> float | None:
-    """Return when a job that was admitted at `started` is past its active deadline; None stands for never."""
-    return None if started is None or seconds is None else started + seconds
-
-
-def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room) -> None:
-    samples = job.limits.samples
-    adding = samples * len(tasks)
-    total, own = job_rows.unfinished_rollouts(tx.conn, job.namespace)
-    room.check("unfinished rollouts", job.namespace, total=total, own=own, adding=adding, retry_after=10)
-    first = job.groups
-    waiting: list[dict[str, Any]] = []
-    size = 0
-    for i, task in enumerate(tasks):
-        waiting.append(
-            {"job_id": job.id, "no": first + i, "task_id": task.id, "task": task.packed, "remaining": samples}
-        )
-        size += len(task.packed)
-        # Large tasks are in a file (see `KeptTasks`), and few of them are in memory at once.
-        if size > _INSERT_BYTES:
-            group_rows.add(tx, waiting)
-            waiting, size = [], 0
-    if waiting:
-        group_rows.add(tx, waiting)
-    job_rows.add_groups(tx, job.id, len(tasks))
-    if job.limits.sampling is not None:
-        transitions.advance(tx, job.id)
-    else:
-        numbers = range(first, first + len(tasks))
-        transitions.start(tx, job.id, prefix_of(job.name, job.uid), numbers, samples)
+        tasks.append(task)
+    return tasks
 
 
 def push(
@@ -213,20 +142,11 @@ def push(
         raise Conflict(f"RolloutJob {name!r} is cancelled and takes no more tasks", reason="JobCancelled")
     if job.closed:
         raise Conflict(f"RolloutJob {name!r} is closed and takes no more tasks", reason="JobClosed")
-    known: set[str] = set()
-    ids = [t.id for t in tasks]
-    for at in range(0, len(ids), 500):
-        known.update(
-            tx.conn.scalars(
-                sa.select(groups.c.task_id).where(
-                    groups.c.job_id == job.id, groups.c.task_id.in_(ids[at : at + 500])
-                )
-            )
-        )
-    fresh = [t for t in tasks if t.id not in known]
+    known = group_rows.numbers(tx.conn, job.id, [task.id for task in tasks])
+    fresh = [task for task in tasks if task.id not in known]
     if fresh:
         if max_unread is not None:
-            unread.check(job, job.limits.samples, max_unread)
+            unread.check(job, max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
@@ -245,19 +165,7 @@ def close(tx: Transaction, namespace: str, name: str) -> None:
 def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, priority: int | None) -> None:
     """Suspend or resume a job, or change its priority. The deadline of a suspended job does not run."""
     job = job_rows.find_locked(tx, namespace, name)
-    spec = loads(job.spec)
-    values: dict[str, Any] = {}
-    if suspend is not None and suspend != job.suspended:
-        spec["suspend"] = suspend
-        started = None if suspend else tx.now
-        deadline = deadline_at(started, job.limits.deadline_seconds)
-        values |= {"suspended": suspend, "started_at": started, "deadline_at": deadline}
-    if priority is not None and priority != job.priority:
-        spec["priority"] = priority
-        values["priority"] = priority
-    if values:
-        values |= {"spec": orjson.dumps(spec, option=orjson.OPT_SORT_KEYS), "generation": job.generation + 1}
-        job_rows.change(tx, job.id, values)
+    job_rows.change(tx, job.id, manifests.patched(job, tx.now, suspend=suspend, priority=priority))
 
 
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
@@ -266,9 +174,100 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
     The lastTransitionTime of a condition changes only when the status of the condition changes.
     """
     job = job_rows.find_locked(tx, namespace, name)
-    before = loads(job.status)
-    status = {k: status[k] for k in ("phase", "conditions", "observedGeneration", "message") if k in status}
-    status |= {k: before[k] for k in (SKIPPED_ROWS,) if k in before}
-    status["conditions"] = merge_conditions(before.get("conditions", []), status.get("conditions", []))
-    if status != before:
-        job_rows.put_status(tx, job.id, dumps(status))
+    changed = manifests.reported_status(job, status)
+    if changed is not None:
+        job_rows.put_status(tx, job.id, dumps(changed))
+
+
+def cancel(tx: Transaction, namespace: str, name: str, reason: str) -> int:
+    """Remove the job from all queues. Its rollouts are ended by `cancel_some`, batch by batch.
+
+    Returns:
+        The id of the job.
+    """
+    job = job_rows.find_locked(tx, namespace, name)
+    job_rows.conclude(tx, job.id, reason)
+    return job.id
+
+
+def cancel_some(tx: Transaction, job_id: int) -> int:
+    """End up to BATCH rollouts of a cancelled job, and return their number, which is 0 when none is left.
+
+    A rollout that waits for a backend until the job's deadline, while the pool has none, ends as failed.
+    """
+    job = job_rows.by_id(tx.conn, job_id)
+    if job is None or job.cancel_reason is None:
+        return 0
+    rows = rollout_rows.unfinished(tx, job_id, limit=BATCH)
+    late = []
+    if job.cancel_reason == DEADLINE and job.outage_began is not None:
+        late = [row for row in rows if row.state in TRANSITIONS[BackendAwaited]]
+        awaited = BackendAwaited("the pool had no ready backend until the job's deadline")
+        transitions.happened(tx, late, awaited)
+    ended = {row.id for row in late}
+    others = [row for row in rows if row.id not in ended]
+    transitions.happened(tx, others, Cancelled(job.cancel_reason))
+    return len(rows)
+
+
+def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None, rollout: str | None) -> int:
+    """End one unfinished rollout, or the unfinished rollouts of one group, and return how many were ended.
+
+    Raises:
+        NotFound: The job has no such group or rollout.
+    """
+    job = job_rows.find_locked(tx, namespace, name)
+    if rollout is not None:
+        row = rollout_rows.named(tx, [rollout]).get(rollout)
+        if row is None or row.job_id != job.id:
+            raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
+        return cancel_unfinished(tx, job.id, rollout)
+    no = None if group is None else group_rows.numbers(tx.conn, job.id, [group]).get(group)
+    if no is None:
+        raise NotFound(f"RolloutJob {name!r} has no group {group!r}", reason="GroupNotFound")
+    rows = rollout_rows.unfinished(tx, job.id, group=no)
+    transitions.happened(tx, rows, CANCELLED)
+    return len(rows)
+
+
+def cancel_unfinished(tx: Transaction, job_id: int, rollout: str | None = None) -> int:
+    """End up to BATCH unfinished rollouts of a job that stays open, or only the given one.
+
+    Returns:
+        How many were ended. With 0, none is left.
+    """
+    rows = rollout_rows.unfinished(tx, job_id, rollout=rollout, limit=BATCH)
+    transitions.happened(tx, rows, CANCELLED)
+    return len(rows)
+
+
+def enforce(tx: Transaction) -> None:
+    """Cancel jobs that are past their active deadline, and delete finished jobs past their time to live."""
+    for job_id in job_rows.past_deadline(tx):
+        job_rows.conclude(tx, job_id, DEADLINE)
+    for job_id, finished_at, spec in job_rows.without_removal(tx):
+        job_rows.delete_later(tx, job_id, manifests.delete_at(finished_at, spec))
+    job_rows.delete_old(tx)
+
+
+def delete(tx: Transaction, namespace: str, name: str) -> int:
+    """Cancel the job and hide it, and return its id.
+
+    The name is free at once. The rows are removed by `purge_some`.
+    """
+    job_id = cancel(tx, namespace, name, DELETED)
+    job_rows.delete(tx, job_id)
+    return job_id
+
+
+def purge_some(tx: Transaction, job_id: int) -> bool:
+    """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
+    removed = rollout_rows.remove(tx, job_id, BATCH)
+    if not view_rows.forget(tx, job_id, BATCH) or removed == BATCH:
+        return False
+    group_rows.remove(tx, job_id)
+    acknowledged.forget_all(tx, job_id)
+    blob_id = job_rows.remove(tx, job_id)
+    if blob_id is not None:
+        blobs.let_go(tx, blob_id)
+    return True

@@ -8,40 +8,21 @@ uid. The job or pool that was registered for the old object is then replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
 
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
 from rollyard_crds.base import ObjectMeta
-from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.core.problems import Conflict, Invalid
+from rollyard_api.core.problems import Invalid
 from rollyard_api.core.room import Room
-from rollyard_api.jobs import cancellation, jobs
-from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID
-from rollyard_api.jobs.jobs import NewJob
-from rollyard_api.machine.limits import Limits
+from rollyard_api.jobs import jobs, manifests
+from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID, NewJob
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import DELETED
-from rollyard_api.storage.rows import JobRow
 
-MUTABLE: Final = frozenset(
-    {
-        "stages",
-        "suspend",
-        "priority",
-        "failurePolicy",
-        "activeDeadlineSeconds",
-        "ttlSecondsAfterFinished",
-        "maxPolicyLag",
-        "staleRollouts",
-        "backoffLimit",
-    }
-)
-"""The fields of a job's spec that may change. The other fields define what the job is."""
 _NOT_KEPT = frozenset(
     {CLOSED, CANCEL_REASON, DELETE_REQUESTED, "kubectl.kubernetes.io/last-applied-configuration"}
 )
@@ -91,6 +72,7 @@ def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) 
     """Create the job, or update those of its fields that may change.
 
     Args:
+        tx: The transaction.
         new: The manifest. Its tasks are used only if the job is created.
         room: The room for unfinished rollouts that `jobs.create` checks.
         with_tasks: Whether the tasks have been read.
@@ -99,66 +81,14 @@ def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) 
         Conflict: A field that cannot change differs, and the object is not known to be another one.
         QueueFull: There is no room for so many rollouts.
     """
-    row = job_rows.named(tx.conn, new.namespace, new.name, lock=True)
-    if row is not None and not _another(row.object_uid, new.object_uid):
-        _update_job(tx, row, new)
+    job = job_rows.named(tx.conn, new.namespace, new.name, lock=True)
+    if job is not None and not _another(job.object_uid, new.object_uid):
+        job_rows.change(tx, job.id, manifests.registered(job, new, tx.now))
         return Registered(False)
     if not with_tasks:
         return Registered(None)
-    replaced = None if row is None else cancellation.delete_job(tx, new.namespace, new.name)
+    replaced = None if job is None else jobs.delete(tx, new.namespace, new.name)
     return Registered(jobs.create(tx, new, room), replaced)
-
-
-def _update_job(tx: Transaction, row: JobRow, new: NewJob) -> None:
-    values: dict[str, Any] = {}
-    if row.spec != new.spec_json:
-        values = _changes(tx, row, new)
-    if row.metadata != new.metadata:
-        values["metadata"] = new.metadata
-    if new.object_uid is not None and row.object_uid != new.object_uid:
-        values["object_uid"] = new.object_uid
-    warm = jobs.warm_of(new.spec)
-    if row.warm != warm:
-        values["warm"] = warm
-    job_rows.change(tx, row.id, values)
-
-
-def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
-    """Return the columns that change with another spec."""
-    # The current model gives an old spec the defaults of the fields that were added since.
-    old = RolloutJobSpec.model_validate(loads(row.spec)).to_json()
-    spec = loads(new.spec_json)
-    differing = {name for name in old.keys() | spec.keys() if old.get(name) != spec.get(name)}
-    fixed = sorted(differing - MUTABLE)
-    hosts = [one["stages"]["eval"].get("allowedHosts") for one in (old, spec)]
-    if hosts[0] != hosts[1]:  # The installer's list was read for them once.
-        fixed.append("stages.eval.allowedHosts")
-    wrong = [f"spec.{name}: differs and cannot be changed" for name in fixed]
-    if wrong:
-        raise Conflict(
-            f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec "
-            f"({wrong[0]}); delete it first or choose another name",
-            reason="AlreadyExists",
-            errors=wrong,
-        )
-    values: dict[str, Any] = {"spec": new.spec_json}
-    if not differing:
-        return values
-    values |= {
-        "generation": row.generation + 1,
-        "digest": new.digest,
-        "limits": Limits.of(new.spec),
-        "priority": new.spec.priority,
-    }
-    if row.finished_at is None:
-        started = row.started_at
-        if new.spec.suspend != row.suspended:
-            started = None if new.spec.suspend else tx.now
-            values |= {"suspended": new.spec.suspend, "started_at": started}
-        values["deadline_at"] = jobs.deadline_at(started, new.spec.active_deadline_seconds)
-    if "ttlSecondsAfterFinished" in differing:
-        values["delete_at"] = None  # The sweep computes it again.
-    return values
 
 
 def register_pool(tx: Transaction, pool: BackendPool) -> bool:
@@ -191,17 +121,17 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     """Cancel a job, and remove it at once if it is not registered for an object.
 
     The driver of an object would register the job again. It learns of the deletion from the cancel reason,
-    deletes the object, and then removes the job with `cancellation.delete_job`.
+    deletes the object, and then removes the job with `jobs.delete`.
 
     Returns:
         The id of the job.
     """
     job = job_rows.find_locked(tx, namespace, name)
     if job.object_uid is None:
-        return cancellation.delete_job(tx, namespace, name)
-    cancellation.cancel_job(tx, namespace, name, DELETED)
+        return jobs.delete(tx, namespace, name)
+    jobs.cancel(tx, namespace, name, DELETED)
     if job.cancel_reason != DELETED:
-        # This replaces another reason, and it covers a job that has ended, which `cancel_job` leaves alone.
+        # This replaces another reason, and it covers a job that has ended, which `cancel` leaves alone.
         job_rows.ask_for_deletion(tx, job.id)
     return job.id
 

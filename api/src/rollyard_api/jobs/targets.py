@@ -67,7 +67,7 @@ def open_step(
         )
     if job.closed:
         raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
-    unread.check(job, job.limits.samples, max_unread)
+    unread.check(job, max_unread)
     if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"

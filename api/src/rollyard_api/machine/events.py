@@ -16,7 +16,7 @@ NO_BACKEND: Final = "NoBackend"
 NODE_GONE: Final = "NodeGone"
 
 
-class Sandbox(Struct, frozen=True):
+class InitSandbox(Struct, frozen=True):
     """The sandbox that an Init has made."""
 
     id: str
@@ -71,7 +71,7 @@ class InitDone(Struct, frozen=True):
     """The holder reports that Init is complete."""
 
     token: int
-    sandbox: Sandbox | None = None
+    sandbox: InitSandbox | None = None
     carry: bytes | None = None
     """What Init leaves for Run, packed, or None if it is empty."""
     times: Times = NO_TIMES

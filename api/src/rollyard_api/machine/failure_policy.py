@@ -58,7 +58,7 @@ class Counter(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PolicyRule:
     """One rule. A condition that is None, or a tuple that is empty, matches everything."""
 
     name: str
@@ -120,7 +120,7 @@ def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | No
 
 
 RULES: Final = (
-    Rule(
+    PolicyRule(
         name="NoToolParser",
         on=Failed,
         meaning="no parser reads the tool calls of the job's model, which every rollout would find",
@@ -129,7 +129,7 @@ RULES: Final = (
         counted=True,
         ends_job=True,
     ),
-    Rule(
+    PolicyRule(
         name="Outage",
         on=Failed,
         meaning="a Run failed while the pool had no ready backend",
@@ -138,7 +138,7 @@ RULES: Final = (
         action=Action.RETRY,
         raises=(Counter.OUTAGES,),
     ),
-    Rule(
+    PolicyRule(
         name="HandOver",
         on=Failed,
         meaning="a worker hands the rollout over, because it drains or is preempted",
@@ -146,7 +146,7 @@ RULES: Final = (
         outage=False,
         action=Action.RETRY,
     ),
-    Rule(
+    PolicyRule(
         name="FinalFailure",
         on=Failed,
         meaning="a worker reports a failure that every attempt would have",
@@ -154,7 +154,7 @@ RULES: Final = (
         action=Action.FAIL,
         counted=True,
     ),
-    Rule(
+    PolicyRule(
         name="Failure",
         on=Failed,
         meaning="a worker reports a failure",
@@ -162,14 +162,14 @@ RULES: Final = (
         raises=(Counter.FAILURES,),
         counted=True,
     ),
-    Rule(
+    PolicyRule(
         name="AttemptsUsedUp",
         on=Failed,
         meaning="a worker reports a failure, and the stage has had all its attempts",
         action=Action.FAIL,
         counted=True,
     ),
-    Rule(
+    PolicyRule(
         name="EvalLeaseLost",
         on=LeaseLost,
         meaning="an Eval lease expired, or its worker died",
@@ -177,7 +177,7 @@ RULES: Final = (
         action=Action.RETRY,
         raises=(Counter.EXPIRIES, Counter.EVAL_EXPIRIES),
     ),
-    Rule(
+    PolicyRule(
         name="LeaseLost",
         on=LeaseLost,
         meaning="a lease expired, or its worker died",
@@ -185,33 +185,33 @@ RULES: Final = (
         raises=(Counter.EXPIRIES,),
         resets=(Counter.EVAL_EXPIRIES,),
     ),
-    Rule(
+    PolicyRule(
         name="TooManyLostLeases",
         on=LeaseLost,
         meaning="a lease was lost, and as many were lost before as may be",
         action=Action.FAIL,
     ),
-    Rule(
+    PolicyRule(
         name="NodeLost",
         on=NodeLost,
         meaning="the sandboxes of a node are gone",
         action=Action.RESTART,
     ),
-    Rule(
+    PolicyRule(
         name="NewWeights",
         on=NewWeights,
         meaning="the rollout is too old for new weights",
         cancel=False,
         action=Action.RESTART,
     ),
-    Rule(
+    PolicyRule(
         name="TooStale",
         on=NewWeights,
         meaning="the rollout is too old for new weights, and its job says `staleRollouts: Cancel`",
         cancel=True,
         action=Action.CANCEL,
     ),
-    Rule(
+    PolicyRule(
         name="BackendAwaited",
         on=BackendAwaited,
         meaning="the rollout has waited for a backend for too long",

@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
 from rollyard_api.core.room import Room
-from rollyard_api.jobs import cancellation, jobs, tasks
+from rollyard_api.jobs import jobs, manifests, tasks
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage import jobs as job_rows
@@ -104,7 +104,7 @@ def cancel_some(tx: Transaction, namespace: str) -> int:
     """End some unfinished rollouts of the jobs while no batch is open, and return how many."""
     if locked(tx, namespace).running:
         return 0
-    return sum(cancellation.cancel_unfinished(tx, job.id) for job in open_jobs(tx.conn, namespace))
+    return sum(jobs.cancel_unfinished(tx, job.id) for job in open_jobs(tx.conn, namespace))
 
 
 def open_jobs(conn: Connection, namespace: str, settings: str | None = None) -> list[JobRow]:
@@ -233,7 +233,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
         jobs.close(tx, idle.namespace, idle.name)
     name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
     manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
-    jobs.create(tx, jobs.prepare(manifest, []), asked.room)
+    jobs.create(tx, manifests.prepare(manifest, []), asked.room)
     job = job_rows.find_locked(tx, asked.namespace, name)
     made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
     tx.conn.execute(made)
@@ -260,7 +260,7 @@ def cancel(tx: Transaction, namespace: str, key: str) -> bool:
         .returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
     ).one_or_none()
     if found is not None:
-        cancellation.cancel_unfinished(tx, found.job_id, found.rollout_id)
+        jobs.cancel_unfinished(tx, found.job_id, found.rollout_id)
     return found is not None
 
 
@@ -276,11 +276,9 @@ def drop_anonymous(tx: Transaction, namespace: str) -> int:
             prorl_calls.c.anonymous.is_(True),
             rollouts.c.state.in_(UNFINISHED),
         )
-        .limit(cancellation.BATCH)
+        .limit(jobs.BATCH)
     )
-    return sum(
-        cancellation.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query))
-    )
+    return sum(jobs.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query)))
 
 
 @dataclass(frozen=True, slots=True)

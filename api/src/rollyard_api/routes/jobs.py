@@ -21,8 +21,8 @@ from starlette.responses import Response
 from rollyard_api.core import entrypoints
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
 from rollyard_api.core.validation import validated
-from rollyard_api.jobs import cancellation, job_views, jobs, registration, targets, tasks
-from rollyard_api.jobs.jobs import NewJob
+from rollyard_api.jobs import job_views, jobs, manifests, registration, targets, tasks
+from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
     DefaultNamespace,
@@ -183,7 +183,7 @@ async def submit(request: Request, namespace: DefaultNamespace = None) -> Respon
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
     meta = job.metadata
     # A repeat is answered before its tasks are read, since their file may have been removed since.
-    bare = jobs.prepare(job, [])
+    bare = manifests.prepare(job, [])
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
@@ -245,7 +245,7 @@ async def register(request: Request, name: str, namespace: DefaultNamespace = No
         if given is not None and job.spec.tasks.config_map_ref is None:
             text = f"{field}: belong to a job whose spec.tasks is a configMapRef"
             raise Invalid(text, reason="InvalidTasks", errors=[text])
-    new = replace(jobs.prepare(job, []), object_uid=registration.object_uid(job.metadata))
+    new = replace(manifests.prepare(job, []), object_uid=registration.object_uid(job.metadata))
     op = partial(registration.register_job, room=plane.settings.rollout_room)
     told = await plane.database.write(partial(op, new=new, with_tasks=False))
     if told.made is None:
@@ -309,7 +309,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     A job that is registered for a Kubernetes object is cancelled but stays (`"deleted": false`) until its
     driver, which deletes the object, deletes the job too.
     """
-    op = registration.delete_job if role_of(request) != "driver" else cancellation.delete_job
+    op = registration.delete_job if role_of(request) != "driver" else jobs.delete
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
     job = await plane.database.read(partial(job_rows.by_id, job_id=job_id))
@@ -412,13 +412,13 @@ async def cancel(request: Request, name: str, namespace: Namespace = "default") 
         raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
     if asked.group is None and asked.rollout is None:
         job_id = await plane.database.write(
-            partial(cancellation.cancel_job, namespace=namespace, name=name, reason="Cancelled")
+            partial(jobs.cancel, namespace=namespace, name=name, reason="Cancelled")
         )
         await plane.cancel_rest(job_id)
     else:
         await plane.database.write(
             partial(
-                cancellation.cancel_part,
+                jobs.cancel_part,
                 namespace=namespace,
                 name=name,
                 group=asked.group,

@@ -33,8 +33,7 @@ from rollyard_api.routes.common import (
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
-from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
-from rollyard_api.storage.schema import backends
+from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.weights import checkpoints, records, updates
 from rollyard_api.weights.steps import PAUSED
 
@@ -49,8 +48,7 @@ class WeightUpdates(Model):
 
 def _pool(conn: Connection, namespace: str, name: str) -> tuple[PoolRow, list[BackendRow]]:
     pool = pool_rows.find(conn, namespace, name)
-    rows = conn.execute(backends.select().where(backends.c.pool_id == pool.id))
-    return pool, read_all(BackendRow, rows)
+    return pool, pool_rows.backends_of(conn, pool.id)
 
 
 async def _require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -23,9 +23,14 @@ _END = _UPDATE.values(
     {name: bindparam(f"b_{name}") for name in ("seq", "delivered", "informative", "reason")}
 )
 _DELETE = sa.delete(groups).where(_OF_JOB)
+_IDS_AT_ONCE: Final = 500
+"""The number of ids in one statement."""
+_NUMBERS = sa.select(groups.c.task_id, groups.c.no).where(
+    _OF_JOB, groups.c.task_id.in_(bindparam("b_tasks", expanding=True))
+)
 
 
-class Group(NamedTuple):
+class LeasedGroup(NamedTuple):
     """The columns of a group that leases read."""
 
     no: int
@@ -35,7 +40,7 @@ class Group(NamedTuple):
     remaining: int
 
 
-_LEASED = sa.select(*(groups.c[name] for name in Group._fields)).where(_OF_JOB, _AMONG)
+_LEASED = sa.select(*(groups.c[name] for name in LeasedGroup._fields)).where(_OF_JOB, _AMONG)
 
 
 def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
@@ -43,10 +48,19 @@ def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
     tx.conn.execute(sa.insert(groups), new)
 
 
-def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, Group]:
+def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, LeasedGroup]:
     """Return the groups of a job with these numbers, by their numbers."""
     rows = conn.execute(_LEASED, {"b_job": job_id, "b_nos": sorted(set(numbers))}).all()
-    return {row.no: Group(*row) for row in rows}
+    return {row.no: LeasedGroup(*row) for row in rows}
+
+
+def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of the groups of a job that have these tasks, by the ids of the tasks."""
+    known: dict[str, int] = {}
+    for at in range(0, len(task_ids), _IDS_AT_ONCE):
+        some = {"b_job": job_id, "b_tasks": task_ids[at : at + _IDS_AT_ONCE]}
+        known.update((row.task_id, row.no) for row in conn.execute(_NUMBERS, some))
+    return known
 
 
 def stick(tx: Transaction, job_id: int, no: int, backend: str) -> None:

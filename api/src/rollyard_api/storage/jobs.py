@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
@@ -17,10 +18,11 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.cursors import Kind
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.machine.groups import Tally
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import JobRow, SamplingRow, columns, read_one
-from rollyard_api.storage.schema import dynamic_sampling, jobs, sampling_targets
+from rollyard_api.storage.rows import JobRow, read_one
+from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampling_targets
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
@@ -39,14 +41,6 @@ _ZERO: Final = (
     "malformed_rollouts",
     "malformed_calls",
 )
-_GROUP_COUNTERS: Final = (
-    "informative",
-    "uninformative",
-    "dropped",
-    "surplus",
-    "surplus_rollouts",
-    "discarded_tokens",
-)
 _THIS = jobs.c.id == bindparam("b_job")
 _ITS = dynamic_sampling.c.job_id == bindparam("b_job")
 _ITS_STEPS = sampling_targets.c.job_id == bindparam("b_job")
@@ -55,7 +49,11 @@ _OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
 """The conditions of a job that may still start rollouts."""
 
 
-def _wake(tx: Transaction, job_id: int) -> None:
+def _set(tx: Transaction, job_id: int, **values: Any) -> None:
+    tx.conn.execute(_UPDATE, {"b_job": job_id, **values})
+
+
+def _wake_all(tx: Transaction, job_id: int) -> None:
     for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
         tx.wake(topic)
 
@@ -129,11 +127,21 @@ def unfinished_rollouts(conn: Connection, namespace: str) -> tuple[int, int]:
 
 
 _CANCELLING = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
+_REMOVABLE = sa.select(jobs.c.id).where(
+    jobs.c.deleted_at.is_not(None),
+    jobs.c.finished_at.is_not(None),
+    ~sa.exists().where(rollouts.c.job_id == jobs.c.id, rollouts.c.pending.is_not(None)),
+)
 
 
 def cancelling(conn: Connection) -> list[int]:
     """Return the ids of the jobs whose cancellation has begun, perhaps before a restart, and not ended."""
     return list(conn.scalars(_CANCELLING))
+
+
+def removable(conn: Connection) -> list[int]:
+    """Return the ids of the deleted jobs whose rollouts have ended and are in the trajectory store."""
+    return list(conn.scalars(_REMOVABLE))
 
 
 # Jobs begin and are changed.
@@ -151,13 +159,13 @@ def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
 def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:
     """Write columns that a manifest, a PATCH or a registration decides. Without columns nothing is done."""
     if values:
-        tx.conn.execute(_UPDATE, {"b_job": job_id, **values})
-        _wake(tx, job_id)
+        _set(tx, job_id, **values)
+        _wake_all(tx, job_id)
 
 
 def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
     """Write what the driver reported of a job, as JSON."""
-    tx.conn.execute(_UPDATE, {"b_job": job_id, "status": status})
+    _set(tx, job_id, status=status)
     tx.wake(job_topic(job_id))
     tx.wake(CLAIMS)
 
@@ -178,19 +186,15 @@ def add_rollouts(tx: Transaction, job_id: int, count: int) -> None:
     tx.wake(job_topic(job_id))
 
 
-_HOLD = _UPDATE.values(holding=bindparam("b_holding"))
-_NOTE_OUTAGE = _UPDATE.values(outage_began=bindparam("b_since"))
-
-
 def hold(tx: Transaction, job_id: int, *, holding: bool) -> None:
     """Let no rollout of a job begin, because the target of its last step is met, or let them begin again."""
-    tx.conn.execute(_HOLD, {"b_job": job_id, "b_holding": holding})
+    _set(tx, job_id, holding=holding)
     tx.wake(QUEUE)
 
 
 def note_outage(tx: Transaction, job_id: int, since: float | None) -> None:
     """Note when the job's pool lost its last ready backend, in seconds since the epoch, or None."""
-    tx.conn.execute(_NOTE_OUTAGE, {"b_job": job_id, "b_since": since})
+    _set(tx, job_id, outage_began=since)
 
 
 _COUNT_CALLS = _UPDATE.where(jobs.c.well_formed.is_(False)).values(
@@ -247,7 +251,6 @@ _COUNT_ENDED = _UPDATE.values(
 _COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
     jobs.c.groups_ended
 )
-_CLOSE = _UPDATE.values(closed=True)
 _CONCLUDE = _UPDATE.where(*_OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
 _FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
 _FINISH_CONCLUDED = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
@@ -281,7 +284,7 @@ def count_ended_groups(tx: Transaction, job_id: int, count: int) -> int:
 
 def close(tx: Transaction, job_id: int) -> None:
     """Note that no more tasks will be added to a job."""
-    tx.conn.execute(_CLOSE, {"b_job": job_id})
+    _set(tx, job_id, closed=True)
     tx.wake(job_topic(job_id))
 
 
@@ -290,34 +293,31 @@ def conclude(tx: Transaction, job_id: int, reason: str) -> None:
 
     It is finished if none of its rollouts is unfinished. The others are ended soon after.
     """
-    tx.conn.execute(_CONCLUDE, {"b_job": job_id, "b_reason": reason})
-    finish_concluded(tx, job_id)
-    _wake(tx, job_id)
+    if tx.conn.execute(_CONCLUDE, {"b_job": job_id, "b_reason": reason}).rowcount:
+        finish_concluded(tx, job_id)
+        _wake_all(tx, job_id)
 
 
 def finish(tx: Transaction, job_id: int) -> None:
     """Mark a closed job as finished. This is called when every rollout of the job has ended."""
     if tx.conn.execute(_FINISH, {"b_job": job_id, "b_now": tx.now}).rowcount:
-        _wake(tx, job_id)
+        _wake_all(tx, job_id)
 
 
 def finish_concluded(tx: Transaction, job_id: int) -> None:
     """Mark a job as finished if it is concluded and every one of its rollouts has ended."""
     if tx.conn.execute(_FINISH_CONCLUDED, {"b_job": job_id, "b_now": tx.now}).rowcount:
-        _wake(tx, job_id)
+        _wake_all(tx, job_id)
 
 
 # Jobs are deleted and removed.
 
-_DELETE = _UPDATE.values(deleted_at=bindparam("b_now"))
-_ASK_FOR_DELETION = _UPDATE.values(cancel_reason=DELETED)
 _LATE = sa.select(jobs.c.id).where(
     *_OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < bindparam("b_now")
 )
 _FINISHED = sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
     jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
 )
-_DELETE_AT = _UPDATE.values(delete_at=bindparam("b_at"))
 _OLD = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < bindparam("b_now"))
 _DELETE_OLD = sa.update(jobs).where(*_OLD, jobs.c.object_uid.is_(None)).values(deleted_at=bindparam("b_now"))
 _ASK_OLD = (
@@ -331,14 +331,14 @@ _REMOVE_PARTS = (sa.delete(dynamic_sampling).where(_ITS), sa.delete(sampling_tar
 
 def delete(tx: Transaction, job_id: int) -> None:
     """Hide a job, whose name is free from now on. `remove` removes its row."""
-    tx.conn.execute(_DELETE, {"b_job": job_id, "b_now": tx.now})
+    _set(tx, job_id, deleted_at=tx.now)
     tx.wake(job_topic(job_id))
     tx.wake(UNFINISHED)
 
 
 def ask_for_deletion(tx: Transaction, job_id: int) -> None:
     """Let the driver of a job's object know that the object is to be deleted, and then the job."""
-    tx.conn.execute(_ASK_FOR_DELETION, {"b_job": job_id})
+    _set(tx, job_id, cancel_reason=DELETED)
     tx.wake(job_topic(job_id))
     tx.wake(UNFINISHED)
 
@@ -355,7 +355,7 @@ def without_removal(tx: Transaction) -> list[tuple[int, float, bytes]]:
 
 def delete_later(tx: Transaction, job_id: int, at: float) -> None:
     """Say when a finished job is deleted, in seconds since the epoch. Infinity stands for never."""
-    tx.conn.execute(_DELETE_AT, {"b_job": job_id, "b_at": at})
+    _set(tx, job_id, delete_at=at)
 
 
 def delete_old(tx: Transaction) -> None:
@@ -377,6 +377,19 @@ def remove(tx: Transaction, job_id: int) -> int | None:
 
 
 # Dynamic sampling counts the groups of a job, and its steps add to the target.
+
+
+class SamplingCounts(NamedTuple):
+    """The counters of a job with dynamic sampling."""
+
+    target: int
+    started: int
+    informative: int
+    uninformative: int
+    dropped: int
+    surplus: int
+    surplus_rollouts: int
+    discarded_tokens: int
 
 
 class SamplingState(NamedTuple):
@@ -401,7 +414,7 @@ class SamplingStep(NamedTuple):
     goal: int
 
 
-_SAMPLING = sa.select(*columns(SamplingRow, dynamic_sampling)).where(_ITS)
+_SAMPLING = sa.select(*(dynamic_sampling.c[name] for name in SamplingCounts._fields)).where(_ITS)
 _SAMPLING_STATE = (
     sa.select(
         *(
@@ -414,7 +427,7 @@ _SAMPLING_STATE = (
 )
 _UPDATE_SAMPLING = sa.update(dynamic_sampling).where(_ITS)
 _COUNT_GROUPS = _UPDATE_SAMPLING.values(
-    {name: dynamic_sampling.c[name] + bindparam(f"b_{name}") for name in _GROUP_COUNTERS}
+    {name: dynamic_sampling.c[name] + bindparam(f"b_{name}") for name in Tally.__struct_fields__}
 )
 _COUNT_STARTED = _UPDATE_SAMPLING.values(started=dynamic_sampling.c.started + bindparam("b_count"))
 _RAISE = _UPDATE_SAMPLING.values(target=dynamic_sampling.c.target + bindparam("b_groups")).returning(
@@ -429,12 +442,12 @@ _STEPS = sa.select(sa.func.count()).where(_ITS_STEPS)
 def begin_sampling(tx: Transaction, job_id: int, *, target: int, samples: int) -> None:
     """Create the counters of a new job, which wants `target` groups of `samples` rollouts with a signal."""
     values = {"job_id": job_id, "target": target, "samples": samples, "started": 0}
-    tx.conn.execute(sa.insert(dynamic_sampling), values | dict.fromkeys(_GROUP_COUNTERS, 0))
+    tx.conn.execute(sa.insert(dynamic_sampling), values | msgspec.structs.asdict(Tally()))
 
 
-def sampling(conn: Connection, job_id: int) -> SamplingRow:
+def sampling(conn: Connection, job_id: int) -> SamplingCounts:
     """Return the counters of a job with dynamic sampling."""
-    return SamplingRow(*conn.execute(_SAMPLING, {"b_job": job_id}).one())
+    return SamplingCounts(*conn.execute(_SAMPLING, {"b_job": job_id}).one())
 
 
 def sampling_state(tx: Transaction, job_id: int) -> SamplingState | None:
@@ -446,21 +459,10 @@ def sampling_state(tx: Transaction, job_id: int) -> SamplingState | None:
     return None if row is None else SamplingState(*row)
 
 
-def count_groups(
-    tx: Transaction,
-    job_id: int,
-    *,
-    informative: int = 0,
-    uninformative: int = 0,
-    dropped: int = 0,
-    surplus: int = 0,
-    surplus_rollouts: int = 0,
-    discarded_tokens: int = 0,
-) -> None:
-    """Count ended groups of a job with dynamic sampling, and what became superfluous with them."""
-    numbers = (informative, uninformative, dropped, surplus, surplus_rollouts, discarded_tokens)
-    if any(numbers):
-        counted = {f"b_{name}": number for name, number in zip(_GROUP_COUNTERS, numbers, strict=True)}
+def count_groups(tx: Transaction, job_id: int, tally: Tally) -> None:
+    """Add to the counters of a job with dynamic sampling."""
+    counted = {f"b_{name}": number for name, number in msgspec.structs.asdict(tally).items()}
+    if any(counted.values()):
         tx.conn.execute(_COUNT_GROUPS, {"b_job": job_id, **counted})
 
 

@@ -124,7 +124,7 @@ def create(tx: Transaction, values: Mapping[str, Any]) -> PoolRow:
 
 
 def change(tx: Transaction, pool_id: int, values: Mapping[str, Any]) -> None:
-    """Write columns that a spec decides."""
+    """Write columns that a spec, a weight update or a pause decides."""
     tx.conn.execute(_UPDATE, {"b_pool": pool_id, **values})
     tx.wake(QUEUE)
 

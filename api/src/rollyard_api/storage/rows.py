@@ -128,22 +128,7 @@ class EndedRollout:
     group_no: int
     task_id: str
     trajectory: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """A row of `dynamic_sampling`."""
-
-    job_id: int
-    samples: int
-    target: int
-    started: int
-    informative: int
-    uninformative: int
-    dropped: int
-    surplus: int
-    surplus_rollouts: int
-    discarded_tokens: int
+    segments: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

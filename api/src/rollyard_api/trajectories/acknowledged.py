@@ -112,6 +112,11 @@ def forget(tx: Transaction, job: JobRow, name: str) -> None:
         raise _missing(job, name)
 
 
+def forget_all(tx: Transaction, job_id: int) -> None:
+    """Remove the cursors of a deleted job."""
+    tx.conn.execute(sa.delete(cursors).where(cursors.c.job_id == job_id))
+
+
 def _parsed(job: JobRow, given: str, parameter: str) -> tuple[texts.Kind, int]:
     """Return the kind and the position of a cursor of this job's results."""
     kind = texts.kind_of(given, KINDS, parameter)

@@ -21,7 +21,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
@@ -145,14 +145,14 @@ def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects
     arrays: list[bytes] = []
     total = 0
     for row in rows:
-        document = records.document_of(row, job, namespace)
-        line = dumps(document) + b"\n"
+        head = records.head_of(row, job, namespace)
+        line = records.line_of(head, row) + b"\n"
         total += len(line)
         if lines and total > PART_BYTES:
             break
         lines.append(line)
-        hashes.append(words.hashes(words.texts_of(document)))
-        arrays.append(packed.packed(document))
+        hashes.append(words.hashes(words.texts_of(head)))
+        arrays.append(packed.packed(head, row.segments))
     return _Objects(lines, hashes, packed.joined(lines, arrays))
 
 
@@ -161,7 +161,7 @@ def _packed(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: i
     found: list[bytes] = []
     total = 0
     for row in rows:
-        record = packed.packed(records.document_of(row, job, namespace))
+        record = packed.packed(records.head_of(row, job, namespace), row.segments)
         total += len(record)
         if found and total > max_bytes:
             break
@@ -331,7 +331,7 @@ class Archive:
                 indexes[path] = self._index(path)
             index = indexes[path]
             if index is None:
-                found += [packed.packed(loads(line)) for line in self._read([one])]
+                found += [packed.repacked(loads(line)) for line in self._read([one])]
                 continue
             try:
                 spans = [index[start] for start in accumulate(one.lengths[:-1], initial=one.start)]

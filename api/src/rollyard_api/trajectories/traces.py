@@ -33,18 +33,6 @@ def note(
         del places[3:5]
 
 
-def counts_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a Run's trajectory, which was checked: turns, calls and why it was cut."""
-    turns = trajectory.get("turns") or ()
-    found: dict[str, Any] = {"turns": len(turns)}
-    calls = sum(len(turn.get("tool_calls") or ()) for turn in turns)
-    if calls:
-        found["calls"] = calls
-    if trajectory.get("truncated_reason"):
-        found["cut"] = trajectory["truncated_reason"][:MAX_REASON]
-    return found
-
-
 def count(document: dict[str, Any], counts: RunCounts) -> None:
     """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
     kept = document.setdefault(KEY, {})

@@ -31,19 +31,18 @@ def _noted(job: JobRow, kind: Kind) -> int:
     return job.read_groups if kind == "groups" else job.read_trajectories
 
 
-def check(job: JobRow, samples: int, bound: int) -> None:
+def check(job: JobRow, bound: int) -> None:
     """Refuse further rollouts of a stream while too many of its results are unread.
 
     Args:
         job: The job.
-        samples: The rollouts of each of its groups.
         bound: The bound on unread rollouts.
 
     Raises:
         Conflict: The bound is reached.
     """
     # A trainer reads trajectories or groups, and seldom both.
-    unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * samples)
+    unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * job.limits.samples)
     if unread >= bound:
         raise Conflict(
             f"RolloutJob {job.name!r} has about {unread} ended rollouts that nobody has read, and {bound} is "

@@ -12,6 +12,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -48,16 +49,12 @@ def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:
     Raises:
         Invalid: The source is refused. The message names the field and the file that is missing or cut short.
     """
-    if source.checkpoint is not None:
-        return _check("source.checkpoint.path", Path(source.checkpoint.path), urls, engine, lora=False)
-    if source.lora is not None:
-        if engine == "embedded":
-            raise _wrong("source.lora", "the embedded engine loads no adapters; give a checkpoint")
-        return _check("source.lora.path", Path(source.lora.path), urls, engine, lora=True)
-    return ""
-
-
-def _check(field: str, path: Path, urls: Iterable[str], engine: str, *, lora: bool) -> str:
+    if source.lora is not None and engine == "embedded":
+        raise _wrong("source.lora", "the embedded engine loads no adapters; give a checkpoint")
+    lora, folder = source.lora is not None, source.checkpoint or source.lora
+    if folder is None:
+        return ""
+    field, path = f"source.{'lora' if lora else 'checkpoint'}.path", Path(folder.path)
     if not path.is_absolute():
         raise _wrong(field, f"{path} must be an absolute path: servers run in folders of their own")
     if not path.exists():
@@ -178,7 +175,7 @@ class Forward:
         self._python = python
         self._disk = disk
         self._place = asyncio.Semaphore(1)
-        self._known: OrderedDict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
 
     async def reference(self, folder: Path, tolerance: float) -> Reference:
         """Return what the checkpoint in `folder` gives for the fixed prompt, with the tolerance to apply.
@@ -195,12 +192,11 @@ class Forward:
         async with self._place:
             key = await self.look(partial(_identity, folder))
             if key not in self._known:
-                self._known[key] = await self._run(folder)
+                self._known[key] = await self._run(folder, tolerance)
             self._known.move_to_end(key)
             while len(self._known) > _CACHED:
                 self._known.popitem(last=False)
-            ids, logprobs = self._known[key]
-        return Reference(ids, logprobs, tolerance, "transformers")
+            return replace(self._known[key], tolerance=tolerance)
 
     async def look(self, function: Callable[[], T]) -> T:
         """Run a function that reads a folder of weights, apart from the event loop and for a limited time.
@@ -213,7 +209,7 @@ class Forward:
         except (TimedOut, Unavailable) as error:
             raise Unverifiable(error.detail) from error
 
-    async def _run(self, folder: Path) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    async def _run(self, folder: Path, tolerance: float) -> Reference:
         ids = fixed_prompt(*await self.look(partial(_vocabulary, folder)))
         command = [self._python, str(Path(forward.__file__)), str(folder)]
         try:
@@ -244,7 +240,7 @@ class Forward:
         if len(logprobs) != len(ids) - 1:
             last = err.decode(errors="replace").strip().splitlines()[-1:]
             raise Unverifiable(f"the forward pass of {folder} failed: {' '.join(last)[:500]}")
-        return tuple(ids), tuple(logprobs)
+        return Reference(tuple(ids), tuple(logprobs), tolerance, "transformers")
 
 
 def _is_hugging_face(path: Path) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, Final
 from rollyard_crds.backendpool import BackendPoolSpec
 from rollyard_crds.backoff import Backoff
 from rollyard_crds.weights import UNVERIFIED
+from rollyard_inference.capabilities import FIRST_LABEL
 from rollyard_inference.errors import BackendError, BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.weights.connect import weight_control
@@ -308,35 +309,32 @@ class Coordinator:
         A server that may hold refused weights is compared with what it gave itself before the update, since a
         difference from another computation of the same weights may be what the update was refused for.
         """
-        request, pool, earlier = target.request, target.pool, None
+        request, earlier, folder = target.request, None, None
         if request is None or target.restored:
-            read = partial(
-                records.earlier, pool_id=pool.id, url=target.row.url, policy_index=pool.policy_index
-            )
+            pool, url = target.pool, target.row.url
+            read = partial(records.earlier, pool_id=pool.id, url=url, policy_index=pool.policy_index)
             earlier = await self.database.read(read)
-        if request is not None:
-            named = None if request.source.checkpoint is None else request.source.checkpoint.path
-        else:
-            named = await server.folder() if earlier is None else earlier.folder
-            seen = replace(seen, folder=named)
-            if earlier is not None:
-                seen = replace(seen, first_label=earlier.label)
-        folder = None if named is None else Path(named)
+        if request is None:
+            folder = await server.folder() if earlier is None else earlier.folder
+            label = FIRST_LABEL if earlier is None else earlier.label
+            seen = replace(seen, folder=folder, first_label=label)
+        elif request.source.checkpoint is not None:
+            folder = request.source.checkpoint.path
+        path = None if folder is None else Path(folder)
         stated = None if request is None else request.reference
         try:
             tolerance = None if stated is None else stated.tolerance
             if tolerance is None:
-                tolerance = await self._tolerance(target, server, folder)
+                tolerance = await self._tolerance(target, server, path)
             if earlier is not None:
                 reference = Reference(earlier.prompt_ids, earlier.logprobs, tolerance, "earlier")
             elif stated is not None:
-                reference = Reference(
-                    tuple(stated.prompt_ids), tuple(stated.logprobs), tolerance, "reference"
-                )
-            elif folder is None:
+                ids, logprobs = tuple(stated.prompt_ids), tuple(stated.logprobs)
+                reference = Reference(ids, logprobs, tolerance, "reference")
+            elif path is None:
                 raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
             else:
-                reference = await self.forward.reference(folder, tolerance)
+                reference = await self.forward.reference(path, tolerance)
         except Unverifiable as error:
             return replace(seen, problem=str(error))
         return replace(seen, reference=reference)

@@ -1,8 +1,9 @@
 """The tables of weight updates: how updates are requested, owned, carried out, ended and superseded.
 
-Every statement about `weight_updates` stands here. So do those on the columns of `pools` and `backends` that
-weights and pauses are in, apart from what a driver or a health check reports about a server
-(`backends/pools.py`). The steps of a backend are recorded by the control plane that owns the update.
+Every statement that writes `weight_updates` stands here; `storage/pools.py` removes those of a pool that is
+removed. The columns of `pools` and `backends` that say which weights are wanted, and which a server has, are
+written from here, apart from what a driver or a health check reports about a server (`backends/pools.py`).
+The steps of a backend are recorded by the control plane that owns the update.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import staleness
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_all
-from rollyard_api.storage.schema import backends, weight_updates
-from rollyard_api.storage.schema import pools as pools_table
+from rollyard_api.storage.schema import backends, pools, weight_updates
 from rollyard_api.weights.steps import BEHIND, BackendTarget, Observation, WeightStep, need
 from rollyard_api.weights.updates import (
     BackendProgress,
@@ -56,7 +55,7 @@ class Superseded(ControlPlaneError):
 
 
 # These are built once, because they are executed several times a second.
-_POOLS = sa.select(pools_table)
+_POOLS = sa.select(pools)
 _BACKENDS = sa.select(backends)
 _RUNNING = sa.select(weight_updates.c.pool_id).where(weight_updates.c.state == "Running")
 
@@ -159,11 +158,6 @@ def _change(tx: Transaction, row: WeightUpdateRow, **values: Any) -> WeightUpdat
     return WeightUpdateRow(*tx.conn.execute(statement.returning(weight_updates)).one())
 
 
-def _backend(tx: Transaction, target: BackendTarget) -> BackendRow | None:
-    """Return the backend's row as it is now, locked."""
-    return pool_rows.locked_backend(tx, target.pool.id, target.row.url)
-
-
 def _change_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> None:
     if "weights_message" in values:
         values["weights_message"] = values["weights_message"][:_MAX_MESSAGE]
@@ -255,8 +249,8 @@ def _want(tx: Transaction, pool_id: int, version: str, index: int, served: str |
 
 def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
     """Repeat an update, which changes nothing unless servers lack pushed weights: restarted or new ones."""
-    without = (backends.c.pool_id == row.pool_id, backends.c.weights.in_(["Stale", "Failed"]))
-    lost = tx.conn.scalars(sa.select(backends.c.url).where(*without)).all()
+    rows = pool_rows.backends_of(tx.conn, row.pool_id)
+    lost = [backend.url for backend in rows if backend.weights in ("Stale", "Failed")]
     if not request_of(row).source.pushed or not lost:
         return row
     progress = progress_of(row) | {url: BackendProgress(url=url) for url in lost}
@@ -265,7 +259,8 @@ def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
 
 def pause(tx: Transaction, namespace: str, name: str, mode: str) -> None:
     """Pause the pool: no rollout enters Run, and the servers sample nothing."""
-    _change_pool(tx, pool_rows.find(tx.conn, namespace, name, lock=True).id, paused=True, pause_mode=mode)
+    pool = pool_rows.find(tx.conn, namespace, name, lock=True)
+    _change_pool(tx, pool.id, paused=True, pause_mode=mode)
 
 
 def resume(tx: Transaction, namespace: str, name: str) -> None:
@@ -275,7 +270,6 @@ def resume(tx: Transaction, namespace: str, name: str) -> None:
 
 def _unpause(tx: Transaction, pool_id: int) -> None:
     _change_pool(tx, pool_id, paused=False, pause_mode=None)
-    tx.wake(QUEUE)
 
 
 def renew(tx: Transaction, name: str, ids: set[int]) -> None:
@@ -358,16 +352,16 @@ def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None
     Raises:
         Superseded: The backend's weights have been changed since they were read.
     """
-    row, seen = _backend(tx, target), target.row
+    seen = target.row
+    row = pool_rows.locked_backend(tx, target.pool.id, seen.url)
     if row is None or (row.weights, row.policy_index) != (seen.weights, seen.policy_index):
         raise Superseded
     _change_backend(tx, target.pool.id, seen.url, **values)
-    tx.wake(QUEUE)
 
 
 def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
     """Record the last error of the backend."""
-    row = _backend(tx, target)
+    row = pool_rows.locked_backend(tx, target.pool.id, target.row.url)
     if row is not None and row.weights != "Current":
         _change_backend(tx, target.pool.id, target.row.url, weights_message=message)
     if target.update is not None:
@@ -409,14 +403,13 @@ def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str
         tx.count("paused_seconds", value=seen.paused)
     if row.state == "Running" and request_of(row).source.pushed:
         _unpause(tx, pool.id)
-    tx.wake(QUEUE)
     settle(tx, pool.id)
     staleness.enforce(tx, pool.namespace, pool.name)
 
 
 def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
     """Mark a backend whose server must be restarted; it waits at the version that it could not reach."""
-    if _backend(tx, target) is None:
+    if pool_rows.locked_backend(tx, target.pool.id, target.row.url) is None:
         return
     failed = {"weights": "Failed", "policy_index": target.pool.policy_index, "restart_requested": True}
     message += "; restart it" if target.pool.external else "; its driver restarts it"
@@ -458,10 +451,10 @@ def settle(tx: Transaction, pool_id: int) -> None:
     if running is None:
         return
     pool, row = running
-    staying = sa.select(backends).where(backends.c.pool_id == pool.id, backends.c.draining.is_(False))
     having = {
         backend.url: backend.policy_index == row.policy_index and backend.weights in ("Current", "Updating")
-        for backend in tx.conn.execute(staying)
+        for backend in pool_rows.backends_of(tx.conn, pool.id)
+        if not backend.draining
     }
     known = progress_of(row)
     progress = {url: part for url, part in known.items() if url in having}
@@ -524,8 +517,7 @@ def _interrupted(conn: Connection, pool_id: int, chain: Sequence[WeightUpdateRow
     Such a backend still has the label and the index of its earlier weights. It counts only if no update has
     succeeded since; `chain` are those that have, the newest first.
     """
-    where = (backends.c.pool_id == pool_id, backends.c.weights == "Updating")
-    updating = set(conn.scalars(sa.select(backends.c.url).where(*where)))
+    updating = {row.url for row in pool_rows.backends_of(conn, pool_id) if row.weights == "Updating"}
     superseded = (weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Superseded")
     since = weight_updates.c.id > (chain[0].id if chain else 0)
     parts = [part for row in _newest(conn, *superseded, since) for part in progress_of(row).values()]

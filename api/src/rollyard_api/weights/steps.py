@@ -20,7 +20,6 @@ from rollyard_crds.weights import (
     WeightSource,
     WeightUpdateRequest,
 )
-from rollyard_inference.capabilities import FIRST_LABEL
 
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow
 from rollyard_api.weights.updates import EarlierLogprobs, progress_of, request_of
@@ -156,7 +155,7 @@ class Observation:
     """What the wanted weights should give."""
     folder: str | None = None
     """The folder that the server was started on, if those weights are wanted and it is known."""
-    first_label: str = FIRST_LABEL
+    first_label: str = ""
     """The label of the weights that the server was started with."""
     before: EarlierLogprobs | None = None
     """What the server gives with the weights that are replaced."""

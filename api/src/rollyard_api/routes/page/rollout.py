@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-import sqlalchemy as sa
 from fastapi import APIRouter, Query
-from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
 from rollyard_api.routes.page.records import compact_record
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import pools
 from rollyard_api.views.rollout import brief as briefs
 from rollyard_api.views.rollout import differences, messages, tokens
 from rollyard_api.views.rollout import live as live_rollouts
@@ -148,15 +146,10 @@ async def _pieces(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, str]
     """Return the texts of the tokens of a job's pool, or None and why there are none."""
     if job.pool is None:
         return None, "the job has no pool, so no tokenizer is known"
-    tokenizer = await plane.database.read(partial(_tokenizer, job=job))
-    if tokenizer is None:
+    pool = await plane.database.read(partial(pool_rows.named, namespace=job.namespace, name=job.pool))
+    if pool is None:
         return None, f"the pool {job.pool!r} of the job is gone"
     try:
-        return await plane.views.token_texts.of(tokenizer, job.namespace), ""
+        return await plane.views.token_texts.of(pool.tokenizer, job.namespace), ""
     except TextsMissing as error:
-        return None, f"no texts for the tokenizer {tokenizer!r}: {error}"
-
-
-def _tokenizer(conn: Connection, job: JobRow) -> Any:
-    query = sa.select(pools.c.tokenizer).where(pools.c.namespace == job.namespace, pools.c.name == job.pool)
-    return conn.scalar(query)
+        return None, f"no texts for the tokenizer {pool.tokenizer!r}: {error}"

@@ -1,0 +1,191 @@
+"""What a job's manifest, a PATCH or a driver's report makes of the columns of the job, without any I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+from rollyard_crds.claims import shape_of
+from rollyard_crds.fields.skipped_rows import SkippedRows
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
+
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.conditions import merge_status
+from rollyard_api.core.problems import Conflict
+from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.machine.limits import Limits
+from rollyard_api.storage.rows import JobRow
+
+CLOSED: Final = "rollyard.dev/closed"
+"""The annotation of a job to which no task will be added: every batch job, and a closed stream."""
+CANCEL_REASON: Final = "rollyard.dev/cancel-reason"
+"""The annotation of a job that takes no part in leasing any more: `Cancelled`, `DeadlineExceeded`, `Deleted`,
+`TargetMet` or `TargetNotMet`."""
+DELETE_REQUESTED: Final = "rollyard.dev/delete-requested"
+"""The annotation of a pool that is to be removed, which is meant for the driver that owns its object."""
+OBJECT_UID: Final = "rollyard.dev/object-uid"
+"""The annotation with the uid of the Kubernetes object for which a job or pool is registered."""
+MUTABLE: Final = frozenset(
+    {
+        "stages",
+        "suspend",
+        "priority",
+        "failurePolicy",
+        "activeDeadlineSeconds",
+        "ttlSecondsAfterFinished",
+        "maxPolicyLag",
+        "staleRollouts",
+        "backoffLimit",
+    }
+)
+"""The fields of a job's spec that may change. The other fields define what the job is."""
+_SKIPPED_ROWS: Final = "skippedRows"
+"""The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
+_REPORTED = ("phase", "conditions", "observedGeneration", "message")
+_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A checked manifest whose tasks have been read."""
+
+    namespace: str
+    name: str
+    metadata: bytes
+    spec: RolloutJobSpec
+    spec_json: bytes
+    digest: str
+    tasks: Sequence[TaskRow]
+    object_uid: str | None = None
+    """The uid of the Kubernetes object for which the job is registered."""
+    skipped: SkippedRows | None = None
+    """The rows of the task list that were left out."""
+
+
+def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
+    """Return what is stored of a manifest."""
+    meta = {k: v for k, v in job.metadata.to_json().items() if k not in _OWN_METADATA}
+    spec = _encoded(job.spec.to_json())
+    digest = hashlib.sha256(spec).hexdigest()
+    return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest, tasks)
+
+
+def _encoded(spec: dict[str, Any]) -> bytes:
+    return orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
+
+
+def differs(new: NewJob, why: Sequence[str] = ()) -> Conflict:
+    """Return the refusal of a job that exists with another spec; `why` names the fields that are known."""
+    return Conflict(
+        f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec"
+        f"{f' ({why[0]})' if why else ''}; delete it first or choose another name",
+        reason="AlreadyExists",
+        errors=why,
+    )
+
+
+def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
+    """Return the columns of a new job, which keeps this upload as long as it exists."""
+    spec, skipped = new.spec, new.skipped
+    return {
+        "namespace": new.namespace,
+        "name": new.name,
+        "metadata": new.metadata,
+        "spec": new.spec_json,
+        "digest": new.digest,
+        "limits": Limits.of(spec),
+        "status": dumps({_SKIPPED_ROWS: skipped.to_json()} if skipped and skipped.count else {}),
+        "pool": None if spec.backend_ref is None else spec.backend_ref.name,
+        "priority": spec.priority,
+        "closed": not spec.tasks.stream,
+        "object_uid": new.object_uid,
+        "warm": _warm(spec),
+        "blob_id": blob_id,
+        **_admission(spec.suspend, now, spec.active_deadline_seconds),
+    }
+
+
+def _admission(suspend: bool, now: float, seconds: int | None) -> dict[str, Any]:
+    """Return the columns of a job that is suspended or admitted now. A suspended one has no deadline."""
+    started = None if suspend else now
+    return {"suspended": suspend, "started_at": started, "deadline_at": _deadline(started, seconds)}
+
+
+def _deadline(started: float | None, seconds: int | None) -> float | None:
+    """Return when a job that was admitted at `started` is past its active deadline; None stands for never."""
+    return None if started is None or seconds is None else started + seconds
+
+
+def _warm(spec: RolloutJobSpec) -> bytes | None:
+    """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None if none."""
+    if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
+        return None
+    return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
+
+
+def patched(job: JobRow, now: float, *, suspend: bool | None, priority: int | None) -> dict[str, Any]:
+    """Return the columns that change when a job is suspended or resumed, or gets another priority."""
+    spec = loads(job.spec)
+    values: dict[str, Any] = {}
+    if suspend is not None and suspend != job.suspended:
+        spec["suspend"] = suspend
+        values = _admission(suspend, now, job.limits.deadline_seconds)
+    if priority is not None and priority != job.priority:
+        spec["priority"] = priority
+        values["priority"] = priority
+    if not values:
+        return {}
+    return values | {"spec": _encoded(spec), "generation": job.generation + 1}
+
+
+def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
+    """Return the columns that change when the driver of a job reports this manifest.
+
+    Raises:
+        Conflict: A field differs that cannot change.
+    """
+    reported = {"spec": new.spec_json, "metadata": new.metadata, "warm": _warm(new.spec)}
+    if new.object_uid is not None:
+        reported["object_uid"] = new.object_uid
+    values = {name: value for name, value in reported.items() if getattr(job, name) != value}
+    if "spec" not in values:
+        return values
+    before, after = loads(job.spec), loads(new.spec_json)
+    differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    fixed = sorted(differing - MUTABLE)
+    hosts = [spec["stages"]["eval"].get("allowedHosts") for spec in (before, after)]
+    if hosts[0] != hosts[1]:  # The installer's list was read for them once.
+        fixed.append("stages.eval.allowedHosts")
+    if fixed:
+        raise differs(new, [f"spec.{name}: differs and cannot be changed" for name in fixed])
+    values |= {
+        "generation": job.generation + 1,
+        "digest": new.digest,
+        "limits": Limits.of(new.spec),
+        "priority": new.spec.priority,
+    }
+    seconds = new.spec.active_deadline_seconds
+    if job.finished_at is None and new.spec.suspend != job.suspended:
+        values |= _admission(new.spec.suspend, now, seconds)
+    elif job.finished_at is None:
+        values["deadline_at"] = _deadline(job.started_at, seconds)
+    if "ttlSecondsAfterFinished" in differing:
+        values["delete_at"] = None  # The sweep computes it again.
+    return values
+
+
+def reported_status(job: JobRow, status: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the status after a driver's report, which keeps the skipped rows, or None if it is the same."""
+    before = loads(job.status)
+    after = merge_status(before, status, _REPORTED)
+    after |= {k: before[k] for k in (_SKIPPED_ROWS,) if k in before}
+    return None if after == before else after
+
+
+def delete_at(finished_at: float, spec: bytes) -> float:
+    """Return when a finished job is deleted, in seconds since the epoch; infinity stands for never."""
+    seconds = loads(spec).get("ttlSecondsAfterFinished")
+    return float("inf") if seconds is None else finished_at + seconds

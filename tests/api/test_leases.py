@@ -61,7 +61,7 @@ async def test_expired_lease_is_fenced_off(served: Any, worker: Any) -> None:
 async def test_heartbeat_renews(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     before = time.time()
-    assert await worker.heartbeat(lease) == {"lost": [], "cancelled": [], "orphans": []}
+    assert await worker.heartbeat(lease) == {"lost": [], "cancelled": [], "orphans": [], "watched": []}
 
     def op(tx: Transaction) -> int:
         tx.now = before + 29.0  # seconds; the lease of 30 s was renewed after `before`

@@ -239,7 +239,7 @@ async def test_a_running_rollout_is_seen_as_far_as_it_has_come(
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
     worker = worker_of(served.worker, "w1")
     (lease, other) = await worker.lease(init=2)
-    assert "watched" not in await worker.heartbeat(lease, other)
+    assert (await worker.heartbeat(lease, other))["watched"] == []
     url = path(lease["rollout"], "live")
     first = (await served.viewer.get(url)).json()
     assert (first["status"], first["stage"], first["worker"]) == ("leased", "init", "w1")

@@ -323,14 +323,15 @@ async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., A
     server = start_server(*hashed("t"))
     address = server.addresses[0]
     with pytest.raises(TokenRefused):
-        await ExecClient.connect(address, token="v2.t")  # It cannot know yet what is derived from the token.
+        # It cannot know yet what is derived from the token.
+        await ExecClient.connect(address, token="proven.t")
     async with await ExecClient.connect(address, token="t") as first:
-        assert first.proven_token == "v2.t"
+        assert first.proven_token == "proven.t"
         await first.begin_eval()
-    async with await ExecClient.connect(address, token="v2.t") as later:
-        assert later.proven_token == "v2.t"
+    async with await ExecClient.connect(address, token="proven.t") as later:
+        assert later.proven_token == "proven.t"
         await later.begin_eval()
-    for wrong in ("v2.u", "v2.", "u", proof.derived("u")[0], proof.derived("t")[1].hex()):
+    for wrong in ("proven.u", "proven.", "u", proof.derived("u")[0], proof.derived("t")[1].hex()):
         with pytest.raises(TokenRefused):
             await ExecClient.connect(address, token=wrong)
 

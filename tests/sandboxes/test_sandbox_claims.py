@@ -154,7 +154,7 @@ async def test_from_claim_to_release(cluster: Cluster, provider: ClaimProvider) 
     assert (cluster.filed[0].rollout, cluster.filed[0].token) == ("r-1", 3)
     assert cluster.filed[0].shape.image == "python:3.12"
     handle = sandbox.handle
-    assert (handle.provider, handle.node, handle.token) == (PROVIDER, NODE, f"v2.{cluster.secret_shown}")
+    assert (handle.provider, handle.node, handle.token) == (PROVIDER, NODE, f"proven.{cluster.secret_shown}")
     async with sandbox:
         result = await sandbox.client.bash("echo $A $(< f) $(< /tmp/g) $PWD")
         assert result.text() == "1 x y /work\n"

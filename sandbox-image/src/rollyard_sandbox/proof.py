@@ -21,7 +21,7 @@ except ImportError:
 SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _MAX_CHALLENGE = 256  # characters
-PROVEN = "v2."
+PROVEN = "proven."
 """The prefix of a token that the server has seen once, and must prove to know."""
 
 

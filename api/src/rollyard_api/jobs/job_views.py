@@ -189,6 +189,5 @@ def worker_spec(
     """
     job = job_rows.find(conn, namespace, name, uid=uid)
     spec = _without_tasks(job.spec)
-    if pinned:
-        spec["pinnedHosts"] = list(pinned)
+    spec["pinnedHosts"] = list(pinned)
     return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}

@@ -155,7 +155,7 @@ async def heartbeat(request: Request) -> Response:
             "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
             "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
             "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
-            **({"watched": watched} if watched else {}),
+            "watched": watched,
         },
     )
 

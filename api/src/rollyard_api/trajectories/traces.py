@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.codec import loads
 from rollyard_api.machine.events import RunCounts
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
@@ -30,18 +29,6 @@ def note(
     places += (int(after), max(0, round((now - places[0]) * 1000)))
     if len(places) > 1 + 2 * MAX_STATES:
         del places[3:5]
-
-
-def counts_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a Run's trajectory, which was checked: turns, calls and why it was cut."""
-    turns = trajectory.get("turns") or ()
-    found: dict[str, Any] = {"turns": len(turns)}
-    calls = sum(len(turn.get("tool_calls") or ()) for turn in turns)
-    if calls:
-        found["calls"] = calls
-    if trajectory.get("truncated_reason"):
-        found["cut"] = trajectory["truncated_reason"][:MAX_REASON]
-    return found
 
 
 def count(document: dict[str, Any], counts: RunCounts) -> None:
@@ -83,9 +70,3 @@ def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
     ]
     ends = [start for _, start in entered[1:]] + [max(end, entered[-1][1])]
     return [Span(state, start, until) for (state, start), until in zip(entered, ends, strict=True)]
-
-
-def last_state(timings: str) -> RolloutState | None:
-    """Return the state that a row's timings name last, or None if they name none."""
-    kept = loads(timings).get(KEY, {}).get("at")
-    return BY_NUMBER[kept[-2]] if kept else None

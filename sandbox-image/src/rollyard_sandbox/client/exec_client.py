@@ -209,7 +209,7 @@ class ExecClient:
         """
         header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
         return _result(
-            *await self._wire.request(header, _encoded(code), limit=timeout + 60.0 + _LIMIT_MARGIN)
+            *await self._wire.request(header, _encoded(code), limit=timeout + _KERNEL_START + _LIMIT_MARGIN)
         )
 
     # The methods below read and write files.

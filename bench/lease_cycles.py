@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from rollyard_crds.token_arrays import PackedSegment
 
 CONNECTIONS = 8
 BATCH = 8
@@ -91,6 +92,15 @@ class Connection:
         return orjson.loads(answer)
 
 
+_SEGMENT = PackedSegment.of(
+    prompt_ids=list(range(64)),
+    response_ids=list(range(TOKENS)),
+    loss_mask=[1] * TOKENS,
+    logprobs=[-0.123456] * TOKENS,
+    policy_versions=["v1"] * TOKENS,
+).model_dump(mode="json")
+
+
 def _trajectory(lease: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": lease["rollout"],
@@ -98,15 +108,6 @@ def _trajectory(lease: dict[str, Any]) -> dict[str, Any]:
         "task_id": lease["task"]["id"],
         "group_id": lease["group_id"],
         "sample_index": lease["sample_index"],
-        "segments": [
-            {
-                "prompt_ids": list(range(64)),
-                "response_ids": list(range(TOKENS)),
-                "loss_mask": [1] * TOKENS,
-                "logprobs": [-0.123456] * TOKENS,
-                "policy_versions": ["v1"] * TOKENS,
-            }
-        ],
     }
 
 
@@ -121,6 +122,7 @@ def _result(lease: dict[str, Any]) -> dict[str, Any]:
         }
     elif lease["stage"] == "run":
         item["trajectory"] = _trajectory(lease)
+        item["segments"] = [_SEGMENT]
     else:
         item["reward"] = 1.0
     return item

@@ -18,6 +18,7 @@ import orjson
 import psutil
 import pyarrow.parquet as pq
 from rollyard_client.training.packed import ARRAYS, trajectories
+from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
@@ -131,8 +132,8 @@ def _result(lease: dict[str, Any], segments: Iterator[dict[str, Any]]) -> dict[s
             "task_id": lease["task"]["id"],
             "group_id": lease["group_id"],
             "sample_index": lease["sample_index"],
-            "segments": [next(segments)],
         }
+        item["segments"] = [PackedSegment.of(**next(segments)).model_dump(mode="json")]
     elif lease["stage"] == "eval":
         item["reward"] = float(lease["sample_index"] % 2)
     return item

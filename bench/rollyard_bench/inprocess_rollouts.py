@@ -19,7 +19,7 @@ import numpy as np
 from rollyard_crds.lease import LeaseRef
 from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.sampling import SamplingParams
-from rollyard_engine.generation.scheduler import Limits, Scheduler
+from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits
 from rollyard_engine.generation.sequence import Sequence as EngineSequence
 from rollyard_engine.generation.thread import EngineThread
 from rollyard_pipeline.handlers.scripts import run_test
@@ -33,7 +33,6 @@ from tokenizers import Tokenizer
 CONCURRENCY: Final = 32
 MAX_TURNS, TURN_TOKENS, CONTEXT_TOKENS = 8, 64, 1024
 TOOL_SECONDS, TEST_SECONDS, OUTPUT_BYTES = 60.0, 60.0, 16_384
-WARM: Final = 8
 STOP_SECONDS: Final = 5.0
 
 
@@ -60,7 +59,7 @@ class LocalEngine:
 
     def __init__(self, folder: Path, stop: int) -> None:
         model = load_model(folder, 0)
-        limits = Limits(CONTEXT_TOKENS * 2, 64, 256, 1024 << 20)
+        limits = SchedulerLimits(CONTEXT_TOKENS * 2, 64, 256, 1024 << 20)
         scheduler = Scheduler(model, "0", {*model.folder.eos_token_ids, stop}, limits)
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(scheduler, max_waiting=2048, notify=self._notify)
@@ -216,11 +215,10 @@ class InProcessRollouts:
 
 @asynccontextmanager
 async def sandboxes(folder: Path) -> AsyncIterator[SandboxProvider]:
-    """Yield a started provider with WARM sandboxes that wait, as the job of the other side has them."""
+    """Yield a started provider, of the kind that the other side has."""
     provider = open_provider("bubblewrap", run_dir=folder, node="bench")
     await provider.start()
     try:
-        await provider.warm(SandboxRequest(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=64), WARM)
         yield provider
     finally:
         for left in provider.claimed():

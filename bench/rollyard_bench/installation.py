@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rollyard_client import WorkerClient
+from rollyard_pipeline.control_plane.rest import RestControlPlane
 
 from rollyard_bench.cluster import JOBS, PODS, Cluster, Object, until
 from rollyard_bench.processes import ControlPlane, Program, control_plane, program
@@ -50,9 +50,9 @@ class Installation:
         """Return the label selector of the installation's own pods."""
         return f"{INSTANCE}={self.instance}"
 
-    def worker(self) -> WorkerClient:
+    def worker(self) -> RestControlPlane:
         """Return a stage worker's connection to the control plane."""
-        return WorkerClient(self.plane.url, self.plane.tokens["worker"])
+        return RestControlPlane(self.plane.url, self.plane.tokens["worker"])
 
     def check(self) -> None:
         """Raise ProgramFailed if the operator or the control plane has ended."""

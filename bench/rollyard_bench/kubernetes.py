@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rollyard_client import WorkerClient
 from rollyard_crds.claims import EXEC_LISTEN, EXEC_SERVER_ARGV, Claim, ClaimRequest, shape_of
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
 from rollyard_crds.names import RUNTIME_PATH
 from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_sandbox.client import ExecClient
 
 from rollyard_bench.cluster import Object, cluster, until
@@ -97,7 +97,7 @@ class Pods:
 class Bench:
     """Everything that is timed. Only the methods `sample_*` are timed."""
 
-    def __init__(self, place: Installation, pods: Pods, worker: WorkerClient) -> None:
+    def __init__(self, place: Installation, pods: Pods, worker: RestControlPlane) -> None:
         self._place = place
         self._pods = pods
         self._worker = worker

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollyard_client import WorkerClient
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
-from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_crds.token_arrays import PackedSegment
+from rollyard_crds.trajectory import RunRecord
+from rollyard_pipeline.control_plane.rest import RestControlPlane
 
 from rollyard_bench.cluster import Cluster, Object, cluster
 from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
@@ -121,7 +122,7 @@ class Watched:
 class Workers:
     """All stage workers in one: Init and Run complete at once, Eval when the job has lived long enough."""
 
-    def __init__(self, client: WorkerClient, namespace: str) -> None:
+    def __init__(self, client: RestControlPlane, namespace: str) -> None:
         self._client = client
         self._namespace = namespace
         self.may_end: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -176,18 +177,15 @@ def _result(lease: Lease) -> StageResult:
         return StageResult(**base, sandbox=handle)
     if lease.stage == "eval":
         return StageResult(**base, reward=1.0)
-    segment = Segment(
-        prompt_ids=[1], response_ids=[2], loss_mask=[1], logprobs=[-0.1], policy_versions=["v1"]
-    )
-    trajectory = Trajectory(
+    segment = PackedSegment.of([1], [2], [1], [-0.1], ["v1"])
+    record = RunRecord(
         id=lease.rollout,
         job=lease.job,
         task_id=lease.task.id,
         group_id=lease.group_id,
         sample_index=lease.sample_index,
-        segments=[segment],
     )
-    return StageResult(**base, trajectory=trajectory)
+    return StageResult(**base, trajectory=record, segments=[segment])
 
 
 @dataclass

@@ -73,7 +73,7 @@ def _job(name: str, tasks: int, slots: int) -> dict[str, Any]:
         agent={"type": "tools", "tools": ["bash", "edit", "submit"], "maxTurns": 8, "maxContextTokens": 1024},
         sampling={"temperature": 1.0, "maxTokens": 64, "seed": SEED},
         backendRef={"name": "vllm"},
-        sandbox={"warm": 4, "resources": {"memory": "256Mi", "disk": "64Mi"}},
+        sandbox={"resources": {"memory": "256Mi", "disk": "64Mi"}},
         stages={"init": {"concurrency": 2}, "run": {"concurrency": slots}, "eval": {"concurrency": 2}},
     )
 

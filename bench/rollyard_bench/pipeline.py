@@ -91,7 +91,7 @@ def _job(work: Workload) -> dict[str, Any]:
         agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": work.turns + 2},
         sampling={"maxTokens": 256},
         backendRef={"name": POOL},
-        sandbox={"warm": 4, "resources": {"memory": "256Mi", "disk": "32Mi"}},
+        sandbox={"resources": {"memory": "256Mi", "disk": "32Mi"}},
         stages={
             "init": {"concurrency": SLOTS.init},
             "run": {"concurrency": SLOTS.run},

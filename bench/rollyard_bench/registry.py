@@ -60,7 +60,6 @@ FIGURES: tuple[Figure, ...] = (
     Figure("ipython_p50", "ipython", "ms", _value("<=", 5, "≤ 5 ms"), "times faster"),
     Figure("sessions_16_sandboxes", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
     Figure("sessions_16_one_sandbox", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
-    Figure("sandbox_warm", "start", "ms", _value("<=", 10, "≤ 10 ms"), "times faster"),
     Figure("sandbox_cold", "start", "ms", _ratio("<=", 1.5, "≤ 1.5× bare"), "times the baseline"),
     Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before"), "times the baseline"),
     Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms"), "times the baseline"),

@@ -152,8 +152,8 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"{pairs} pairs of steps with the same tasks, in turns; the pair with the median ratio counts, of "
         f"({', '.join(f'{a / b:.2f}' for a, b in zip(through, within, strict=True))}); medians: "
         f"{_sum(steps[SIDES[0]], 'through Rollyard')}; {_sum(steps[SIDES[1]], 'in process')}; both: the "
-        "embedded engine with the tiny policy, 16 groups of 8 rollouts, 32 at once, bubblewrap sandboxes "
-        "with 8 warm ones, examples/grpo's update in one thread of torch, and an ONNX checkpoint; through "
+        "embedded engine with the tiny policy, 16 groups of 8 rollouts, 32 at once, bubblewrap sandboxes, "
+        "examples/grpo's update in one thread of torch, and an ONNX checkpoint; through "
         "Rollyard the update of the weights is verified, too"
     )
     return [Measurement("step_overhead", value, Baseline("in-process loop", baseline), how)]

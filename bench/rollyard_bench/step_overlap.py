@@ -113,7 +113,7 @@ def _job(name: str) -> dict[str, Any]:
         agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": TURNS + 2},
         sampling={"maxTokens": 256},
         backendRef={"name": POOL},
-        sandbox={"warm": 4, "resources": {"memory": "256Mi", "disk": "32Mi"}},
+        sandbox={"resources": {"memory": "256Mi", "disk": "32Mi"}},
         stages={"init": {"concurrency": 8}, "run": {"concurrency": RUN_PLACES}, "eval": {"concurrency": 8}},
     )
 

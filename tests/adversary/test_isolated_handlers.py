@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rollyard_crds.lease import StageFailure, StageResult
 from rollyard_crds.task import Message
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import Transcript
 from rollyard_sandbox.frames import encode
 from rollyard_testing.page.attacks import TEXTS
 from rollyard_testing.pipeline.installed import install_handler
@@ -32,7 +32,7 @@ class Touch:
 
 def evaluated(number: int, text: str) -> Any:
     """Return the lease of an Eval, whose policy has said `text`."""
-    said = Trajectory(
+    said = Transcript(
         id=f"r{number}", job="j", task_id="t", group_id="g", sample_index=0,
         messages=[Message(role="assistant", content=text)],
     )  # fmt: skip

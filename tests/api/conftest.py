@@ -30,6 +30,7 @@ from rollyard_testing.api.databases import (
     postgres,
 )
 from rollyard_testing.api.weights import Pools
+from rollyard_testing.crds.segments import reported
 from rollyard_testing.inference.misbehaving import MisbehavingServer
 from rollyard_testing.pace import patience
 
@@ -236,7 +237,7 @@ class Worker:
         return leases
 
     def result(self, lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        """Return the StageResult of a lease, as a worker would give it."""
+        """Return the StageResult of a lease, in which a Run's segments stand as records have them."""
         item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
         if lease["stage"] == "init":
             item["sandbox"] = {
@@ -260,7 +261,7 @@ class Worker:
 
     async def complete(self, *results: dict[str, Any]) -> list[str]:
         answer = await self.http.post(
-            "/v1/leases/complete", json={"worker": self.name, "results": list(results)}
+            "/v1/leases/complete", json={"worker": self.name, "results": [reported(one) for one in results]}
         )
         assert answer.status_code == 200, answer.text
         return [item["outcome"] for item in answer.json()["outcomes"]]

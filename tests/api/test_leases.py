@@ -13,10 +13,16 @@ from typing import Any
 import msgpack
 import pyarrow.parquet
 import pytest
+from rollyard_api.core.codec import unpack
+from rollyard_api.core.problems import Invalid
 from rollyard_api.jobs import jobs
+from rollyard_api.machine.events import RunDone
 from rollyard_api.rollouts import heartbeats, sweeps, wire
 from rollyard_api.storage.database import Transaction
+from rollyard_api.trajectories.packed import segments_of
 from rollyard_crds.names import NO_TOOL_PARSER
+from rollyard_crds.trajectory import Transcript
+from rollyard_testing.crds.segments import packed, reported
 from rollyard_testing.pace import patience
 
 
@@ -425,7 +431,7 @@ async def test_msgpack_both_ways(served: Any, worker: Any) -> None:
 
 
 async def _refused(served: Any, worker: Any, lease: dict[str, Any], **fields: Any) -> list[str]:
-    body = {"worker": "w", "results": [worker.result(lease, **fields)]}
+    body = {"worker": "w", "results": [reported(worker.result(lease, **fields))]}
     answer = await served.worker.post("/v1/leases/complete", json=body)
     assert answer.status_code == 422, answer.text
     errors: list[str] = answer.json()["errors"]
@@ -442,16 +448,14 @@ async def test_wrong_results_are_refused_by_field(served: Any, worker: Any) -> N
     await worker.complete(worker.result(init))
     (run,) = await worker.lease(run=1)
     good = worker.result(run)["trajectory"]
+    (segment,) = good["segments"]
 
-    async def refused(**segment: Any) -> str:
-        changed = good | {"segments": [good["segments"][0] | segment]}
-        return (await _refused(served, worker, run, trajectory=changed))[0]
+    async def refused(**lists: Any) -> str:
+        return (await _refused(served, worker, run, trajectory=good | {"segments": [segment | lists]}))[0]
 
     assert "loss_mask has 2 entries, response_ids has 3" in await refused(loss_mask=[1, 1])
     assert "must be 0 or 1" in await refused(loss_mask=[1, 2, 1])
     assert "0.0 where loss_mask is 0" in await refused(logprobs=[-0.5, -0.5, -0.5])
-    assert "must be of type int" in await refused(response_ids=[1, "2", 3])
-    assert "must be of type float or int" in await refused(logprobs=[-0.5, True, -1.0])
     turns = [{"segment": 0, "start": 0, "end": 9, "finish_reason": "stop"}]
     assert "turns[0]" in (await _refused(served, worker, run, trajectory=good | {"turns": turns}))[0]
     assert "is required" in (await _refused(served, worker, run, trajectory=None))[0]
@@ -477,6 +481,12 @@ def _trajectory(*segments: Any, turns: tuple[Any, ...] = (), **fields: Any) -> d
     return document | {"segments": [*segments], "turns": [turn | one for one in turns]} | fields
 
 
+def _ran(trajectory: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a CompleteRequest with one Run."""
+    item = reported({"rollout": "r", "token": 1, "stage": "run", "trajectory": trajectory})
+    return {"worker": "w", "results": [item | fields]}
+
+
 @pytest.mark.parametrize(
     "trajectory",
     [
@@ -488,43 +498,82 @@ def _trajectory(*segments: Any, turns: tuple[Any, ...] = (), **fields: Any) -> d
     ids=["no segments", "two segments", "turns of two segments", "a replayed turn without tokens"],
 )
 def test_trajectories_that_are_taken(trajectory: dict[str, Any]) -> None:
-    assert wire.trajectory_problems(trajectory, "t") == []
+    ((rollout, event),) = wire.check_results(_ran(trajectory)).reports
+    assert isinstance(event, RunDone)
+    assert (rollout, event.token, event.tokens_in_eval) == ("r", 1, False)
+    assert event.counts.sampled_tokens == len(trajectory["segments"])
+    kept = [dict(one.lists()) for one in segments_of(event.segments)]
+    assert kept == trajectory["segments"], "the lists come back as they were"
+    sizes = [{"prompt_tokens": 2, "response_tokens": 2, "sampled_tokens": 1}] * len(kept)
+    record = {name: value for name, value in trajectory.items() if name != "segments"}
+    assert json.loads(unpack(event.record)) == record | {"segment_sizes": sizes}
 
 
 @pytest.mark.parametrize(
     ("trajectory", "problem"),
     [
-        (_trajectory(segments={}), "t.segments: must be a list"),
-        (_trajectory(_GOOD, [1]), "t.segments[1]: must be an object"),
-        (_trajectory(_GOOD, _GOOD | {"text": "x"}), "t.segments[1]: must have exactly"),
-        (_trajectory({k: v for k, v in _GOOD.items() if k != "policy_versions"}), "must have exactly"),
-        (_trajectory(_GOOD | {"prompt_ids": "12"}), "t.segments[0].prompt_ids: must be a list"),
-        (_trajectory(_GOOD | {"logprobs": [-0.5]}), "t.segments[0].logprobs has 1 entries"),
+        (_trajectory(_GOOD | {"logprobs": [-0.5]}), "results[0].segments[0]: logprobs has 1 entries"),
         (_trajectory(_GOOD | {"policy_versions": ["v1"] * 3}), "policy_versions has 3 entries"),
-        (_trajectory(_GOOD | {"prompt_ids": [1, True]}), "prompt_ids: every entry must be of type int"),
-        (_trajectory(_GOOD | {"prompt_ids": [1, 2.0]}), "prompt_ids: every entry must be of type int"),
-        (_trajectory(_GOOD | {"loss_mask": [True, False]}), "loss_mask: every entry must be of type int"),
-        (_trajectory(_GOOD | {"policy_versions": ["v1", None]}), "policy_versions: every entry must be of"),
-        (_trajectory(_GOOD | {"loss_mask": [1, -1]}), "loss_mask: every entry must be 0 or 1"),
-        (_trajectory(_GOOD, _GOOD | {"logprobs": [-0.5, -0.5]}), "t.segments[1].logprobs: must be 0.0 where"),
+        (_trajectory(_GOOD | {"loss_mask": [1, 2]}), "loss_mask: every entry must be 0 or 1"),
+        (_trajectory(_GOOD | {"loss_mask": [1, 256]}), "loss_mask: every entry must be 0 or 1"),
+        (_trajectory(_GOOD, _GOOD | {"logprobs": [-0.5, -0.5]}), "segments[1]: logprobs: must be 0.0 where"),
         (_trajectory(_GOOD | {"logprobs": [-math.inf, 0.0]}), "must be from -1000 to 0 (got -inf)"),
         (_trajectory(_GOOD | {"logprobs": [math.nan, 0.0]}), "must be from -1000 to 0 (got nan)"),
+        (
+            _trajectory(_GOOD | {"loss_mask": [1, 1], "logprobs": [-0.5, math.nan]}),
+            "must be from -1000 to 0 (got nan)",
+        ),
         (_trajectory(_GOOD | {"logprobs": [-9999.0, 0.0]}), "must be from -1000 to 0 (got -9999.0)"),
         (_trajectory(_GOOD | {"logprobs": [0.5, 0.0]}), "must be from -1000 to 0 (got 0.5)"),
-        (_trajectory(_GOOD, turns=({}, {"segment": 1})), "t.turns[1].segment: there is no segment 1"),
-        (_trajectory(_GOOD, turns=({"segment": -1},)), "t.turns[0].segment"),
-        (_trajectory(_GOOD, turns=({"start": 2},)), "t.turns[0]: [2, 1) does not lie in segment 0"),
-        (_trajectory(_GOOD, turns=({"start": -1},)), "t.turns[0]"),
-        (_trajectory(_GOOD, turns=({"end": 3},)), "t.turns[0]: [0, 3) does not lie in segment 0"),
-        (_trajectory(turns=({"end": 0},)), "t.turns[0].segment: there is no segment 0"),
+        (
+            _trajectory(_GOOD, turns=({}, {"segment": 1})),
+            "turns[1].segment: there is no segment 1",
+        ),
+        (_trajectory(_GOOD, turns=({"segment": -1},)), "trajectory.turns[0].segment"),
+        (_trajectory(_GOOD, turns=({"start": 2},)), "trajectory.turns[0]: [2, 1) does not lie in segment 0"),
+        (_trajectory(_GOOD, turns=({"start": -1},)), "trajectory.turns[0]"),
+        (_trajectory(_GOOD, turns=({"end": 3},)), "trajectory.turns[0]: [0, 3) does not lie in segment 0"),
+        (_trajectory(turns=({"end": 0},)), "trajectory.turns[0].segment: there is no segment 0"),
         (_trajectory(turns=({"end": 1, "finish_reason": "replayed"},)), "there is no segment 0"),
-        (_trajectory(_GOOD, sample_index="first"), "t.sample_index"),
+        (_trajectory(_GOOD, sample_index="first"), "trajectory.sample_index"),
+        (_trajectory(_GOOD, status="failed"), "trajectory.status: unknown field"),
     ],
 )
 def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str) -> None:
-    problems = wire.trajectory_problems(trajectory, "t")
-    assert problems
-    assert problem in problems[0]
+    with pytest.raises(Invalid) as refused:
+        wire.check_results(_ran(trajectory))
+    assert problem in refused.value.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"text": "x"}, "segments[0].text: unknown field"),
+        ({"policy_versions": None}, "segments[0].policy_versions: "),
+        ({"policy_versions": {"runs": [["v1", 2, 3]]}}, "segments[0].policy_versions.runs[0]"),
+        ({"policy_versions": {"runs": [["v1", -1], ["", 3]]}}, "must be [version, number of tokens]"),
+        ({"policy_versions": {"runs": [["v1", "2"]]}}, "must be [version, number of tokens]"),
+        ({"policy_versions": {"runs": [["v1", 1 << 62]]}}, "policy_versions has"),
+        ({"prompt_ids": [1, 2]}, "segments[0].prompt_ids: "),
+        ({"prompt_ids": {"dtype": "<u2", "data": "AQ=="}}, "are no whole numbers of <u2"),
+        ({"prompt_ids": {"dtype": "<u2", "data": "A Q="}}, "segments[0].prompt_ids.data: must be base64"),
+        ({"prompt_ids": {"dtype": "<u2", "data": 7}}, "segments[0].prompt_ids.data: "),
+        ({"prompt_ids": {"dtype": "|O", "data": "AQ=="}}, "segments[0].prompt_ids.dtype: "),
+        ({"prompt_ids": {"dtype": "<f4", "data": "AAAAAA=="}}, "every entry must be an integer"),
+        ({"response_ids": {"dtype": "<f4", "data": "AAAAAAAAAAA="}}, "every entry must be an integer"),
+        ({"logprobs": {"dtype": "<u1", "data": "AAA="}}, "logprobs: every entry must be a float"),
+        ({"loss_mask": {"dtype": "<u2", "data": "AQAAAA=="}}, "loss_mask: every entry must be 0 or 1"),
+    ],
+)
+def test_arrays_that_are_refused(change: dict[str, Any], problem: str) -> None:
+    (segment,) = packed(_GOOD)
+    with pytest.raises(Invalid) as refused:
+        wire.check_results(_ran(_trajectory(), segments=[segment | change]))
+    assert problem in refused.value.errors[0]
+    missing = {name: value for name, value in segment.items() if name not in change}
+    if len(missing) < len(segment):
+        with pytest.raises(Invalid, match=f"{next(iter(change))}: Field required"):
+            wire.check_results(_ran(_trajectory(), segments=[missing]))
 
 
 async def test_one_wrong_report_refuses_all_of_its_request(
@@ -534,13 +583,20 @@ async def test_one_wrong_report_refuses_all_of_its_request(
     worker = worker_of(served.worker)
     first, second = await worker.lease(init=2)
     good, name = worker.result(first), "results[1]"
+    record = _ran(_trajectory())["results"][0]["trajectory"]
     for wrong, problem in (
-        ({"rollout": 7}, f"{name}.rollout: must be a string"),
-        ({"token": True}, f"{name}.token: must be an integer"),
-        ({"stage": "end"}, f"{name}.stage: must be one of init, run, eval"),
-        ({"carry": [1]}, f"{name}.carry: must be an object"),
+        ({"rollout": 7}, f"{name}.rollout: Input should be a valid string (got 7)"),
+        ({"token": True}, f"{name}.token: Input should be a valid integer (got True)"),
+        ({"token": "1"}, f"{name}.token: Input should be a valid integer (got '1')"),
+        ({"stage": "end"}, f"{name}.stage: Input should be 'init', 'run' or 'eval' (got 'end')"),
+        ({"carry": [1]}, f"{name}.carry: Input should be a valid dictionary"),
         ({"carry": {"k": "x" * wire.MAX_CARRY_BYTES}}, f"{name}.carry: is longer than"),
-        ({"trajectory": {}}, f"{name}.trajectory: only the Run stage gives one"),
+        (
+            {"trajectory": record},
+            f"{name}.trajectory: only the Run stage gives one",
+        ),
+        ({"segments": packed(_GOOD)}, f"{name}.segments: only the Run stage gives one"),
+        ({"tokens_in_eval": True}, f"{name}.tokens_in_eval: only the Run stage gives one"),
         ({"reward_output": "x"}, f"{name}.reward_output: only the Eval stage gives one"),
         ({"times": {"model_seconds": "long"}}, f"{name}.times.model_seconds"),
         ({"colour": "red"}, f"{name}.colour: unknown field"),
@@ -563,6 +619,42 @@ async def test_one_wrong_report_refuses_all_of_its_request(
     assert await worker.complete(good, worker.result(second)) == ["accepted"] * 2, "nothing was taken before"
 
 
+async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post(
+        "/v1/rolloutjobs",
+        json=make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, samplesPerTask=2),
+    )
+    worker = worker_of(served.worker)
+    await worker.complete(*map(worker.result, await worker.lease(init=2)))
+    count = 8192
+    segment = {
+        "prompt_ids": list(range(300)),
+        "response_ids": list(range(100_000, 100_000 + count)),
+        "loss_mask": [1, 0] * (count // 2),
+        "logprobs": [-0.1, 0.0] * (count // 2),
+        "policy_versions": ["v1", ""] * (count // 2),
+    }
+    results = []
+    for number, lease in enumerate(await worker.lease(run=2)):
+        result = worker.result(lease, tokens_in_eval=number == 1)
+        result["trajectory"]["segments"] = [segment]
+        results.append(result)
+    assert await worker.complete(*results) == ["accepted"] * 2
+    without, having = await worker.lease(eval=2)
+    assert without["segments"] == []
+    sizes = [{"prompt_tokens": 300, "response_tokens": count, "sampled_tokens": count // 2}]
+    assert without["trajectory"]["segment_sizes"] == having["trajectory"]["segment_sizes"] == sizes
+    assert Transcript.model_validate(without["trajectory"]).sampled_tokens == count // 2
+    assert having["segments"] == packed(segment), "they come as they were sent"
+    assert len(json.dumps(without)) < 2000 < 8 * count < len(json.dumps(having))
+    await worker.complete(worker.result(without), worker.result(having))
+    lines = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).text.splitlines()
+    assert [json.loads(line)["segments"] for line in lines] == [[segment]] * 2
+    assert not any("segment_sizes" in line or "tokens_in_eval" in line for line in lines)
+
+
 async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) -> None:
     await worker.complete(worker.result((await worker.lease(init=1))[0]))
     await worker.complete(worker.result((await worker.lease(run=1))[0]))
@@ -573,7 +665,7 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
         "results[0].reward",
         "results[0].reward_components.style",
     ]
-    assert "from -1,000,000 to 1,000,000 in stage eval (got 1500000.0)" in problems[0]
+    assert "from -1,000,000 to 1,000,000 (got 1500000.0)" in problems[0]
     # It is sent as raw text, because no library that keeps to JSON would write it.
     for number in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 400):
         for field, value in (("reward", number), ("reward_components", f'{{"style": {number}}}')):
@@ -595,10 +687,12 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
         assert "results[0].reward: must be a finite number" in answer.text
     assert "only the Eval stage" in (await _refused(served, worker, lease, stage="init", reward=None,
                                                     reward_reason="TestTimeout"))[0]  # fmt: skip
-    for reason in ("test timeout", "x" * 200, 7):
-        assert "one CamelCase word" in (await _refused(served, worker, lease, reward_reason=reason))[0]
+    for reason in ("test timeout", "Test\n", "x" * 200, 7):
+        refused = await _refused(served, worker, lease, reward_reason=reason)
+        assert refused[0].startswith("results[0].reward_reason: ")
     for output in ("x" * 4097, 7, ["x"]):
-        assert "at most 4096 characters" in (await _refused(served, worker, lease, reward_output=output))[0]
+        refused = await _refused(served, worker, lease, reward_output=output)
+        assert refused[0].startswith("results[0].reward_output: ")
     assert await worker.complete(worker.result(lease, reward=-1e6)) == ["accepted"]
 
 
@@ -608,11 +702,12 @@ async def test_the_reason_of_a_reward_reaches_the_record(
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     worker = worker_of(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
-    runs = [worker.result(lease) for lease in await worker.lease(run=8)]
-    for run in runs:
-        run["trajectory"]["reward_reason"] = "ByRun"  # Run may not set these.
-        run["trajectory"]["reward_output"] = "by Run"
-    await worker.complete(*runs)
+    runs = await worker.lease(run=8)
+    recorded = worker.result(runs[0])["trajectory"]
+    for field in ("reward_reason", "reward_output"):  # Run may not set these.
+        refused = await _refused(served, worker, runs[0], trajectory=recorded | {field: "ByRun"})
+        assert refused[0].startswith(f"results[0].trajectory.{field}: unknown field")
+    await worker.complete(*map(worker.result, runs))
     first, *rest = await worker.lease(eval=8)
     results = [
         worker.result(first, reward=0.0, reward_reason="SandboxSabotaged", reward_output="a locked folder")

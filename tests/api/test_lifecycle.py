@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from rollyard_crds.lease import LeaseResponse
 from rollyard_crds.rolloutjob import RolloutJob
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import Trajectory, Transcript
 
 
 async def test_whole_way(served: Any, make_manifest: Any, worker_of: Any) -> None:
@@ -35,7 +35,7 @@ async def test_whole_way(served: Any, make_manifest: Any, worker_of: Any) -> Non
     assert await worker_of(served.worker, node="elsewhere").lease(run=1, eval=1) == []
     assert await worker.complete(worker.result(run)) == ["accepted"]
     (evaluation,) = await worker.lease(eval=1)
-    assert Trajectory.model_validate(evaluation["trajectory"]).sampled_tokens == 2
+    assert Transcript.model_validate(evaluation["trajectory"]).sampled_tokens == 2
     times = {"active_seconds": 1.0, "model_seconds": 0.25}
     assert await worker.complete(worker.result(evaluation, reward=0.5, times=times)) == ["accepted"]
     assert await worker.complete(worker.result(run)) == ["repeated"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rollyard_api.machine import events, failure_policy
 from rollyard_api.machine.limits import Limits, MaxAttempts
-from rollyard_api.machine.rollout import Refused, Rollout, Transition, decide
+from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import BY_NUMBER, TRANSITIONS, RolloutState
 from rollyard_crds.names import NO_TOOL_PARSER, STAGES
 
@@ -46,7 +46,7 @@ NEW = Rollout(
     eval_expiries=0,
     outages=0,
 )
-SANDBOX = events.Sandbox("s", "node-1", b'{"node": "node-1"}')
+SANDBOX = events.InitSandbox("s", "node-1", b'{"node": "node-1"}')
 REASONS = st.sampled_from(["Broken", "NoBackend", "BackendUnavailable", "SandboxLost"])
 DONE: dict[str, Any] = {
     "init": lambda token: events.InitDone(token, SANDBOX),
@@ -81,12 +81,12 @@ class Life(RuleBasedStateMachine):
         self.now = 0.0
         self.accepted: set[str] = set()
 
-    def happens(self, event: events.Event) -> Transition | Refused:
+    def happens(self, event: events.Event) -> Transition | Rejection:
         """Decide about an event, check what every decision must keep, and take the step."""
         self.now += 1.0
         before = self.rollout
         decision = decide(before, event, LIMITS, self.now)
-        if isinstance(decision, Refused):
+        if isinstance(decision, Rejection):
             return decision
         assert not before.state.has_ended
         assert decision.after in TRANSITIONS[type(event)][before.state]
@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
             mark = ("f" if isinstance(event, events.Failed) else "c") + str(event.token)
             assert mark not in self.accepted, "one report was accepted twice"
             self.accepted.add(mark)
-            assert decide(after, event, LIMITS, self.now) is Refused.REPEATED
+            assert decide(after, event, LIMITS, self.now) is Rejection.REPEATED
         return decision
 
     @precondition(lambda self: not self.rollout.state.is_leased)
@@ -115,7 +115,7 @@ class Life(RuleBasedStateMachine):
     def lease(self, backend: str | None) -> None:
         decision = self.happens(events.Leased("w", "node-1", self.now + 30, backend, 1 if backend else None))
         assert isinstance(decision, Transition) != (
-            decision is Refused.STALE or decision is Refused.CANCELLED
+            decision is Rejection.STALE or decision is Rejection.CANCELLED
         )
 
     @precondition(lambda self: self.rollout.state.is_leased)
@@ -146,7 +146,7 @@ class Life(RuleBasedStateMachine):
     def a_fenced_off_holder_changes_nothing(self, ago: int, which: int) -> None:
         late = [event for event in others(self.rollout.token - ago) if hasattr(event, "token")]
         before = self.rollout
-        assert isinstance(self.happens(late[which % len(late)]), Refused)
+        assert isinstance(self.happens(late[which % len(late)]), Rejection)
         assert self.rollout == before
 
     @rule(which=st.integers(0, 100))
@@ -203,7 +203,7 @@ def test_every_event_is_decided_in_every_state(state: RolloutState) -> None:
             assert isinstance(decision, Transition)
             assert decision.after in allowed[state]
         else:
-            assert decision is (Refused.CANCELLED if state == RolloutState.CANCELLED else Refused.STALE)
+            assert decision is (Rejection.CANCELLED if state == RolloutState.CANCELLED else Rejection.STALE)
 
 
 def test_outages_excuse_so_many_attempts_and_no_more() -> None:

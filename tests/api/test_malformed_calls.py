@@ -9,6 +9,7 @@ import pytest
 from rollyard_api.machine.events import RunDone
 from rollyard_api.rollouts import wire
 from rollyard_api.rollouts.malformed_calls import MIN_ROLLOUTS
+from rollyard_testing.crds.segments import reported
 
 MALFORMED = {"name": "", "error": "malformed tool call: </tool_call> is missing"}
 CUT = {"name": "", "error": "only the first 64 calls of a turn are run"}
@@ -36,10 +37,20 @@ REPLAYED = turn(GOOD, finish_reason="replayed", start=0, end=0)
     ],
 )
 def test_what_counts_as_a_call(turns: list[dict[str, Any]], total: int, malformed: int) -> None:
-    result = {"rollout": "r", "token": 1, "stage": "run", "packed": b"", "trajectory": {"turns": turns}}
-    _, event = wire.result_event(result)
-    assert isinstance(event, RunDone)
-    assert (event.counts.written_calls, event.counts.malformed_calls) == (total, malformed)
+    segment = {
+        "prompt_ids": [1],
+        "response_ids": [2] * 3,
+        "loss_mask": [1] * 3,
+        "logprobs": [-0.5] * 3,
+        "policy_versions": ["v1"] * 3,
+    }
+    names = dict.fromkeys(("id", "job", "task_id", "group_id"), "x")
+    trajectory = names | {"sample_index": 0, "turns": turns, "segments": [segment]}
+    item = reported({"rollout": "x", "token": 1, "stage": "run", "trajectory": trajectory})
+    (report,) = wire.check_results({"worker": "w", "results": [item]}).reports
+    assert isinstance(report.event, RunDone)
+    counts = report.event.counts
+    assert (counts.written_calls, counts.malformed_calls) == (total, malformed)
 
 
 async def play(worker: Any, turns: Sequence[dict[str, Any]], rollouts: int) -> None:

@@ -13,6 +13,7 @@ from rollyard_api.backends import stats
 from rollyard_api.backends.stats import WINDOW_SECONDS, Poller, Window
 from rollyard_api.backends.throughput import MIN_TOKENS, Speeds
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.crds.segments import reported
 
 
 @given(
@@ -172,7 +173,7 @@ async def test_speed_is_measured(served: Any, make_manifest: Any, worker_of: Any
     assert "tokensPerSecond" not in status["http://b"], "the failed backend's time is not its own"
     assert await speed() == before
     (lease,) = await worker.lease(run=1)
-    body = {"worker": "w", "results": [worker.result(lease, stats={"sampled_tokens": -1})]}
+    body = {"worker": "w", "results": [reported(worker.result(lease, stats={"sampled_tokens": -1}))]}
     refused = await served.worker.post("/v1/leases/complete", json=body)
     assert refused.status_code == 422
     assert refused.json()["errors"][0].startswith("results[0].stats.sampled_tokens")

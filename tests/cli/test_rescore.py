@@ -17,6 +17,7 @@ from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
 
 SAID = ["the answer is 4", "I do not know", "```python\nprint(2 + 2)  # \\boxed{8/2}\n```", "(failed)"]
@@ -90,7 +91,7 @@ def finished(server: Server) -> Server:
             elif stage == "eval":
                 item |= {"reward": 0.25, "reward_components": {"old": 1.0}, "reward_reason": "TestTimeout"}
             results.append(item)
-        server.post("/v1/leases/complete", **common, results=results)
+        server.post("/v1/leases/complete", **common, results=[reported(one) for one in results])
         if failures:
             server.post("/v1/leases/fail", **common, failures=failures)
     return server

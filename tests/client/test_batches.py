@@ -36,6 +36,7 @@ from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
 
 
@@ -59,7 +60,7 @@ class Plane:
                 leases = http.post("/v1/leases", json=body).json()["leases"]
                 if not leases:
                     break
-                results = [_result(lease, versions) for lease in leases]
+                results = [reported(_result(lease, versions)) for lease in leases]
                 http.post("/v1/leases/complete", json={"worker": "w", "results": results}).raise_for_status()
                 done += sum(lease["stage"] == "eval" for lease in leases)
         return done

@@ -15,9 +15,9 @@ from rollyard_engine.generation.sampling import Logits, SamplingParams
 from rollyard_engine.generation.scheduler import (
     PREFILL_BUDGET,
     PREFILL_CHUNK,
-    Limits,
     PauseMode,
     Scheduler,
+    SchedulerLimits,
 )
 from rollyard_engine.generation.sequence import Sequence
 
@@ -67,7 +67,7 @@ class FakeModel:
 
 def make_scheduler(model: FakeModel, eos: int = EOS, **limits: int) -> Scheduler:
     bounds = {"max_model_len": 4096, "max_num_seqs": 4, "max_kept": 8, "cache_bytes": 1 << 20} | limits
-    return Scheduler(model, "v1", (eos,), Limits(**bounds))
+    return Scheduler(model, "v1", (eos,), SchedulerLimits(**bounds))
 
 
 def make_sequence(

@@ -54,7 +54,7 @@ async def main(run_dir):
             init = await stages.work(lease("init"), StageTimes())
             run = await stages.work(lease("run", sandbox=init.sandbox, carry=init.carry), StageTimes())
             done = await stages.work(
-                lease("eval", sandbox=init.sandbox, carry=run.carry, trajectory=run.trajectory), StageTimes()
+                lease("eval", sandbox=init.sandbox, carry=run.carry, trajectory=run.transcript), StageTimes()
             )
             await provider.release(init.sandbox)
             seen = [m.content for m in run.trajectory.messages if m.role == "tool"]

@@ -165,7 +165,7 @@ class Rollout:
             attempt=attempt,
             sandbox=self.init.sandbox,
             carry=copy.deepcopy(self.ran.carry),
-            trajectory=self.ran.trajectory,
+            trajectory=self.ran.transcript,
         )
         return await self.stages.work(held, StageTimes())
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from rollyard_crds.lease import StageFailure, StageResult
+from rollyard_crds.token_arrays import PackedSegment
+from rollyard_crds.trajectory import RunRecord
 from rollyard_pipeline.handlers.base import Handler
 from rollyard_pipeline.handlers.isolated.handler import IsolatedHandler
 from rollyard_testing.pace import patience
@@ -300,3 +302,55 @@ async def test_a_handler_that_cannot_be_loaded_fails_its_own_rollouts(
 def test_nothing_of_a_handler_is_answered_by_the_base_class() -> None:
     asked = {name for name, value in vars(Handler).items() if callable(value) and not name.startswith("_")}
     assert asked <= vars(IsolatedHandler).keys()
+
+
+JUDGES_TOKENS = """
+class Judge(Handler):
+    needs_sandbox = False
+    NEEDS
+
+    async def eval(self, ctx):
+        (segment,) = ctx.trajectory.segments
+        counts = {"sampled": ctx.trajectory.sampled_tokens, "first": segment.response_ids[0]}
+        return Evaluation(segment.logprobs[0], counts)
+"""
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_a_handler_gets_token_lists_if_it_says_that_it_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bool
+) -> None:
+    """A handler that forgets it fails with that advice, and does not take the trajectory for an empty one."""
+    needs = "needs_tokens = True" if says else ""
+    install_handler(tmp_path, JUDGES_TOKENS.replace("NEEDS", needs), monkeypatch)
+    segment = PackedSegment.of([1, 2], [70_000, 4], [1, 0], [-0.5, 0.0], ["v1", ""])
+    record = RunRecord(id="r0", job="j", task_id="t", group_id="g", sample_index=0)
+    ran = {"trajectory": record.transcript_with([segment.sizes]), "segments": [segment] if says else []}
+    plane = Plane(spec())
+    outcomes = await outcomes_of(plane, lease(0, "eval", **ran), lease(1, "run"))
+    played = outcomes["r1"]
+    assert isinstance(played, StageResult)
+    assert played.tokens_in_eval is says, "the lease of Eval has what the handler needs"
+    if says:
+        judged = outcomes["r0"]
+        assert isinstance(judged, StageResult)
+        assert (judged.reward, judged.reward_components) == (-0.5, {"sampled": 1.0, "first": 70_000.0})
+    else:
+        failed = failure(outcomes["r0"])
+        assert (failed.reason, failed.retryable) == ("TokensMissing", False)
+        assert "must say needs_tokens = True on its class" in failed.message
+
+
+async def test_token_lists_that_did_not_come_are_no_empty_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run may have been played by a worker that had an earlier version of the handler."""
+    install_handler(tmp_path, JUDGES_TOKENS.replace("NEEDS", "needs_tokens = True"), monkeypatch)
+    segment = PackedSegment.of([1], [2], [1], [-0.5], ["v1"])
+    record = RunRecord(id="r0", job="j", task_id="t", group_id="g", sample_index=0)
+    outcomes = await outcomes_of(
+        Plane(spec()), lease(0, "eval", trajectory=record.transcript_with([segment.sizes]))
+    )
+    failed = failure(outcomes["r0"])
+    assert (failed.reason, failed.retryable) == ("TokensMissing", False)
+    assert "has 1 segments, and the token lists of 0 came" in failed.message

@@ -22,6 +22,7 @@ from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TokenIds, TrajectoryRecorder
 from rollyard_sandbox.errors import ConnectionLost, FileError, SandboxError, SandboxSabotaged
 from rollyard_testing import spacemarks
+from rollyard_testing.crds.segments import lists
 
 NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
 END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in NAMES}
@@ -61,7 +62,7 @@ def play(
 
 def check_invariants(chat: ChatFormat, played: Played) -> None:
     """Check invariant 4, stated from what was sent and sampled alone."""
-    segments = played.recorder.segments()
+    segments = lists(played.recorder.segments())
     turns = played.recorder.turns
     assert len(turns) == len(played.samples)
     for turn, prompt, sample in zip(turns, played.prompts, played.samples, strict=True):
@@ -105,7 +106,7 @@ def test_one_segment_where_the_template_keeps_history(formats: dict[str, ChatFor
     chat = formats[name]
     played = play(chat, USER, [(said(chat, CALL, name), RESULT), (said(chat, "seven", name), [])])
     check_invariants(chat, played)
-    (segment,) = played.recorder.segments()
+    (segment,) = lists(played.recorder.segments())
     text = chat.tokenizer.decode(segment.prompt_ids + segment.response_ids)
     # The ids spell what the template would have rendered, the newline after the end of turn included.
     messages = [*USER, {"role": "assistant", "content": CALL}, *RESULT]
@@ -120,7 +121,7 @@ def test_an_end_of_turn_that_was_not_sampled_is_outside_text(
     cut = chat.tokenizer.encode("there are sev")
     played = play(chat, USER, [(cut, [{"role": "user", "content": "go on"}]), (said(chat, "en", name), [])])
     check_invariants(chat, played)
-    (segment,) = played.recorder.segments()
+    (segment,) = lists(played.recorder.segments())
     end = chat.tokenizer.encode(END_OF_TURN[name])[0]
     place = segment.response_ids.index(end)
     assert place == len(cut)
@@ -146,7 +147,7 @@ def test_outside_text_has_no_mark_of_an_input_s_beginning(legacy: bool, end: str
     asked = {"role": "user", "content": "seven"}
     played = play(chat, [asked], [(ids, [asked]), (ids, [])])
     check_invariants(chat, played)
-    (segment,) = played.recorder.segments()
+    (segment,) = lists(played.recorder.segments())
     assert played.prompts[1].outside is not None
     whole = tokenizer.encode(played.prompts[1].rendering.text)
     assert segment.prompt_ids + segment.response_ids == [*whole, *ids]
@@ -166,7 +167,7 @@ def test_stripped_thinking_begins_a_segment(formats: dict[str, ChatFormat]) -> N
         ],
     )  # fmt: skip
     check_invariants(chat, played)
-    first, second = played.recorder.segments()
+    first, second = lists(played.recorder.segments())
     # Within one query thinking is kept; the next user message strips it.
     assert "I count." in chat.tokenizer.decode(first.prompt_ids + first.response_ids)
     assert "I count." not in chat.tokenizer.decode(second.prompt_ids)
@@ -206,7 +207,7 @@ def test_whitespace_before_the_end_of_turn_begins_a_segment(formats: dict[str, C
     played = play(chat, USER, [(said(chat, "seven", "newline"), RESULT), (said(chat, "ok", "newline"), [])])
     check_invariants(chat, played)
     assert played.recorder.template_breaks == 1
-    text = chat.tokenizer.decode(played.recorder.segments()[1].prompt_ids)
+    text = chat.tokenizer.decode(lists(played.recorder.segments())[1].prompt_ids)
     assert text.count("<|im_end|>") == 3  # These are user, assistant and tool, and none is doubled.
 
 
@@ -215,16 +216,16 @@ def test_another_end_token_stays_in_the_record(formats: dict[str, ChatFormat]) -
     ids = chat.tokenizer.encode("seven<|endoftext|>")
     played = play(chat, USER, [(ids, RESULT), (said(chat, "ok", "chatml"), [])])
     check_invariants(chat, played)
-    (segment,) = played.recorder.segments()
+    (segment,) = lists(played.recorder.segments())
     assert "seven<|endoftext|><|im_end|>\n" in chat.tokenizer.decode(segment.response_ids)
 
 
 def test_a_prompt_that_is_not_sampled_leaves_no_trace(formats: dict[str, ChatFormat]) -> None:
     chat = formats["chatml"]
     played = play(chat, USER, [(said(chat, "seven", "chatml"), RESULT)])
-    before = played.recorder.segments()
+    before = lists(played.recorder.segments())
     assert played.recorder.prompt().ids == played.recorder.prompt().ids
-    assert played.recorder.segments() == before
+    assert lists(played.recorder.segments()) == before
 
 
 def test_a_replayed_call_has_an_empty_span_where_the_record_ends(formats: dict[str, ChatFormat]) -> None:
@@ -240,7 +241,7 @@ def test_a_replayed_call_has_an_empty_span_where_the_record_ends(formats: dict[s
     recorder.add({"role": "user", "content": "and folders?"})
     recorder.record(recorder.prompt(), sample_of(said(chat, "two", "qwen")))
     turn = recorder.replayed(replayed)
-    before, segment = recorder.segments()
+    before, segment = lists(recorder.segments())
     end = len(segment.response_ids)
     assert end != len(before.response_ids)
     assert (turn.segment, turn.start, turn.end, turn.finish_reason) == (1, end, end, "replayed")
@@ -249,7 +250,7 @@ def test_a_replayed_call_has_an_empty_span_where_the_record_ends(formats: dict[s
     # What was replayed is read with the next prompt, outside the mask.
     recorder.add({"role": "user", "content": "go on"})
     recorder.record(recorder.prompt(), sample_of(said(chat, "ok", "qwen")))
-    segment = recorder.segments()[-1]
+    segment = lists(recorder.segments())[-1]
     outside = [i for i, mask in zip(segment.response_ids, segment.loss_mask, strict=True) if not mask]
     assert "I look." in chat.tokenizer.decode([*segment.prompt_ids, *outside])
 
@@ -283,10 +284,10 @@ def test_no_token_at_all_is_a_turn_too(formats: dict[str, ChatFormat]) -> None:
 def test_what_was_handed_out_is_no_part_of_the_record(formats: dict[str, ChatFormat]) -> None:
     chat = formats["chatml"]
     played = play(chat, USER, [(said(chat, "seven", "chatml"), RESULT)])
-    before = played.recorder.segments()
+    before = lists(played.recorder.segments())
     for values in vars(before[0]).values():
         values.clear()
-    (segment,) = played.recorder.segments()
+    (segment,) = lists(played.recorder.segments())
     assert segment.prompt_ids
     assert len(segment.loss_mask) == len(segment.logprobs) == len(segment.response_ids) > 0
 
@@ -371,11 +372,11 @@ def test_the_first_reason_ends_an_episode_and_the_trajectory_says_it(formats: di
         }
     )  # fmt: skip
     sampling = SamplingSpec(temperature=0.5, top_p=0.75, top_k=11, max_tokens=13, seed=17)
-    assert not episode.trajectory(lease, sampling, "http://b", "raw_logprobs").truncated
+    assert not episode.record(lease, sampling, "http://b", "raw_logprobs").truncated
     for reason in ("MaxTurns", "RunTimeout"):
         episode.truncate(reason)
         assert episode.finished
-    one = episode.trajectory(lease, sampling, "http://b", "raw_logprobs")
+    one = episode.record(lease, sampling, "http://b", "raw_logprobs")
     assert (one.id, one.job, one.namespace, one.task_id, one.group_id) == ("r", "j", "n", "t", "g")
     assert (one.sample_index, one.attempt, one.metadata) == (3, 2, {"k": "v"})
     assert (one.truncated, one.truncated_reason, one.backend) == (True, "MaxTurns", "http://b")
@@ -384,9 +385,8 @@ def test_the_first_reason_ends_an_episode_and_the_trajectory_says_it(formats: di
         "temperature": 0.5, "top_p": 0.75, "top_k": 11, "max_tokens": 13, "seed": 17,
         "logprobs_mode": "raw_logprobs",
     }  # fmt: skip
-    assert len(one.segments) == 1
-    without = Episode(list(episode.messages)).trajectory(lease, sampling, "", "unknown")
-    assert (without.sampling, without.segments, without.template_breaks) == (None, [], 0)
+    without = Episode(list(episode.messages)).record(lease, sampling, "", "unknown")
+    assert (without.sampling, without.template_breaks) == (None, 0)
 
 
 class Turns:

@@ -57,7 +57,7 @@ class Rollouts:
         init = await self._work("init", task)
         ran = await self._work("run", task, sandbox=init.sandbox, carry=init.carry)
         return await self._work(
-            "eval", task, sandbox=init.sandbox, carry=ran.carry, trajectory=ran.trajectory
+            "eval", task, sandbox=init.sandbox, carry=ran.carry, trajectory=ran.transcript
         )
 
     async def _work(self, stage: str, task: Task, **fields: Any) -> StageResult:

@@ -62,6 +62,7 @@ from rollyard_pipeline.trajectories.request_seeds import request_seed
 from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
+from rollyard_testing.crds.segments import lists
 from rollyard_testing.families import FAMILIES, write_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.call_suite import MINIMAX, byte_folder, byte_tokenizer
@@ -125,14 +126,15 @@ class Rollout:
         """Play Init and Run."""
         self.init = await self.stage("init")
         self.ran = await self.stage("run", sandbox=self.init.sandbox, carry=self.init.carry)
-        assert self.ran.trajectory is not None
-        return self.ran.trajectory
+        transcript = self.ran.transcript
+        assert transcript is not None
+        return transcript.with_segments(lists(self.ran.segments))
 
     async def score(self, attempt: int = 0) -> StageResult:
         assert self.init is not None
         assert self.ran is not None
         return await self.stage(
-            "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.trajectory,
+            "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.transcript,
             attempt=attempt,
         )  # fmt: skip
 
@@ -901,6 +903,7 @@ async def test_a_sandbox_that_a_call_of_run_ends_for_memory_goes_to_eval(
 
 INSTALLED = """
 from rollyard_sandbox.errors import FileError
+from rollyard_testing.crds.segments import lists
 
 class Judge(Handler):
     components = ("seen",)

@@ -19,6 +19,7 @@ from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer
 from rollyard_pipeline.errors import TemplateError
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TrajectoryRecorder
+from rollyard_testing.crds.segments import lists
 from rollyard_testing.families import FAMILIES, MARKERS, SPECIAL, Family, train_tokenizer
 
 Message = dict[str, Any]
@@ -97,7 +98,7 @@ def play(chat: ChatFormat, opening: list[Message], steps: list[Step]) -> Played:
 
 def check(chat: ChatFormat, played: Played) -> None:
     """Check what a trainer relies on, from what was sent and sampled alone."""
-    segments, turns = played.recorder.segments(), played.recorder.turns
+    segments, turns = lists(played.recorder.segments()), played.recorder.turns
     assert len(turns) == len(played.samples)
     for turn, prompt, sample in zip(turns, played.prompts, played.samples, strict=True):
         segment = segments[turn.segment]
@@ -169,7 +170,7 @@ def test_a_chain_of_calls_is_one_segment(chats: dict[str, ChatFormat], name: str
         assert played.recorder.template_breaks == 1
         return
     assert played.recorder.template_breaks == 0
-    (segment,) = played.recorder.segments()
+    (segment,) = lists(played.recorder.segments())
     text = chat.tokenizer.decode(segment.prompt_ids + segment.response_ids)
     assert text.count("out ls") == len([one for one in commands if "ls" in one])
     if family.raw:

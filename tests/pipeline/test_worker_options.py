@@ -63,7 +63,7 @@ def test_a_prepared_worker_imports_and_builds_nothing_with_its_first_request() -
     code = """
 import asyncio, json, sys
 from rollyard_crds.lease import LeaseRequest, LeaseResponse
-from rollyard_crds.rolloutjob import RolloutJobSpec, StagesSpec
+from rollyard_crds.rolloutjob import WorkerJobSpec, StagesSpec
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 
@@ -74,7 +74,7 @@ async def main():
         try:
             await control.lease(LeaseRequest(worker="w", node="n", capacity={"init": 1}))
         except ControlPlaneUnavailable:
-            built = [one.__pydantic_complete__ for one in (LeaseResponse, RolloutJobSpec, StagesSpec)]
+            built = [one.__pydantic_complete__ for one in (LeaseResponse, WorkerJobSpec, StagesSpec)]
             print(json.dumps([built, sorted(set(sys.modules) - before)]))
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A worker's calls have the same answers and errors over aiohttp as over httpx."""
+"""A worker's calls over REST: what is sent, and which exceptions answers and broken connections become."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import asyncio
 import json
 import ssl
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
-from rollyard_client.call import Retry
-from rollyard_client.errors import RollyardError
 from rollyard_client.unixsocket import socket_url
-from rollyard_client.worker import WorkerClient
 from rollyard_crds.lease import HeartbeatRequest, LeaseRequest
-from rollyard_pipeline.control_plane import transport
+from rollyard_pipeline.control_plane import rest
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.control_plane.rest import RestControlPlane
-from rollyard_pipeline.control_plane.transport import WorkerTransport
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_testing.pace import patience
 
@@ -72,15 +66,7 @@ async def listening(server: Server) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
 
 
-@pytest.fixture(params=["aiohttp", "httpx"])
-def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the library over which calls go in this test."""
-    way: str = request.param
-    monkeypatch.setattr(transport, "_is_imported", lambda: way == "aiohttp")
-    return way
-
-
-async def test_a_call_is_sent_and_read(over: str) -> None:
+async def test_a_call_is_sent_and_read() -> None:
     server = Server(http("200 OK", EMPTY), http("200 OK", EMPTY))
     async with listening(server) as url, RestControlPlane(f"{url}/below/a%20path", "the-token") as control:
         assert (await control.heartbeat(BEAT)).orphans == ["s-1"]
@@ -94,7 +80,7 @@ async def test_a_call_is_sent_and_read(over: str) -> None:
     assert HeartbeatRequest.model_validate_json(body) == BEAT
 
 
-async def test_a_compressed_answer_is_read(over: str) -> None:
+async def test_a_compressed_answer_is_read() -> None:
     import gzip
 
     packed = http("200 OK", gzip.compress(EMPTY), "Content-Encoding: gzip")
@@ -110,12 +96,14 @@ async def test_a_compressed_answer_is_read(over: str) -> None:
         (http("403 Forbidden", b'{"detail": "no", "reason": "Forbidden"}'), ControlPlaneRefused, None),
         (http("307 Temporary Redirect", b"", "Location: http://127.0.0.1:1/"), ControlPlaneRefused, None),
         (http("200 OK", EMPTY, length=len(EMPTY) + 9), ControlPlaneUnavailable, None),
+        (http("200 OK", b'{"lost": 1}'), ControlPlaneUnavailable, None),
+        (http("200 OK", b"<html>"), ControlPlaneUnavailable, None),
         (b"not http at all\r\n\r\n", ControlPlaneUnavailable, None),
         (b"", ControlPlaneUnavailable, None),
     ],
 )
 async def test_what_is_no_success_is_an_error_of_the_same_kind(
-    over: str, answer: bytes, kind: type[Exception], pause: float | None
+    answer: bytes, kind: type[Exception], pause: float | None
 ) -> None:
     server = Server(*([answer] if answer else []))
     serve = server.serve
@@ -137,14 +125,14 @@ async def test_what_is_no_success_is_an_error_of_the_same_kind(
     assert len(server.requests) == 1, "the worker's own loops send a call again"
 
 
-async def test_nobody_listens(over: str, tmp_path: Path) -> None:
+async def test_nobody_listens(tmp_path: Path) -> None:
     for url in ("http://127.0.0.1:1", socket_url(str(tmp_path / "absent"))):
         async with RestControlPlane(url, "t") as control:
             with pytest.raises(ControlPlaneUnavailable, match="no server at"):
                 await control.heartbeat(BEAT)
 
 
-async def test_a_unix_socket(over: str, tmp_path: Path) -> None:
+async def test_a_unix_socket(tmp_path: Path) -> None:
     server = Server(http("200 OK", EMPTY))
     path = str(tmp_path / "s")
     listener = await asyncio.start_unix_server(server.serve, path)
@@ -152,17 +140,32 @@ async def test_a_unix_socket(over: str, tmp_path: Path) -> None:
         assert (await control.heartbeat(BEAT)).orphans == ["s-1"]
 
 
-async def test_a_server_that_does_not_answer_is_given_up_in_time(over: str) -> None:
+async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "MAX_ANSWER_BYTES", len(EMPTY) - 1)
+    async with listening(Server(http("200 OK", EMPTY))) as url, RestControlPlane(url, "t") as control:
+        with pytest.raises(ControlPlaneRefused, match="longer than"):
+            await control.heartbeat(BEAT)
+
+
+async def test_authorities_that_cannot_be_read_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLYARD_CA_FILE", str(tmp_path / "absent"))
+    async with RestControlPlane("https://127.0.0.1:1", "t") as control:
+        with pytest.raises(ControlPlaneRefused, match="ROLLYARD_CA_FILE"):
+            control.prepare()
+
+
+async def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
     server = Server(b"HTTP/1.1 200 OK\r\n")
-    async with listening(server) as url:
-        client = WorkerClient(url, "t", timeout=0.1, retry=Retry(attempts=1), transport=WorkerTransport)
-        async with client, asyncio.timeout(patience(20)):
-            with pytest.raises(RollyardError, match="ReadTimeout"):
-                await client.heartbeat(BEAT)
+    async with listening(server) as url, RestControlPlane(url, "t", timeout=0.1) as control:
+        async with asyncio.timeout(patience(20)):
+            with pytest.raises(ControlPlaneUnavailable, match="Timeout"):
+                await control.heartbeat(BEAT)
             await server.ended.wait()
 
 
-async def test_a_cancelled_call_closes_its_connection(over: str) -> None:
+async def test_a_cancelled_call_closes_its_connection() -> None:
     """The control plane then grants no leases to a worker that has gone."""
     server = Server(b"HTTP/1.1 200 OK\r\n")
     async with listening(server) as url, RestControlPlane(url, "t") as control:
@@ -173,15 +176,6 @@ async def test_a_cancelled_call_closes_its_connection(over: str) -> None:
                 await asyncio.sleep(0.005)
             call.cancel()
             await server.ended.wait()
-
-
-def test_a_half_imported_aiohttp_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_imported: Callable[[], bool] = transport._is_imported
-    assert is_imported()
-    monkeypatch.delattr(aiohttp, "__all__")
-    assert not is_imported(), "its names come last"
-    monkeypatch.delitem(sys.modules, "aiohttp")
-    assert not is_imported()
 
 
 @pytest.fixture
@@ -197,7 +191,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_only_a_trusted_certificate_is_accepted(
-    over: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(http("200 OK", EMPTY))
     own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

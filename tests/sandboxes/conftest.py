@@ -38,10 +38,10 @@ class Kit:
     SMALL = SMALL
 
     @staticmethod
-    def open(name: str, run_dir: Path, image: str | None = None) -> NodeProvider:
+    def open(name: str, run_dir: Path, image: str | None = None, *, templates: bool = True) -> NodeProvider:
         """Return a provider of this kind; Apptainer takes `image` where a request names none."""
         options = ApptainerOptions(default_image=image)
-        provider = open_provider(name, run_dir=run_dir, node=NODE, apptainer=options)
+        provider = open_provider(name, run_dir=run_dir, node=NODE, apptainer=options, templates=templates)
         assert isinstance(provider, NodeProvider)
         return provider
 
@@ -278,9 +278,20 @@ async def provider(
         yield provider
 
 
+@pytest.fixture(params=["bubblewrap", "process", _APPTAINER])
+async def slow(
+    request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
+) -> AsyncIterator[NodeProvider]:
+    """Yield each kind whose starts take long, so that sandboxes are started in advance."""
+    async with _started(request.param, run_dir, image_of(request.param), templates=False) as provider:
+        yield provider
+
+
 @asynccontextmanager
-async def _started(name: str, run_dir: Path, image: str | None = None) -> AsyncIterator[NodeProvider]:
-    provider = Kit.open(name, run_dir, image)
+async def _started(
+    name: str, run_dir: Path, image: str | None = None, *, templates: bool = True
+) -> AsyncIterator[NodeProvider]:
+    provider = Kit.open(name, run_dir, image, templates=templates)
     await provider.start()
     try:
         yield provider

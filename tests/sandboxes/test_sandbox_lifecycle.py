@@ -31,7 +31,9 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
 async def main():
     options = ApptainerOptions(default_image=sys.argv[3] or None)
-    provider = open_provider(sys.argv[1], run_dir=sys.argv[2], node="node-a", apptainer=options)
+    provider = open_provider(
+        sys.argv[1], run_dir=sys.argv[2], node="node-a", apptainer=options, templates=False
+    )
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, files={"kept.txt": "kept"}, env={"KEPT": "too"})
     sandbox = await provider.acquire(request, LeaseRef(rollout="r-1", token=1))
@@ -159,38 +161,46 @@ async def test_ten_at_once_leave_nothing_behind(kit: Any, provider: NodeProvider
     await kit.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in seen))
 
 
-async def test_warm_pool(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+async def test_bubblewrap_starts_at_once_and_keeps_none_warm(
+    kit: Any, bubblewrap: NodeProvider, run_dir: Path
+) -> None:
+    await bubblewrap.warm(SandboxRequest(**kit.SMALL), 2)
+    async with await kit.acquire(bubblewrap) as sandbox:
+        assert SandboxFolder(run_dir).ids() == [sandbox.handle.id]
+
+
+async def test_warm_pool(kit: Any, slow: NodeProvider, run_dir: Path) -> None:
     request = SandboxRequest(**kit.SMALL)
-    await provider.warm(request, 2)
-    await kit.until(lambda: provider._warm.ready(request.key) == 2)
-    assert provider.claimed() == []
+    await slow.warm(request, 2)
+    await kit.until(lambda: slow._warm.ready(request.key) == 2)
+    assert slow.claimed() == []
     warm = set(SandboxFolder(run_dir).ids())
     # Variables and files do not defeat the pool; another limit is another key.
-    mine = await kit.acquire(provider, env={"A": "1"}, files={"f": "text"})
+    mine = await kit.acquire(slow, env={"A": "1"}, files={"f": "text"})
     assert mine.handle.id in warm
     assert await kit.sh(mine, "echo $A; cat f") == (0, "1\ntext")
-    other = await kit.acquire(provider, processes=65)
+    other = await kit.acquire(slow, processes=65)
     assert other.handle.id not in warm
-    assert set(provider.claimed()) == {mine.handle.id, other.handle.id}
-    await kit.until(lambda: provider._warm.ready(request.key) == 2)
+    assert set(slow.claimed()) == {mine.handle.id, other.handle.id}
+    await kit.until(lambda: slow._warm.ready(request.key) == 2)
     for sandbox in (mine, other):
         await sandbox.close()
-        await provider.release(sandbox.handle)
-    await provider.warm(request, 0)
+        await slow.release(sandbox.handle)
+    await slow.warm(request, 0)
     await kit.until(lambda: SandboxFolder(run_dir).ids() == [])
 
 
-async def test_dead_warm_sandbox_is_never_handed_out(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+async def test_dead_warm_sandbox_is_never_handed_out(kit: Any, slow: NodeProvider, run_dir: Path) -> None:
     request = SandboxRequest(**kit.SMALL)
-    await provider.warm(request, 1)
-    await kit.until(lambda: provider._warm.ready(request.key) == 1)
+    await slow.warm(request, 1)
+    await kit.until(lambda: slow._warm.ready(request.key) == 1)
     (name,) = SandboxFolder(run_dir).ids()
     pids = processes_of(run_dir)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # Some end with the first.
             os.kill(pid, signal.SIGKILL)
     await kit.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    async with await kit.acquire(provider) as sandbox:
+    async with await kit.acquire(slow) as sandbox:
         assert sandbox.handle.id != name
         assert await kit.sh(sandbox, "echo alive") == (0, "alive")
 
@@ -198,7 +208,7 @@ async def test_dead_warm_sandbox_is_never_handed_out(kit: Any, provider: NodePro
 async def test_close_removes_warm_and_keeps_claimed(
     kit: Any, run_dir: Path, isolated: NodeProvider, image_of: Callable[[str], str | None]
 ) -> None:
-    second = kit.open(isolated.name, run_dir, image_of(isolated.name))
+    second = kit.open(isolated.name, run_dir, image_of(isolated.name), templates=False)
     await second.start()
     request = SandboxRequest(**kit.SMALL)
     async with await kit.acquire(second) as sandbox:
@@ -229,7 +239,7 @@ async def test_a_warm_sandbox_that_has_died_is_gone_when_its_worker_ends(
     kit: Any, run_dir: Path, isolated: NodeProvider, image_of: Callable[[str], str | None]
 ) -> None:
     """Whoever finds it dead leaves its folder to a sweep, and none comes before the end."""
-    second = kit.open(isolated.name, run_dir, image_of(isolated.name))
+    second = kit.open(isolated.name, run_dir, image_of(isolated.name), templates=False)
     await second.start()
     request = SandboxRequest(**kit.SMALL)
     await second.warm(request, 1)
@@ -251,9 +261,9 @@ async def test_a_warm_sandbox_that_has_died_is_gone_when_its_worker_ends(
 async def test_a_worker_that_ends_while_a_sandbox_starts_leaves_nothing(
     kit: Any, run_dir: Path, isolated: NodeProvider, image_of: Callable[[str], str | None], delay: float
 ) -> None:
-    second = kit.open(isolated.name, run_dir, image_of(isolated.name))
+    second = kit.open(isolated.name, run_dir, image_of(isolated.name), templates=False)
     await second.start()
-    await second.release((await kit.acquire(second)).handle)  # The template runs now.
+    await second.release((await kit.acquire(second)).handle)  # What starts share is there now.
     await second.warm(SandboxRequest(**kit.SMALL), 3)
     await asyncio.sleep(delay)
     await second.aclose()

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from rollyard_client.training.batch import ArrayBatch, Batch
     from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
     from rollyard_client.training.packed import ArrayPage, GroupArrays, SegmentArrays, TrajectoryArrays
-    from rollyard_client.worker import WorkerClient
 
 __all__ = [
     "Acknowledged",
@@ -89,7 +88,6 @@ __all__ = [
     "TrajectoryArrays",
     "Unauthorized",
     "WaitTimeout",
-    "WorkerClient",
     "context_path",
     "read_token",
     "resolve",
@@ -115,6 +113,5 @@ __getattr__ = lazily(
         "training.batch": "ArrayBatch Batch",
         "training.iterators": "AsyncResultIterator ResultIterator",
         "training.packed": "ArrayPage GroupArrays SegmentArrays TrajectoryArrays",
-        "worker": "WorkerClient",
     },
 )

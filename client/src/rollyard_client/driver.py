@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
@@ -13,16 +15,43 @@ from rollyard_crds.task import Task
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
+from rollyard_client.call import Retry
+from rollyard_client.context import Context
 from rollyard_client.paging import Listing
 from rollyard_client.requests import claims, jobs, pools, workers
-from rollyard_client.worker import Connected
+from rollyard_client.transport import AsyncTransport
 
 REGISTER_SECONDS = 120.0
 """The seconds beyond the usual timeout in which the server reads and stores the tasks of a job."""
 
 
-class DriverClient(Connected):
-    """The calls and reports of drivers. All methods can raise RollyardError."""
+class DriverClient:
+    """The calls and reports of drivers. All methods can raise RollyardError. `async with` closes it."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        timeout: float = 30.0,
+        retry: Retry | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._transport = AsyncTransport(
+            Context(url.rstrip("/"), token, tls), retry=retry or Retry(), timeout=timeout
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._transport.close()
 
     async def jobs(self) -> list[RolloutJob]:
         """Return all jobs of all namespaces, without inline tasks."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -13,8 +11,9 @@ from typing import Any, Final, TypeVar, cast
 
 from rollyard_client.call import Call, Retry, check
 from rollyard_client.context import Context
-from rollyard_client.environment import CA_FILE as CA_FILE
-from rollyard_client.errors import ContextError, RollyardError, unreachable
+from rollyard_client.environment import USER_AGENT
+from rollyard_client.errors import RollyardError, unreachable
+from rollyard_client.tls import verify
 from rollyard_client.unixsocket import base_of, socket_of
 
 _COMMAND_LINE: Final = "httpx._main"
@@ -32,8 +31,6 @@ else:
 
 T = TypeVar("T")
 
-USER_AGENT: Final = "rollyard-client"
-"""The name of this client in the logs of proxies."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -67,27 +64,6 @@ def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[Rol
     """Return the exception for a broken connection, and whether the call may be sent again."""
     wrapped = unreachable(url, error)
     return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
-
-
-def verify(context: Context) -> ssl.SSLContext | bool:
-    """Return what checks the server's certificate: a context, or True for the usual authorities.
-
-    Raises:
-        ContextError: The file that the environment names for this cannot be used.
-    """
-    if context.tls is not None:
-        return context.tls
-    if not context.url.startswith("https:"):
-        # This context trusts no authority, and no connection needs one. Reading the usual ones takes 30 ms.
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    name = CA_FILE if os.environ.get(CA_FILE) else "SSL_CERT_FILE"
-    path = os.environ.get(name)
-    if not path:
-        return True
-    try:
-        return ssl.create_default_context(cafile=path)
-    except OSError as error:  # SSLError is a subclass of OSError.
-        raise ContextError(f"{name}={path}: cannot be used: {error.strerror or error}") from error
 
 
 def _headers(token: str) -> dict[str, str]:
@@ -178,7 +154,8 @@ class AsyncTransport:
         while True:
             again = True
             try:
-                return call.parse(check(await self.answer(call)))
+                answer = await self.client.send(request(self.client, call, self._timeout))
+                return call.parse(check(answer))
             except httpx.TransportError as error:
                 failed, again = _failed(call, self.url, error)
                 failed.__cause__ = error
@@ -189,14 +166,6 @@ class AsyncTransport:
                 raise failed
             await asyncio.sleep(pause)
             attempt += 1
-
-    async def answer(self, call: Call[Any]) -> httpx.Response:
-        """Send a call once and return the whole answer, whatever its status.
-
-        Raises:
-            httpx.TransportError: The connection failed.
-        """
-        return await self.client.send(request(self.client, call, self._timeout))
 
     @asynccontextmanager
     async def stream(

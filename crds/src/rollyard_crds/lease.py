@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import MAX_REWARD_OUTPUT, Record, RewardReason, Trajectory
+from rollyard_crds.token_arrays import PackedSegment
+from rollyard_crds.trajectory import (
+    MAX_REWARD,
+    MAX_REWARD_OUTPUT,
+    Record,
+    RewardReason,
+    RunRecord,
+    Transcript,
+)
 
 MAX_BATCH = 64
 MAX_LIVE_TURNS = 64
@@ -79,8 +87,10 @@ class Lease(Record):
     backend: BackendAssignment | None = None
     carry: dict[str, Any] = Field(default_factory=dict)
     """The state that the stage before left for this one (a handler's state; JSON, at most 1 MiB)."""
-    trajectory: Trajectory | None = None
-    """Eval only: what Run recorded."""
+    trajectory: Transcript | None = None
+    """Eval only: what Run recorded, without the token lists."""
+    segments: list[PackedSegment] = Field(default_factory=list)
+    """Eval only: the token lists, if the report of Run said `tokens_in_eval`."""
 
 
 class LeaseResponse(Record):
@@ -177,23 +187,52 @@ class RunStats(Record):
     """Requests to backends that were answered."""
 
 
+def _reward(value: Any) -> float:
+    # A comparison with NaN is false, and values that are not finite are therefore refused here, too.
+    if type(value) not in (int, float) or not -MAX_REWARD <= value <= MAX_REWARD:
+        raise ValueError(f"must be a finite number from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
+    return float(value)
+
+
+Reward = Annotated[
+    float,
+    PlainValidator(_reward),
+    WithJsonSchema({"type": "number", "minimum": -MAX_REWARD, "maximum": MAX_REWARD}),
+]
+"""A reward or a component of one."""
+
+
 class StageResult(Record):
-    """A stage done. Init gives `sandbox` and `carry`; Run `trajectory` (and `carry`); Eval the reward."""
+    """A stage done.
+
+    Init gives `sandbox` and `carry`; Run `trajectory` and `segments` (and `carry`); Eval the reward.
+    """
 
     rollout: str
     token: int
     stage: StageName
     sandbox: SandboxHandle | None = None
     carry: dict[str, Any] = Field(default_factory=dict)
-    trajectory: Trajectory | None = None
-    reward: float | None = None
-    reward_components: dict[str, float] = Field(default_factory=dict)
+    trajectory: RunRecord | None = None
+    segments: list[PackedSegment] = Field(default_factory=list)
+    """The token lists of the trajectory."""
+    tokens_in_eval: bool = False
+    """Run only: whether the handler's evaluation needs the token lists, so that Eval's lease carries them."""
+    reward: Reward | None = None
+    reward_components: dict[str, Reward] = Field(default_factory=dict)
     reward_reason: RewardReason = ""
     """It is empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
     reward_output: Annotated[str, Field(max_length=MAX_REWARD_OUTPUT)] = ""
     """The end of what the evaluation printed; see `Trajectory.reward_output`."""
     stats: RunStats = Field(default_factory=RunStats)
     times: StageTimes = Field(default_factory=StageTimes)
+
+    @property
+    def transcript(self) -> Transcript | None:
+        """What Run recorded, as a lease of Eval has it."""
+        if self.trajectory is None:
+            return None
+        return self.trajectory.transcript_with([segment.sizes for segment in self.segments])
 
 
 class CompleteRequest(Record):

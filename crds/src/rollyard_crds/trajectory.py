@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rollyard_crds.base import Deferred
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.names import StageName
 from rollyard_crds.task import Message
 
@@ -195,8 +196,18 @@ class SamplingRecord(Record):
 _OFTEN_EMPTY: Final = ("attempts", "reward_reason", "reward_output")
 
 
-class Trajectory(Record):
-    """One rollout that has ended. `reward` is null unless an evaluation gave it."""
+class TokensMissing(CrdsError):
+    """Token lists of a trajectory were used where only its Transcript is.
+
+    It is no AttributeError: `getattr` with a default would make the trajectory look as if it had no tokens.
+    """
+
+    reason = "TokensMissing"
+    retryable = False
+
+
+class RunRecord(Record):
+    """What Run records of a rollout beside the token lists."""
 
     id: str
     job: str
@@ -206,6 +217,87 @@ class Trajectory(Record):
     sample_index: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
     """The number of failures before this result (hand-overs and preemptions do not count)."""
+    messages: list[Message] = Field(default_factory=list)
+    turns: list[Turn] = Field(default_factory=list)
+    sampling: SamplingRecord | None = None
+    backend: str = ""
+    tool_parser: Annotated[str, Field(max_length=128)] = ""
+    """What read the tool calls of the turns: an entry point of `rollyard.tool_parsers`, or
+    `renderers/VERSION:RENDERER`. It is empty if the model was offered no tools."""
+    truncated: bool = False
+    truncated_reason: str = ""
+    """MaxTurns, MaxContext, MaxTokens, RunTimeout, SandboxOutOfMemory or SandboxCrashed."""
+    template_breaks: Annotated[int, Field(ge=0)] = 0
+    """Segments begun because the chat template would have rewritten history."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def said(self) -> dict[int, int]:
+        """Which message each turn said, as {number of the message: number of the turn}, both from 0."""
+        return turns_said([message.role for message in self.messages], len(self.turns))
+
+    @property
+    def given(self) -> list[Message]:
+        """The messages before the first turn, among which may be an assistant's that the task holds."""
+        return self.messages[: min(self.said, default=len(self.messages))]
+
+    def transcript_with(self, sizes: list[SegmentSizes]) -> Transcript:
+        """Return what was recorded with the numbers of tokens of the segments."""
+        return Transcript(**self._recorded(), segment_sizes=sizes)
+
+    def _recorded(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in RunRecord.model_fields}
+
+
+class SegmentSizes(Record):
+    """The numbers of tokens of one segment."""
+
+    prompt_tokens: Annotated[int, Field(ge=0)]
+    response_tokens: Annotated[int, Field(ge=0)]
+    sampled_tokens: Annotated[int, Field(ge=0)]
+    """The tokens of the response that the policy sampled."""
+
+
+class Transcript(RunRecord):
+    """A trajectory without its token lists: what Eval gets of handlers that do not need them.
+
+    Raises:
+        TokensMissing: `segments` is read.
+    """
+
+    segment_sizes: list[SegmentSizes] = Field(default_factory=list)
+    """The lengths of the segments, in their order."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "segments":
+            raise TokensMissing(
+                "the trajectory has no token lists here: a handler whose eval reads ctx.trajectory.segments "
+                "must say needs_tokens = True on its class"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The number of tokens that the policy sampled, in all segments."""
+        return sum(size.sampled_tokens for size in self.segment_sizes)
+
+    def with_segments(self, segments: list[Segment]) -> Trajectory:
+        """Return the trajectory with its token lists.
+
+        Raises:
+            TokensMissing: These are not as many segments as the trajectory has.
+        """
+        if len(segments) != len(self.segment_sizes):
+            raise TokensMissing(
+                f"the trajectory has {len(self.segment_sizes)} segments, and the token lists of "
+                f"{len(segments)} came: its Run was played for a handler that does not say needs_tokens"
+            )
+        return Trajectory(**self._recorded(), segments=segments)
+
+
+class Trajectory(RunRecord):
+    """One rollout that has ended. `reward` is null unless an evaluation gave it."""
+
     attempts: Annotated[list[Attempt], Field(max_length=MAX_ATTEMPTS)] = Field(default_factory=list)
     """What did not end well before this result, oldest first. It is empty for most rollouts."""
     attempts_dropped: Annotated[int, Field(ge=0)] = 0
@@ -223,20 +315,7 @@ class Trajectory(Record):
     """The end of what the evaluation printed, or what it compared, for people. The policy's program may have
     written it."""
     segments: list[Segment] = Field(default_factory=list)
-    messages: list[Message] = Field(default_factory=list)
-    turns: list[Turn] = Field(default_factory=list)
-    sampling: SamplingRecord | None = None
     timings: Timings = Field(default_factory=Timings)
-    backend: str = ""
-    tool_parser: Annotated[str, Field(max_length=128)] = ""
-    """What read the tool calls of the turns: an entry point of `rollyard.tool_parsers`, or
-    `renderers/VERSION:RENDERER`. It is empty if the model was offered no tools."""
-    truncated: bool = False
-    truncated_reason: str = ""
-    """MaxTurns, MaxContext, MaxTokens, RunTimeout, SandboxOutOfMemory or SandboxCrashed."""
-    template_breaks: int = 0
-    """Segments begun because the chat template would have rewritten history."""
-    metadata: dict[str, Any] = Field(default_factory=dict)
 
     def line(self) -> bytes:
         """Return the record as a line of a file, without the newline.
@@ -250,19 +329,22 @@ class Trajectory(Record):
         return self.model_dump_json(exclude=empty).encode()
 
     @property
-    def said(self) -> dict[int, int]:
-        """Which message each turn said, as {number of the message: number of the turn}, both from 0."""
-        return turns_said([message.role for message in self.messages], len(self.turns))
-
-    @property
-    def given(self) -> list[Message]:
-        """The messages before the first turn, among which may be an assistant's that the task holds."""
-        return self.messages[: min(self.said, default=len(self.messages))]
-
-    @property
     def sampled_tokens(self) -> int:
         """The number of tokens that the policy sampled, in all segments."""
         return sum(sum(segment.loss_mask) for segment in self.segments)
+
+    @property
+    def transcript(self) -> Transcript:
+        """The trajectory without its token lists."""
+        sizes = [
+            SegmentSizes(
+                prompt_tokens=len(segment.prompt_ids),
+                response_tokens=len(segment.response_ids),
+                sampled_tokens=sum(segment.loss_mask),
+            )
+            for segment in self.segments
+        ]
+        return self.transcript_with(sizes)
 
 
 class Rescored(Record):

@@ -18,7 +18,7 @@ from rollyard_crds.telemetry.options import log_form
 from rollyard_engine.errors import StartupFailed
 from rollyard_engine.folder import ModelFolder, read_folder
 from rollyard_engine.generation.model import load_model
-from rollyard_engine.generation.scheduler import Limits, Scheduler
+from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits
 from rollyard_engine.generation.sequence import Sequence
 from rollyard_engine.generation.thread import EngineThread
 from rollyard_engine.serving.app import create_app
@@ -116,7 +116,7 @@ def build_service(
     eos = {*model.folder.eos_token_ids}
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    limits = Limits(max_model_len, settings.max_num_seqs, settings.max_kept, settings.cache_bytes)
+    limits = SchedulerLimits(max_model_len, settings.max_num_seqs, settings.max_kept, settings.cache_bytes)
     scheduler = Scheduler(model, settings.policy_version, eos, limits)
     served = ServerIdentity(
         names=settings.served_names,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 from rollyard_client import DriverClient, Retry
-from rollyard_client.transport import CA_FILE
+from rollyard_client.environment import CA_FILE
 from rollyard_crds.security.log_text import log_to
 from rollyard_crds.telemetry.options import add_log_option
 from rollyard_crds.telemetry.variables import TraceOptionError

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import logging
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -90,7 +89,6 @@ def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness)
     except TraceOptionError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return 2
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     # What the imports made stays until the end, and rollouts make few cycles.
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD)

@@ -13,10 +13,12 @@ from rollyard_crds.rolloutjob import StageName
 
 NO_BACKEND: Final = "NoBackend"
 """The reason of a rollout whose pool had no ready backend for too long."""
+BACKEND_UNAVAILABLE: Final = "BackendUnavailable"
+"""The reason of a Run whose backend did not answer."""
 NODE_GONE: Final = "NodeGone"
 
 
-class Sandbox(Struct, frozen=True):
+class InitSandbox(Struct, frozen=True):
     """The sandbox that an Init has made."""
 
     id: str
@@ -71,7 +73,7 @@ class InitDone(Struct, frozen=True):
     """The holder reports that Init is complete."""
 
     token: int
-    sandbox: Sandbox | None = None
+    sandbox: InitSandbox | None = None
     carry: bytes | None = None
     """What Init leaves for Run, packed, or None if it is empty."""
     times: Times = NO_TIMES
@@ -123,6 +125,16 @@ class Failed(Struct, frozen=True):
     pool_is_down: bool = False
     """Whether the job's pool has no ready backend, which the control plane has looked up."""
     times: Times = NO_TIMES
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether a Run failed because its pool had no ready backend.
+
+        A worker that knows this reports the reason NoBackend. The others report BackendUnavailable, and the
+        pool is looked at.
+        """
+        gone = self.reason == NO_BACKEND or (self.pool_is_down and self.reason == BACKEND_UNAVAILABLE)
+        return gone and self.stage == "run"
 
 
 class LeaseLost(Struct, frozen=True):

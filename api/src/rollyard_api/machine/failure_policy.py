@@ -6,7 +6,8 @@ A rule that is bounded does not match any more once its bound is reached, and a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -14,7 +15,6 @@ from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_crds.rolloutjob import STAGES, StageName
 
 from rollyard_api.machine.events import (
-    NO_BACKEND,
     BackendAwaited,
     Failed,
     LeaseLost,
@@ -23,8 +23,6 @@ from rollyard_api.machine.events import (
 )
 from rollyard_api.machine.limits import Limits
 
-BACKEND_UNAVAILABLE: Final = "BackendUnavailable"
-"""The reason of a Run whose backend did not answer."""
 MAX_EXPIRIES: Final = 10
 """The number of leases of a rollout that may be lost, unless the control plane is set to another. One more
 ends it."""
@@ -58,51 +56,28 @@ class Counter(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule. A condition that is None, or a tuple that is empty, matches everything."""
+class PolicyRule:
+    """One rule, which matches an event in some stages, if the event's attributes have the given values."""
 
     name: str
     on: type[Mishap]
+    action: Action
     meaning: str
     """What has happened, in the words of the documentation."""
-    action: Action
+    when: Mapping[str, object] = field(default_factory=dict)
     stages: tuple[StageName, ...] = STAGES
-    reasons: tuple[str, ...] = ()
-    retryable: bool | None = None
-    counts: bool | None = None
-    outage: bool | None = None
-    cancel: bool | None = None
     raises: tuple[Counter, ...] = ()
     """The counters that rise by one. The rule matches while none of them has reached its bound."""
+    resets: tuple[Counter, ...] = ()
     counted: bool = False
     """Whether the attempt counts as a failure of its stage."""
-    resets: tuple[Counter, ...] = ()
     ends_job: bool = False
 
     def matches(self, event: Mishap, stage: StageName) -> bool:
         """Return whether the rule is for this event in this stage, whatever its bounds are."""
         if type(event) is not self.on or stage not in self.stages:
             return False
-        if self.reasons and event.reason not in self.reasons:
-            return False
-        if isinstance(event, Failed):
-            return (
-                self.retryable in (None, event.retryable)
-                and self.counts in (None, event.counts)
-                and self.outage in (None, is_outage(event))
-            )
-        return not isinstance(event, NewWeights) or self.cancel in (None, event.cancel)
-
-
-def is_outage(event: Failed) -> bool:
-    """Return whether a Run failed because its pool had no ready backend.
-
-    A worker that knows this reports the reason NoBackend. The others report BackendUnavailable, and the pool
-    is looked at.
-    """
-    if event.stage != "run":
-        return False
-    return event.reason == NO_BACKEND or (event.pool_is_down and event.reason == BACKEND_UNAVAILABLE)
+        return all(getattr(event, name) == value for name, value in self.when.items())
 
 
 def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | None) -> int:
@@ -120,102 +95,92 @@ def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | No
 
 
 RULES: Final = (
-    Rule(
-        name="NoToolParser",
-        on=Failed,
-        meaning="no parser reads the tool calls of the job's model, which every rollout would find",
-        reasons=(NO_TOOL_PARSER,),
-        action=Action.FAIL,
+    PolicyRule(
+        "NoToolParser",
+        Failed,
+        Action.FAIL,
+        "no parser reads the tool calls of the job's model, which every rollout would find",
+        when={"reason": NO_TOOL_PARSER},
         counted=True,
         ends_job=True,
     ),
-    Rule(
-        name="Outage",
-        on=Failed,
-        meaning="a Run failed while the pool had no ready backend",
-        stages=("run",),
-        outage=True,
-        action=Action.RETRY,
+    PolicyRule(
+        "Outage",
+        Failed,
+        Action.RETRY,
+        "a Run failed while the pool had no ready backend",
+        when={"is_outage": True},
         raises=(Counter.OUTAGES,),
     ),
-    Rule(
-        name="HandOver",
-        on=Failed,
-        meaning="a worker hands the rollout over, because it drains or is preempted",
-        counts=False,
-        outage=False,
-        action=Action.RETRY,
+    PolicyRule(
+        "HandOver",
+        Failed,
+        Action.RETRY,
+        "a worker hands the rollout over, because it drains or is preempted",
+        when={"counts": False, "is_outage": False},
     ),
-    Rule(
-        name="FinalFailure",
-        on=Failed,
-        meaning="a worker reports a failure that every attempt would have",
-        retryable=False,
-        action=Action.FAIL,
+    PolicyRule(
+        "FinalFailure",
+        Failed,
+        Action.FAIL,
+        "a worker reports a failure that every attempt would have",
+        when={"retryable": False},
         counted=True,
     ),
-    Rule(
-        name="Failure",
-        on=Failed,
-        meaning="a worker reports a failure",
-        action=Action.RETRY,
+    PolicyRule(
+        "Failure",
+        Failed,
+        Action.RETRY,
+        "a worker reports a failure",
         raises=(Counter.FAILURES,),
         counted=True,
     ),
-    Rule(
-        name="AttemptsUsedUp",
-        on=Failed,
-        meaning="a worker reports a failure, and the stage has had all its attempts",
-        action=Action.FAIL,
+    PolicyRule(
+        "AttemptsUsedUp",
+        Failed,
+        Action.FAIL,
+        "a worker reports a failure, and the stage has had all its attempts",
         counted=True,
     ),
-    Rule(
-        name="EvalLeaseLost",
-        on=LeaseLost,
-        meaning="an Eval lease expired, or its worker died",
+    PolicyRule(
+        "EvalLeaseLost",
+        LeaseLost,
+        Action.RETRY,
+        "an Eval lease expired, or its worker died",
         stages=("eval",),
-        action=Action.RETRY,
         raises=(Counter.EXPIRIES, Counter.EVAL_EXPIRIES),
     ),
-    Rule(
-        name="LeaseLost",
-        on=LeaseLost,
-        meaning="a lease expired, or its worker died",
-        action=Action.RESTART,
+    PolicyRule(
+        "LeaseLost",
+        LeaseLost,
+        Action.RESTART,
+        "a lease expired, or its worker died",
         raises=(Counter.EXPIRIES,),
         resets=(Counter.EVAL_EXPIRIES,),
     ),
-    Rule(
-        name="TooManyLostLeases",
-        on=LeaseLost,
-        meaning="a lease was lost, and as many were lost before as may be",
-        action=Action.FAIL,
+    PolicyRule(
+        "TooManyLostLeases",
+        LeaseLost,
+        Action.FAIL,
+        "a lease was lost, and as many were lost before as may be",
     ),
-    Rule(
-        name="NodeLost",
-        on=NodeLost,
-        meaning="the sandboxes of a node are gone",
-        action=Action.RESTART,
+    PolicyRule("NodeLost", NodeLost, Action.RESTART, "the sandboxes of a node are gone"),
+    PolicyRule(
+        "NewWeights",
+        NewWeights,
+        Action.RESTART,
+        "the rollout is too old for new weights",
+        when={"cancel": False},
     ),
-    Rule(
-        name="NewWeights",
-        on=NewWeights,
-        meaning="the rollout is too old for new weights",
-        cancel=False,
-        action=Action.RESTART,
+    PolicyRule(
+        "TooStale",
+        NewWeights,
+        Action.CANCEL,
+        "the rollout is too old for new weights, and its job says `staleRollouts: Cancel`",
+        when={"cancel": True},
     ),
-    Rule(
-        name="TooStale",
-        on=NewWeights,
-        meaning="the rollout is too old for new weights, and its job says `staleRollouts: Cancel`",
-        cancel=True,
-        action=Action.CANCEL,
-    ),
-    Rule(
-        name="BackendAwaited",
-        on=BackendAwaited,
-        meaning="the rollout has waited for a backend for too long",
-        action=Action.FAIL,
+    PolicyRule(
+        "BackendAwaited", BackendAwaited, Action.FAIL, "the rollout has waited for a backend for too long"
     ),
 )
 _BOUNDS: Final = {

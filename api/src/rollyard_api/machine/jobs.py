@@ -18,7 +18,7 @@ def prefix_of(name: str, uid: str) -> str:
     return f"{name}-{uid[:8]}"
 
 
-class Progress(Struct, frozen=True):
+class SamplingProgress(Struct, frozen=True):
     """What a job with dynamic sampling has reached."""
 
     groups: int
@@ -43,7 +43,7 @@ class Step(Struct, frozen=True):
     """The reason with which the job ends now, or None."""
 
 
-def next_step(job: Progress, rules: SamplingRules) -> Step:
+def next_step(job: SamplingProgress, rules: SamplingRules) -> Step:
     """Return which groups start, or why the job is concluded."""
     if job.informative >= job.target:
         return Step(concludes=TARGET_MET) if job.closed else Step(holds=True)

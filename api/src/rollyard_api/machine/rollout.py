@@ -16,7 +16,7 @@ from msgspec import Struct
 from rollyard_crds.rolloutjob import StageName
 
 from rollyard_api.machine import events
-from rollyard_api.machine.failure_policy import RULES, Action, Counter, Mishap, Rule, bound
+from rollyard_api.machine.failure_policy import RULES, Action, Counter, Mishap, PolicyRule, bound
 from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import TRANSITIONS, RolloutState
 
@@ -77,7 +77,7 @@ class Transition(Struct, frozen=True):
     after: RolloutState
     changes: dict[str, Any]
     """The new values of the row's columns, by their names."""
-    rule: Rule | None = None
+    rule: PolicyRule | None = None
     """The rule of the failure policy that has decided, if one has."""
     reason: str = ""
     """Why the rollout returned to a queue or ended without a reward, in CamelCase, or ""."""
@@ -88,7 +88,7 @@ class Transition(Struct, frozen=True):
         return self.rule is not None and not self.after.has_ended
 
 
-class Refused(StrEnum):
+class Rejection(StrEnum):
     """Why an event changes nothing."""
 
     REPEATED = "repeated"
@@ -102,7 +102,9 @@ class _Handle(Struct):
     node: str
 
 
-def decide(rollout: Rollout, event: events.Event, limits: Limits | None, now: float) -> Transition | Refused:
+def decide(
+    rollout: Rollout, event: events.Event, limits: Limits | None, now: float
+) -> Transition | Rejection:
     """Return what an event makes of a rollout, or why it changes nothing.
 
     Args:
@@ -118,9 +120,9 @@ def decide(rollout: Rollout, event: events.Event, limits: Limits | None, now: fl
                 return refused
         case events.Moved() | events.Blamed():
             if event.token != rollout.token:
-                return Refused.STALE
+                return Rejection.STALE
     if rollout.state not in TRANSITIONS[type(event)]:
-        return Refused.CANCELLED if rollout.state == RolloutState.CANCELLED else Refused.STALE
+        return Rejection.CANCELLED if rollout.state == RolloutState.CANCELLED else Rejection.STALE
     match event:
         case events.Leased():
             return _leased(rollout, event, now)
@@ -150,18 +152,18 @@ def mark_of(event: events.Report) -> str:
     return f"{'f' if isinstance(event, events.Failed) else 'c'}{event.token}"
 
 
-def _judge(rollout: Rollout, event: events.Report) -> Refused | None:
+def _judge(rollout: Rollout, event: events.Report) -> Rejection | None:
     """Return why a report is not accepted, or None if the holder of the lease sent it for the first time."""
     if mark_of(event) in rollout.settled.split():
-        return Refused.REPEATED
+        return Rejection.REPEATED
     if event.token != rollout.token:
-        return Refused.STALE
+        return Rejection.STALE
     if (
         isinstance(event, events.Failed)
         and event.stage != rollout.state.stage
         and not rollout.state.has_ended
     ):
-        return Refused.STALE
+        return Rejection.STALE
     return None
 
 
@@ -228,16 +230,16 @@ def _moved(rollout: Rollout, event: events.Moved) -> Transition:
     return Transition(event, rollout.state, changes)
 
 
-def _blamed(rollout: Rollout, event: events.Blamed) -> Transition | Refused:
+def _blamed(rollout: Rollout, event: events.Blamed) -> Transition | Rejection:
     """Blame the backend that the rollout is assigned to, once for each lease.
 
     A lease holder can open no circuit by naming another server or by repeating its report.
     """
     mark = f"b{event.token}:{hashlib.sha256(event.backend.encode()).hexdigest()[:12]}"
     if event.backend != rollout.backend:
-        return Refused.STALE
+        return Rejection.STALE
     if mark in rollout.settled.split():
-        return Refused.REPEATED
+        return Rejection.REPEATED
     return Transition(event, rollout.state, {"settled": _marked(rollout, mark)})
 
 

@@ -24,10 +24,11 @@ from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.groups import Group
+from rollyard_api.storage.groups import LeasedGroup
 from rollyard_api.storage.rollouts import Payload, Waiting
 from rollyard_api.storage.rows import LeasableJob, columns, read_all
 from rollyard_api.storage.schema import jobs
+from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.records import fitting
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
@@ -183,20 +184,23 @@ class _Grant:
                     "backend": assignment,
                     "carry": {},
                     "trajectory": None,
+                    "segments": [],
                     **{name: orjson.Fragment(data) for name, data in carried.items()},
                 }
             )
         transitions.apply(tx, decided)
         return leases, total
 
-    def _groups(self, rows: Sequence[Rollout]) -> dict[int, dict[int, Group]]:
+    def _groups(self, rows: Sequence[Rollout]) -> dict[int, dict[int, LeasedGroup]]:
         """Return the groups of the rollouts, by their jobs and numbers."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for row in rows:
             wanted[row.job_id].add(row.group_no)
         return {job_id: group_rows.named(self.tx.conn, job_id, nos) for job_id, nos in wanted.items()}
 
-    def _route(self, routers: Routers, key: Key, row: Rollout, groups: dict[int, Group]) -> Backend | None:
+    def _route(
+        self, routers: Routers, key: Key, row: Rollout, groups: dict[int, LeasedGroup]
+    ) -> Backend | None:
         router = routers.get(key)
         if router is None:
             return None
@@ -212,11 +216,13 @@ class _Grant:
         return chosen
 
 
-def _carried(group: Group, payload: Payload | None, stage: StageName) -> dict[str, bytes]:
+def _carried(group: LeasedGroup, payload: Payload | None, stage: StageName) -> dict[str, bytes]:
     """Return the large parts of a lease as JSON."""
     carried = {"task": unpack(group.task)}
     if payload is not None and payload.carry is not None:
         carried["carry"] = unpack(payload.carry)
     if stage == "eval" and payload is not None and payload.trajectory is not None:
         carried["trajectory"] = unpack(payload.trajectory)
+        if payload.segments is not None:
+            carried["segments"] = packed.json_of(payload.segments)
     return carried

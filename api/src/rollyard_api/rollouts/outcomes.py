@@ -8,8 +8,8 @@ import msgspec
 
 from rollyard_api.backends.assignment import without_backend
 from rollyard_api.machine import events
-from rollyard_api.machine.failure_policy import BACKEND_UNAVAILABLE
-from rollyard_api.machine.rollout import Refused, decide
+from rollyard_api.machine.events import BACKEND_UNAVAILABLE
+from rollyard_api.machine.rollout import Rejection, decide
 from rollyard_api.rollouts import staleness, transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
@@ -44,10 +44,10 @@ def report(tx: Transaction, reports: Sequence[tuple[str, events.Report]]) -> lis
                 event = msgspec.structs.replace(event, pool_is_down=True)
             limits = jobs[row.job_id].limits if row.job_id in jobs else None
             decision = decide(row, event, limits, tx.now)
-            if isinstance(decision, Refused):
+            if isinstance(decision, Rejection):
                 outcome = decision.value
             elif name in accepted:
-                outcome = Refused.REPEATED.value
+                outcome = Rejection.REPEATED.value
             else:
                 accepted[name] = row, decision
                 outcome = "accepted"

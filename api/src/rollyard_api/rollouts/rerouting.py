@@ -13,7 +13,7 @@ from rollyard_api.backends import circuits
 from rollyard_api.backends.assignment import ACTIVE, RETRY_SECONDS, Routers, lock
 from rollyard_api.backends.router import Backend, Router
 from rollyard_api.machine.events import Blamed, Event, Moved
-from rollyard_api.machine.rollout import Refused, Rollout, decide
+from rollyard_api.machine.rollout import Rejection, Rollout, decide
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import groups as group_rows
@@ -77,7 +77,7 @@ def reroute(
 def _changed(tx: Transaction, row: Rollout, event: Event) -> Rollout | None:
     """Apply what follows from an event, and return the rollout with it, or None if it is refused."""
     decision = decide(row, event, None, tx.now)
-    if isinstance(decision, Refused):
+    if isinstance(decision, Rejection):
         return None
     transitions.apply(tx, [(row, decision)])
     return msgspec.structs.replace(row, **decision.changes)

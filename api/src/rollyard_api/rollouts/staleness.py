@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollyard_api.machine.events import NewWeights
-from rollyard_api.machine.rollout import Refused, decide
+from rollyard_api.machine.rollout import Rejection, decide
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
@@ -29,7 +29,7 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
         if lag is not None and row.policy_index is not None and index - row.policy_index > lag:
             event = NewWeights(REASON, TOO_STALE, cancel=limits.stale_rollouts == "Cancel")
             decision = decide(row, event, limits, tx.now)
-            if not isinstance(decision, Refused):
+            if not isinstance(decision, Rejection):
                 decided.append((row, decision))
     transitions.apply(tx, decided)
     return len(decided)

@@ -19,8 +19,8 @@ from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.machine import events
 from rollyard_api.machine.groups import Tally, result_of
-from rollyard_api.machine.jobs import Progress, next_step, prefix_of
-from rollyard_api.machine.rollout import Refused, Rollout, Transition, decide
+from rollyard_api.machine.jobs import SamplingProgress, next_step, prefix_of
+from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls, timing
 from rollyard_api.storage import groups as group_rows
@@ -46,7 +46,7 @@ def happened(tx: Transaction, rows: Iterable[Rollout], event: events.Event) -> N
     It changes nothing of a rollout that is in none of the event's states.
     """
     decided = ((row, decide(row, event, None, tx.now)) for row in rows)
-    apply(tx, [(row, decision) for row, decision in decided if not isinstance(decision, Refused)])
+    apply(tx, [(row, decision) for row, decision in decided if not isinstance(decision, Rejection)])
 
 
 def apply(tx: Transaction, decided: Iterable[Decided]) -> None:
@@ -89,7 +89,7 @@ def advance(tx: Transaction, job_id: int) -> None:
         return
     assert row.limits.sampling is not None
     step = next_step(
-        Progress(row.groups, row.started, row.groups_ended, row.informative, row.target, row.closed),
+        SamplingProgress(row.groups, row.started, row.groups_ended, row.informative, row.target, row.closed),
         row.limits.sampling,
     )
     if step.concludes is not None:
@@ -151,19 +151,7 @@ class _Batch:
         if transition.returns or (held and after == RolloutState.FAILED):
             number = timing.attempts(timings, stage)
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
-        if held:
-            spans.worked(
-                tx,
-                rollout.id,
-                stage,
-                rollout.token,
-                rollout.since,
-                worker=rollout.worker,
-                node=rollout.node,
-                error=transition.reason,
-            )
-        else:
-            spans.waited(tx, rollout.id, stage, rollout.since, reason=transition.reason)
+        spans.left(tx, rollout, reason=transition.reason)
         if after.has_ended:
             ending = _Ending(rollout, transition, changes, timing.total(timings))
             self.endings[rollout.job_id].append(ending)
@@ -258,8 +246,7 @@ class _Batch:
         tx = self.tx
         counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
         rollout_rows.change(tx, self.changes)
-        if self.kept:
-            rollout_rows.keep(tx, self.kept)
+        rollout_rows.keep(tx, self.kept)
         rollout_rows.drop(tx, self.dropped)
         circuits.completed(tx, self.answering)
         malformed_calls.count(tx, self.calls)

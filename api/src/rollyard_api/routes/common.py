@@ -146,17 +146,9 @@ Plane = Annotated[ControlPlane, Depends(_plane)]
 
 async def body_of(request: Request) -> Any:
     """Return the decoded JSON or msgpack body, after a check of its value types and its depth."""
-    document = await unchecked_body_of(request)
+    document = decode(await request.body(), request.headers.get("content-type", ""))
     check_plain(document)
     return document
-
-
-async def unchecked_body_of(request: Request) -> Any:
-    """Return the decoded body without the check of its values.
-
-    The route must call `check_plain` on all of it, except large lists that the route checks itself.
-    """
-    return decode(await request.body(), request.headers.get("content-type", ""))
 
 
 def answer(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

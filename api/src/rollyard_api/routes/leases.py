@@ -48,7 +48,6 @@ from rollyard_api.routes.common import (
     plane_of,
     refuse_other_job,
     refuse_others,
-    unchecked_body_of,
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -168,10 +167,8 @@ async def heartbeat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
     plane = plane_of(request)
-    results = wire.check_results(await unchecked_body_of(request))
-    made = [item["sandbox"]["id"] for item in results if item.get("sandbox")]
-    reports = [wire.result_event(item) for item in results]
-    of_others = others_among(request, [item["rollout"] for item in results], made)
+    reports, sandboxes = wire.check_results(await body_of(request))
+    of_others = others_among(request, [report.rollout for report in reports], sandboxes)
     await plane.refuse_when_full()
 
     def op(tx: Transaction) -> list[dict[str, str]] | Forbidden:
@@ -193,10 +190,9 @@ async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
     plane = plane_of(request)
     failures = wire.check_failures(await body_of(request))
-    await refuse_others(request, [item["rollout"] for item in failures])
+    await refuse_others(request, [report.rollout for report in failures])
     await plane.refuse_when_full()
-    reports = [wire.failure_event(item) for item in failures]
-    told = await plane.database.write(partial(outcomes.report, reports=reports))
+    told = await plane.database.write(partial(outcomes.report, reports=failures))
     return _reply(request, {"outcomes": told})
 
 

@@ -30,7 +30,7 @@ _NUMBERS = sa.select(groups.c.task_id, groups.c.no).where(
 )
 
 
-class Group(NamedTuple):
+class LeasedGroup(NamedTuple):
     """The columns of a group that leases read."""
 
     no: int
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     remaining: int
 
 
-_LEASED = sa.select(*(groups.c[name] for name in Group._fields)).where(_OF_JOB, _AMONG)
+_LEASED = sa.select(*(groups.c[name] for name in LeasedGroup._fields)).where(_OF_JOB, _AMONG)
 
 
 def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
@@ -48,10 +48,10 @@ def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
     tx.conn.execute(sa.insert(groups), new)
 
 
-def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, Group]:
+def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, LeasedGroup]:
     """Return the groups of a job with these numbers, by their numbers."""
     rows = conn.execute(_LEASED, {"b_job": job_id, "b_nos": sorted(set(numbers))}).all()
-    return {row.no: Group(*row) for row in rows}
+    return {row.no: LeasedGroup(*row) for row in rows}
 
 
 def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str, int]:

@@ -39,8 +39,13 @@ _UPDATE = sa.update(rollouts).where(_THIS)
 # takes them.
 
 _NAMED = _SELECT.where(rollouts.c.id.in_(_AMONG)).order_by(rollouts.c.id).with_for_update()
+_SEGMENTS_IN_EVAL = sa.case((payloads.c.tokens_in_eval, payloads.c.segments))
+"""The token lists, if the evaluation needs them. They are not read otherwise: most evaluations do not."""
 _BYTES = sum(
-    (sa.func.coalesce(sa.func.length(payloads.c[name]), 0) for name in ("carry", "trajectory")),
+    (
+        sa.func.coalesce(sa.func.length(column), 0)
+        for column in (payloads.c.carry, payloads.c.trajectory, _SEGMENTS_IN_EVAL)
+    ),
     start=sa.func.length(groups.c.task),
 )
 _WAITING = (
@@ -216,7 +221,7 @@ class JobOfRollouts(NamedTuple):
     limits: Limits
 
 
-class Lease(NamedTuple):
+class LeaseState(NamedTuple):
     """The token and the state of a rollout's row, for the judgement of a heartbeat."""
 
     token: int
@@ -263,10 +268,10 @@ def waited_for(tx: Transaction, apart_from: Sequence[str]) -> list[tuple[str, in
     return sorted((row.node, row.job_id) for row in tx.conn.execute(query))
 
 
-def leases(tx: Transaction, ids: Iterable[str]) -> dict[str, Lease]:
+def leases(tx: Transaction, ids: Iterable[str]) -> dict[str, LeaseState]:
     """Return the tokens and states of these rollouts."""
     rows = tx.conn.execute(_LEASES, {"b_ids": sorted(set(ids))}).all()
-    return {row.id: Lease(row.token, row.state) for row in rows}
+    return {row.id: LeaseState(row.token, row.state) for row in rows}
 
 
 def stale_pools(tx: Transaction, ids: Sequence[str]) -> list[tuple[str, str]]:
@@ -330,11 +335,16 @@ _GRACE = (
 
 def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
     """Write the changed columns of rollouts, whose ids stand under "b_id"; only `transitions` calls this."""
-    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for values in changes:
-        alike[tuple(values)].append(values)
-    for some in alike.values():
+    for some in _alike(changes).values():
         tx.conn.execute(_UPDATE, some)
+
+
+def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """Return the rows by the columns that they name, because one statement takes those that name the same."""
+    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for values in rows:
+        alike[tuple(values)].append(values)
+    return alike
 
 
 def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> None:
@@ -365,30 +375,28 @@ def remove(tx: Transaction, job_id: int, limit: int) -> int:
 
 # What one stage leaves for the next.
 
-_PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(_AMONG))
+_PAYLOADS = sa.select(
+    payloads.c.rollout_id, payloads.c.carry, payloads.c.trajectory, _SEGMENTS_IN_EVAL
+).where(payloads.c.rollout_id.in_(_AMONG))
 
 
 class Payload(NamedTuple):
-    """A row of `payloads`."""
+    """What a lease carries of a row of `payloads`."""
 
     rollout_id: str
     carry: bytes | None
     trajectory: bytes | None
     segments: bytes | None
-    tokens_in_eval: bool | None
 
 
 def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
-    """Return the payloads of these rollouts."""
+    """Return what the leases of these rollouts carry."""
     return {row.rollout_id: Payload(*row) for row in conn.execute(_PAYLOADS, {"b_ids": ids}).all()}
 
 
 def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
     """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
-    alike: defaultdict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for values in kept:
-        alike[tuple(values)].append(values)
-    for names, some in alike.items():
+    for names, some in _alike(kept).items():
         tx.conn.execute(_upsert(tx.sqlite, names), some)
 
 

@@ -144,6 +144,7 @@ class EndedRollout:
     group_no: int
     task_id: str
     trajectory: bytes | None
+    segments: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
@@ -114,14 +114,14 @@ def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
     arrays: list[bytes] = []
     total = 0
     for row in rows:
-        document = records.document_of(row, job.name, job.namespace)
-        line = dumps(document) + b"\n"
+        head = records.head_of(row, job.name, job.namespace)
+        line = records.line_of(head, row) + b"\n"
         total += len(line)
         if lines and total > PART_BYTES:
             break
         lines.append(line)
-        hashes.append(words.hashes(words.texts_of(document)))
-        arrays.append(packed.packed(document))
+        hashes.append(words.hashes(words.texts_of(head)))
+        arrays.append(packed.packed(head, row.segments))
     return _Objects(lines, hashes, packed.joined(lines, arrays))
 
 
@@ -259,7 +259,7 @@ class Archive:
         """
 
         def make(row: EndedRollout) -> bytes:
-            return packed.packed(records.document_of(row, job.name, job.namespace))
+            return packed.packed(records.head_of(row, job.name, job.namespace), row.segments)
 
         return await self._records(rows, job, max_bytes, make, self._read_arrays)
 
@@ -294,7 +294,7 @@ class Archive:
                 indexes[path] = self._index(path)
             index = indexes[path]
             if index is None:
-                found += [packed.packed(loads(line)) for line in self._read([one])]
+                found += [packed.repacked(loads(line)) for line in self._read([one])]
                 continue
             try:
                 spans = [index[start] for start in accumulate(one.lengths[:-1], initial=one.start)]

@@ -1,9 +1,8 @@
 """Records whose token lists are raw arrays, in msgpack, so that nothing is decoded on the way to a trainer.
 
 A record in this form is the JSON record, but each list of numbers in a segment is a map
-`{"dtype": D, "data": B}`. B holds the numbers as a little-endian array of the type D in numpy's notation,
-which is the narrowest of `<u1`, `<u2` and `<u4`, or `<f4` and `<f8`, that holds every number exactly.
-`policy_versions` is `{"runs": [[version, count], …]}`. A list that fits neither form stays a list.
+`{"dtype": D, "data": B}`, and `policy_versions` is `{"runs": [[version, count], …]}`, as
+`rollyard_crds.token_arrays` makes them. The segments of a rollout that has not ended are kept in it, too.
 
 The object of a part in this form begins with an index, which has HEAD_BYTES bytes. After MAGIC come, for
 each record, two little-endian unsigned integers of 64 bits: where the record begins in the NDJSON object,
@@ -14,11 +13,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgpack
+from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_api.core.problems import Unavailable
 
@@ -27,71 +26,37 @@ MAGIC: Final = b"rollyard arrays\x01"
 MAX_RECORDS: Final = 256
 """The most records of an object in this form. Another value needs another MAGIC."""
 HEAD_BYTES: Final = len(MAGIC) + 16 * MAX_RECORDS
-_INTEGERS: Final = (("B", "<u1", 1 << 8), ("H", "<u2", 1 << 16), ("I", "<u4", 1 << 32))
-_FLOATS: Final = (("f", "<f4"), ("d", "<f8"))
 
 
-def packed(document: dict[str, Any]) -> bytes:
+def of_segments(segments: Iterable[PackedSegment]) -> bytes:
+    """Return segments in this form, as they are stored."""
+    return bytes(msgpack.packb([segment.model_dump() for segment in segments]))
+
+
+def segments_of(kept: bytes | None) -> list[PackedSegment]:
+    """Return stored segments, which were checked when they came; none if there are none."""
+    return [] if kept is None else [PackedSegment.unchecked(one) for one in msgpack.unpackb(kept)]
+
+
+def json_of(kept: bytes) -> bytes:
+    """Return stored segments as a JSON array, in the form in which workers send them and get them again."""
+    return b"[" + b",".join(segment.model_dump_json().encode() for segment in segments_of(kept)) + b"]"
+
+
+def packed(head: dict[str, Any], kept: bytes | None) -> bytes:
     """Return a record in this form.
 
     Args:
-        document: The record as `records.document` or a JSON parser gives it. It stays as it is.
+        head: The record without its segments.
+        kept: The segments as they are stored, or None if there are none.
     """
-    segments = document.get("segments")
-    if isinstance(segments, list):
-        document = document | {"segments": [_segment(segment) for segment in segments]}
-    return bytes(msgpack.packb(document))
+    return bytes(msgpack.packb(head | {"segments": [] if kept is None else msgpack.unpackb(kept)}))
 
 
-def _segment(segment: Any) -> Any:
-    if not isinstance(segment, dict):
-        return segment
-    return {
-        name: _runs(value) if name == "policy_versions" else _array(value) for name, value in segment.items()
-    }
-
-
-def _runs(values: Any) -> Any:
-    if not isinstance(values, list):
-        return values
-    return {"runs": [[value, sum(1 for _ in run)] for value, run in groupby(values)]}
-
-
-def _array(values: Any) -> Any:
-    """Return a list of numbers as an array that is equal to it, number by number, or else the list itself."""
-    if not isinstance(values, list):
-        return values
-    kinds = set(map(type, values))
-    found: tuple[str, array[int] | array[float]] | None
-    if kinds <= {int}:
-        found = _integers(values)
-    elif kinds <= {int, float}:
-        found = _floats(values)
-    else:
-        return values
-    if found is None:
-        return values
-    dtype, made = found
-    if sys.byteorder == "big":
-        made.byteswap()
-    return {"dtype": dtype, "data": made.tobytes()}
-
-
-def _integers(values: list[int]) -> tuple[str, array[int]] | None:
-    least, largest = min(values, default=0), max(values, default=0)
-    for code, dtype, end in _INTEGERS:
-        if least >= 0 and largest < end:
-            return dtype, array(code, values)
-    return None
-
-
-def _floats(values: list[float]) -> tuple[str, array[float]] | None:
-    # A log-probability that a server computed in float32 fits into half of the bytes.
-    for code, dtype in _FLOATS:
-        made = array(code, values)
-        if made.tolist() == values:
-            return dtype, made
-    return None
+def repacked(document: dict[str, Any]) -> bytes:
+    """Return in this form a record that was JSON."""
+    kept = of_segments(PackedSegment.of(**segment) for segment in document["segments"])
+    return packed(document, kept)
 
 
 def joined(lines: Sequence[bytes], records: Sequence[bytes]) -> bytes:

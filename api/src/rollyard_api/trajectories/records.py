@@ -18,7 +18,7 @@ from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
-from rollyard_api.trajectories import attempts, traces
+from rollyard_api.trajectories import attempts, packed, traces
 
 _ROW_BYTES = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
@@ -45,16 +45,21 @@ def timings(text: str) -> dict[str, Any]:
 
 def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     """Return the Trajectory of an ended rollout, as one line of JSON without its newline."""
-    return dumps(document_of(row, job, namespace))
+    return line_of(head_of(row, job, namespace), row)
 
 
-def document_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
-    """Return the Trajectory of an ended rollout, before it is encoded."""
-    document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
+def line_of(head: dict[str, Any], row: EndedRollout) -> bytes:
+    """Return the line of a record, of which `head` is all but the segments."""
+    segments = [dict(segment.lists()) for segment in packed.segments_of(row.segments)]
+    return dumps(head | {"segments": segments})
+
+
+def head_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
+    """Return the Trajectory of an ended rollout without its segments, before it is encoded."""
+    document: dict[str, Any] = {"messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
-        for name in ("reward_reason", "reward_output", *attempts.FIELDS):
-            document.pop(name, None)  # Run does not decide these.
+        del document["segment_sizes"]
     document |= {
         "id": row.id,
         "job": job,
@@ -158,6 +163,7 @@ def _bytes() -> sa.ColumnElement[int]:
     """Return the bytes that a row adds to a page: of its stored record, or of its data in the database."""
     waiting = (
         sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0)
+        + sa.func.coalesce(sa.func.length(payloads.c.segments), 0)
         + sa.func.coalesce(sa.func.length(rollouts.c.attempts), 0)
         + _ROW_BYTES
     )

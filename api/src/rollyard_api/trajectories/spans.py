@@ -12,79 +12,42 @@ from rollyard_crds.telemetry import conventions as names
 from rollyard_crds.telemetry.identity import is_sampled, queue_span_id, root_span_id, stage_span_id, trace_id
 from rollyard_crds.telemetry.spans import TraceSpan, Value
 
+from rollyard_api.machine.rollout import Rollout
 from rollyard_api.storage.database import Transaction
 
 
-def waited(tx: Transaction, rollout: str, stage: str, since: float, *, reason: str = "") -> None:
-    """Add the span of a wait in a stage's queue, which ends now.
+def left(tx: Transaction, rollout: Rollout, *, reason: str = "") -> None:
+    """Add the span of the state that a rollout leaves now: a wait in a queue, or a stage under one lease.
 
     Args:
-        tx: The transaction that ends it.
-        rollout: The id of the rollout.
-        stage: The stage in whose queue it waited.
-        since: When the wait began, in seconds since the epoch.
-        reason: Why it ended without a lease, or "".
+        tx: The transaction.
+        rollout: The rollout as its row is.
+        reason: Why the wait ended without a lease, or the stage without a result, or "".
     """
-    if not _traced(tx, rollout):
+    if not _traced(tx, rollout.id):
         return
+    stage, held = rollout.stage, rollout.state.is_leased
     attributes: dict[str, Value] = {names.STAGE: stage}
+    if held:
+        attributes[names.TOKEN] = rollout.token
+        if rollout.worker:
+            attributes[names.WORKER] = rollout.worker
+        if rollout.node:
+            attributes[names.NODE] = rollout.node
     if reason:
-        attributes[names.REASON] = reason
+        attributes[names.ERROR_TYPE if held else names.REASON] = reason
     tx.spans.append(
         TraceSpan(
-            trace=trace_id(rollout),
-            id=queue_span_id(rollout, stage, since),
-            parent=root_span_id(rollout),
-            name=f"{names.QUEUE_SPAN} {stage}",
-            start=since,
-            end=max(since, tx.now),
+            trace=trace_id(rollout.id),
+            id=stage_span_id(rollout.id, stage, rollout.token)
+            if held
+            else queue_span_id(rollout.id, stage, rollout.since),
+            parent=root_span_id(rollout.id),
+            name=stage if held else f"{names.QUEUE_SPAN} {stage}",
+            start=rollout.since,
+            end=max(rollout.since, tx.now),
             attributes=attributes,
-        )
-    )
-
-
-def worked(
-    tx: Transaction,
-    rollout: str,
-    stage: str,
-    token: int,
-    since: float,
-    *,
-    worker: str | None = None,
-    node: str = "",
-    error: str = "",
-) -> None:
-    """Add the span of a stage under one lease, which ends now.
-
-    Args:
-        tx: The transaction that ends it.
-        rollout: The id of the rollout.
-        stage: The stage.
-        token: The fencing token of the lease.
-        since: When the lease was granted, in seconds since the epoch.
-        worker: The worker that held the lease, if it is known.
-        node: The node of that worker.
-        error: The reason why the stage came to no result, or "".
-    """
-    if not _traced(tx, rollout):
-        return
-    attributes: dict[str, Value] = {names.STAGE: stage, names.TOKEN: token}
-    if worker:
-        attributes[names.WORKER] = worker
-    if node:
-        attributes[names.NODE] = node
-    if error:
-        attributes[names.ERROR_TYPE] = error
-    tx.spans.append(
-        TraceSpan(
-            trace=trace_id(rollout),
-            id=stage_span_id(rollout, stage, token),
-            parent=root_span_id(rollout),
-            name=stage,
-            start=since,
-            end=max(since, tx.now),
-            attributes=attributes,
-            error=error,
+            error=reason if held else "",
         )
     )
 

@@ -39,9 +39,6 @@ BACKEND_GRACE_SECONDS = 3.0
 CONTROL_PLANE_GRACE_SECONDS = 3.0
 WORKER_IMPORTS = (
     "aiohttp",
-    "httpcore",
-    "anyio._backends._asyncio",
-    "anyio.streams.tls",
     "encodings.idna",
     "encodings.unicode_escape",
 )

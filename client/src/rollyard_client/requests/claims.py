@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import rollyard_crds as crds
 
 from rollyard_client.call import Call, segment
-from rollyard_client.requests.workers import CLAIMS, claim_of
 
 if TYPE_CHECKING:
     import httpx
     from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
+
+CLAIMS = "/v1/claims"
 
 
 def claims(namespace: str | None, revision: int | None, wait: float) -> Call[ClaimList]:
@@ -32,7 +33,7 @@ def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:
     """Return the call that reports the state of a claim. Its result is None if the claim is gone."""
 
     def parse(answer: httpx.Response) -> Claim | None:
-        return None if answer.status_code == 204 else claim_of(answer)
+        return None if answer.status_code == 204 else crds.Claim.model_validate_json(answer.content)
 
     body = status.model_dump_json().encode()
     return Call("PUT", f"{CLAIMS}/{segment(name)}/status", parse, body=body)

@@ -30,7 +30,7 @@ SLICE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """The bounds of the scheduler.
 
     They are the tokens of a sequence, the sequences that run at the same time, the caches that are kept, and
@@ -63,7 +63,7 @@ class Scheduler:
     """The waiting and running sequences, the kept caches, the weights and the pause state."""
 
     def __init__(
-        self, model: PolicyModel, version: str, eos_token_ids: Iterable[int], limits: Limits
+        self, model: PolicyModel, version: str, eos_token_ids: Iterable[int], limits: SchedulerLimits
     ) -> None:
         self.limits = limits
         self.stats = Stats()

@@ -1,9 +1,8 @@
-"""The transport over aiohttp. The process has one session, which is opened in the background."""
+"""The transport over aiohttp. The process has one session, which the first request opens."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -36,39 +35,31 @@ class AiohttpTransport:
     def __init__(self, connect_seconds: float) -> None:
         self._connect_seconds = connect_seconds
         self._entered = False
-        self._opening: asyncio.Task[aiohttp.ClientSession] | None = None
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> AiohttpTransport:
         self._entered = True
         return self
 
-    def begin(self) -> asyncio.Task[aiohttp.ClientSession]:
-        """Import what requests need, once and in the background.
-
-        The import is not done at the start, because a rollout without a model does not need it.
-        """
-        if not self._entered:
-            raise RuntimeError("AiohttpTransport is used outside of its 'async with'")
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open(), name="backend connections")
-        return self._opening
-
-    async def _open(self) -> aiohttp.ClientSession:
-        await asyncio.to_thread(importlib.import_module, "aiohttp")
-        import aiohttp
-
-        # The places of the Run pool bound how many requests are in flight, so the connector need not.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
-        if self._opening is not None:
-            opening, self._opening = self._opening, None
-            await (await opening).close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if not self._entered:
+            raise RuntimeError("AiohttpTransport is used outside of its 'async with'")
+        if self._session is None:
+            import aiohttp
+
+            # The places of the Run pool bound how many requests are in flight, so the connector need not.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        return self._session
 
     async def request(
         self,
@@ -81,9 +72,9 @@ class AiohttpTransport:
         traceparent: str | None = None,
     ) -> Reply:
         """Send one request and read the whole answer. See `Transport.request`."""
-        session = await asyncio.shield(self.begin())
         import aiohttp
 
+        session = self._opened()
         data = orjson.dumps(body) if body is not None else None
         headers = PLAIN | ({"Content-Type": "application/json"} if data is not None else {})
         if traceparent is not None:

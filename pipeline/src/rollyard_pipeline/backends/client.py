@@ -88,10 +88,6 @@ class BackendClient:
     ) -> None:
         await self._transport.__aexit__(kind, error, trace)
 
-    def begin(self) -> None:
-        """Prepare for requests in the background, while the work before the first request proceeds."""
-        self._transport.begin()
-
     async def sample(
         self,
         backend: BackendAssignment,

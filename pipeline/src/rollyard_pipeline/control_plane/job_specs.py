@@ -8,13 +8,13 @@ from collections import OrderedDict
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 
 
 class JobSpecs:
     """Caches specs by job uid. The least recently used are dropped beyond `size`."""
 
-    def __init__(self, control: LeaseCalls, size: int = 256) -> None:
+    def __init__(self, control: WorkerCalls, size: int = 256) -> None:
         self._control = control
         self._size = size
         self._specs: OrderedDict[str, RolloutJobSpec] = OrderedDict()

@@ -13,7 +13,15 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
 from rollyard_crds.task import Message, Task, TaskSandbox
-from rollyard_crds.trajectory import MAX_REWARD, MAX_REWARD_OUTPUT, Thought, Trajectory, Turn
+from rollyard_crds.trajectory import (
+    MAX_REWARD,
+    MAX_REWARD_OUTPUT,
+    RunRecord,
+    Thought,
+    Trajectory,
+    Transcript,
+    Turn,
+)
 from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
 
 from rollyard_pipeline.chat.thoughts import text_thought
@@ -90,8 +98,8 @@ class StageContext:
     """The variables of the job and the task."""
     carry: dict[str, Any] = field(default_factory=dict)
     """JSON data from the earlier stages, which the later stages receive (1 MiB at most)."""
-    trajectory: Trajectory | None = None
-    """What Run recorded. It is set in Eval only."""
+    trajectory: Transcript | Trajectory | None = None
+    """What Run recorded. It is set in Eval only, and has the token lists if the handler `needs_tokens`."""
     place: EvalPlace | None = None
     """Folders and a file that Run could not write to. It is set in Eval only, if `needs_sandbox` is true."""
     eval_env: Mapping[str, str] = field(default_factory=dict)
@@ -191,7 +199,7 @@ class StageContext:
         return message.content, turn.thought
 
 
-def said_by_policy(task: Task, trajectory: Trajectory) -> list[tuple[Message, Turn | None]]:
+def said_by_policy(task: Task, trajectory: RunRecord) -> list[tuple[Message, Turn | None]]:
     """Return the policy's messages with their turns, without the messages that the task begins with."""
     given = sum(message.role == "assistant" for message in task.chat())
     said = trajectory.said
@@ -212,6 +220,12 @@ class Handler(ABC):
     """Whether the handler needs a sandbox.
 
     If it does not, a sandbox is started only if the agent's tools need one, and Eval does not prepare it.
+    """
+    needs_tokens: ClassVar[bool] = False
+    """Whether `eval` reads the token lists of a trajectory, which are `ctx.trajectory.segments`.
+
+    If it does not, `ctx.trajectory` has messages, turns and the numbers of tokens, and the lists stay in the
+    control plane. An `eval` that reads them nevertheless fails with TokensMissing.
     """
     judges_answers: ClassVar[bool] = False
     """Whether there are tasks of which `eval` judges the answer and no files; see `judges_answer`."""

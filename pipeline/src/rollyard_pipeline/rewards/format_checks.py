@@ -7,7 +7,7 @@ from typing import Final
 
 from rollyard_crds.fields.reward import FormatCheck
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import RunRecord
 
 from rollyard_pipeline.child_processes import ChildProcesses
 from rollyard_pipeline.errors import FormatCheckFailed, FormatCheckTimeout
@@ -72,7 +72,7 @@ class FormatChecks:
         await self._children.close()
 
 
-def own_texts(task: Task, trajectory: Trajectory | None) -> list[str]:
+def own_texts(task: Task, trajectory: RunRecord | None) -> list[str]:
     """Return the contents of the policy's messages, without those that the task begins with.
 
     A mark with which the prompt has opened the thought, such as `<think>`, comes first.

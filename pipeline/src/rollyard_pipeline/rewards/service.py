@@ -9,7 +9,7 @@ from rollyard_crds.backoff import Backoff
 from rollyard_crds.fields.reward import RewardServiceSpec
 from rollyard_crds.lease import Lease, RewardRequest
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import RewardServiceFailed
 
 _PAUSES: Final = Backoff(first=0.2, longest=5.0, jitter=0.5)
@@ -17,7 +17,7 @@ _PAUSES: Final = Backoff(first=0.2, longest=5.0, jitter=0.5)
 
 
 async def service_score(
-    control: LeaseCalls, lease: Lease, service: RewardServiceSpec, episode: dict[str, Any]
+    control: WorkerCalls, lease: Lease, service: RewardServiceSpec, episode: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what the service says about an episode, after at most `maxAttempts` requests.
 

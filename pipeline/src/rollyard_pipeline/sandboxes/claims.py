@@ -23,7 +23,7 @@ from rollyard_sandbox.errors import FileError
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.proof import PROVEN
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ClaimCalls, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.connection import apply, connect
@@ -65,7 +65,7 @@ class ClaimProvider:
         connect_seconds: The time in which a sandbox that is reported ready must answer, in seconds.
     """
 
-    def __init__(self, claims: ClaimCalls, *, connect_seconds: float = CONNECT_SECONDS) -> None:
+    def __init__(self, claims: WorkerCalls, *, connect_seconds: float = CONNECT_SECONDS) -> None:
         self._claims = claims
         self._connect_seconds = connect_seconds
 

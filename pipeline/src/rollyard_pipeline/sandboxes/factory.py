@@ -9,7 +9,7 @@ from typing import Final
 
 from rollyard_crds.names import NODE, PROVIDER
 
-from rollyard_pipeline.control_plane.calls import ClaimCalls
+from rollyard_pipeline.control_plane.calls import WorkerCalls
 from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
 from rollyard_pipeline.sandboxes.claims import ClaimProvider
@@ -35,7 +35,7 @@ def open_provider(
     starts_at_once: int | None = None,
     bwrap: str | None = None,
     find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
-    claims: ClaimCalls | None = None,
+    claims: WorkerCalls | None = None,
     apptainer: ApptainerOptions | None = None,
     templates: bool = True,
     images: Sequence[str] = (ANY,),

@@ -217,7 +217,10 @@ class SandboxProvider(Protocol):
         ...
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
-        """Keep `count` unclaimed sandboxes of this request's key ready. A count of 0 keeps none."""
+        """Keep `count` unclaimed sandboxes of this request's key ready. A count of 0 keeps none.
+
+        A provider whose sandboxes start at once keeps none.
+        """
         ...
 
     async def fetch(self, request: SandboxRequest) -> bool:

@@ -239,9 +239,10 @@ class NodeProvider:
         self._leases[sandbox_id] = ends_at
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
-        """Keep `count` sandboxes of the request's key ready in the background."""
+        """Keep `count` sandboxes of the request's key ready in the background, or none if they start fast."""
         self._check(request)
-        self._warm.want(request.key, count)
+        if self._starter.starts_ahead:
+            self._warm.want(request.key, count)
 
     async def fetch(self, request: SandboxRequest) -> bool:
         """Bring the image of a request to this node before a sandbox needs it, if there is room for it."""

@@ -7,7 +7,7 @@ import copy
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final, cast
+from typing import Final, TypeVar
 
 from rollyard_crds.lease import Lease, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec, StageName
@@ -15,14 +15,31 @@ from rollyard_crds.task import Task
 
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.control_plane.calls import LeaseCalls
+from rollyard_pipeline.control_plane.calls import WorkerCall, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.stages import Stages
 
 _RENEW_SECONDS: Final = 10.0
 _LEASE_SECONDS: Final = 60.0
+
+
+A = TypeVar("A")
+
+
+class _OneJob(WorkerCalls):
+    """Answers for the control plane with the spec of the one job. No other call is made without a model."""
+
+    def __init__(self, spec: RolloutJobSpec) -> None:
+        self._spec = spec
+
+    async def send(self, call: WorkerCall[A]) -> A:
+        raise ControlPlaneRefused(f"there is no control plane here for {call.method} {call.path}")
+
+    async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
+        return self._spec
 
 
 class StagesAlone:
@@ -44,15 +61,11 @@ class StagesAlone:
         extensions: registry.Registry | None = None,
         egress: Egress | None = None,
     ) -> None:
-        self._spec = spec
         self._provider = provider
-        calls = cast("LeaseCalls", self)  # Only `job_spec` is called where no model is asked.
-        self._stages = Stages(calls, backends, provider, extensions or registry.Registry(), egress=egress)
+        self._stages = Stages(
+            _OneJob(spec), backends, provider, extensions or registry.Registry(), egress=egress
+        )
         self._numbers = itertools.count()
-
-    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
-        """Return the spec of the job, as a control plane would."""
-        return self._spec
 
     async def play(self, task: Task) -> tuple[StageResult, StageResult]:
         """Play a task once, and return the results of Run and of Eval. No sandbox is left afterwards.
@@ -70,7 +83,8 @@ class StagesAlone:
                     lease_seconds=_LEASE_SECONDS, task=task,
                     sandbox=before.sandbox if before is not None else None,
                     carry=copy.deepcopy(before.carry) if before is not None else {},
-                    trajectory=before.trajectory if before is not None else None,
+                    trajectory=None if before is None else before.transcript,
+                    segments=[] if before is None else before.segments,
                 )
             )  # fmt: skip
 

@@ -11,6 +11,7 @@ from rollyard_crds.fields.eval_carry import WORKDIR
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec, WorkerJobSpec
 from rollyard_crds.task import Task, TaskSandbox
+from rollyard_crds.trajectory import Trajectory, Transcript
 
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents.base import Agent
@@ -38,6 +39,17 @@ def stage_context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageCo
         env={**spec.sandbox.env, **lease.task.sandbox.env},
         carry=carry,
     )
+
+
+def evaluated(lease: Lease, handler: Handler) -> Transcript | Trajectory | None:
+    """Return what Run recorded, with the token lists if the handler needs them.
+
+    Raises:
+        TokensMissing: The handler needs them, and Run's worker did not know this.
+    """
+    if lease.trajectory is None or not handler.needs_tokens:
+        return lease.trajectory
+    return lease.trajectory.with_segments([segment.lists() for segment in lease.segments])
 
 
 async def prepare(handler: Handler, context: StageContext) -> None:

@@ -197,7 +197,7 @@ class Rescorer:
             timeout=seconds,
             env={**self._spec.sandbox.env, **task.sandbox.env},
             carry={} if answer is None else {ANSWER: answer},
-            trajectory=trajectory,
+            trajectory=trajectory if handler.needs_tokens else trajectory.transcript,
         )
         if handler.needs_sandbox:
             evaluation = await self._in_sandbox(handler, context, seconds)

@@ -7,7 +7,7 @@ import functools
 
 from rollyard_crds.lease import Lease
 
-from rollyard_pipeline.control_plane.calls import LeaseCalls
+from rollyard_pipeline.control_plane.calls import WorkerCalls
 from rollyard_pipeline.errors import EvalTimeout
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.rewards.service import service_score
@@ -16,7 +16,7 @@ from rollyard_pipeline.rewards.shaping import Rewards
 
 async def shaped(
     rewards: Rewards,
-    control: LeaseCalls,
+    control: WorkerCalls,
     lease: Lease,
     handler: Handler,
     context: StageContext,

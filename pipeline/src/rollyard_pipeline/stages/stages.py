@@ -22,7 +22,7 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache
 from rollyard_pipeline.chat.tokenizer import locate
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.control_plane.job_specs import JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
@@ -47,6 +47,7 @@ from rollyard_pipeline.stages.contexts import (
     agent_of,
     checked_carry,
     eval_network,
+    evaluated,
     narrowed,
     pins_of,
     prepare,
@@ -90,7 +91,7 @@ class Stages:
 
     def __init__(
         self,
-        control: LeaseCalls,
+        control: WorkerCalls,
         backends: BackendClient,
         provider: SandboxProvider | None,
         extensions: registry.Registry,
@@ -247,12 +248,14 @@ class Stages:
             stage="run",
             sandbox=lease.sandbox,
             carry=checked_carry(context),
-            trajectory=episode.trajectory(
+            trajectory=episode.record(
                 lease,
                 spec.sampling,
                 session.backend.url if session is not None else "",
                 session.logprobs_mode if session is not None else "",
             ),
+            segments=[] if episode.recorder is None else episode.recorder.segments(),
+            tokens_in_eval=handler.needs_tokens,
             stats=session.stats if session is not None else RunStats(),
             times=times,
         )
@@ -261,7 +264,7 @@ class Stages:
         lease, timeout = held.lease, spec.stages.eval.timeout_seconds
         handler = self._handler(spec).for_task(lease.task)
         context = stage_context(lease, spec, timeout)
-        context.trajectory = lease.trajectory
+        context.trajectory = evaluated(lease, handler)
         _first_crash_fails(lease, _end_in_run(lease), None)
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
         untouched = fresh and not reaches(spec, handler, lease.task)
@@ -451,7 +454,6 @@ class Stages:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
         self._egress.infrastructure.add(lease.backend.url)
-        self._backends.begin()  # This proceeds while the chat template is loaded.
 
         async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
             request = RouteRequest(

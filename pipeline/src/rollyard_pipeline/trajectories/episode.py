@@ -10,9 +10,9 @@ from rollyard_crds.task import FunctionCall, Message, ToolCall
 from rollyard_crds.trajectory import (
     MALFORMED_CALL,
     FinishReason,
+    RunRecord,
     SamplingRecord,
     Thought,
-    Trajectory,
     Turn,
     TurnToolCall,
 )
@@ -114,11 +114,9 @@ class Episode:
         self.truncated_reason = self.truncated_reason or reason
         self.finished = True
 
-    def trajectory(
-        self, lease: Lease, sampling: SamplingSpec, backend: str, logprobs_mode: str
-    ) -> Trajectory:
-        """Return the trajectory that Run passes on. The control plane adds stage timings and the attempt."""
-        return Trajectory(
+    def record(self, lease: Lease, sampling: SamplingSpec, backend: str, logprobs_mode: str) -> RunRecord:
+        """Return what Run passes on beside the token lists. The control plane adds the timings."""
+        return RunRecord(
             id=lease.rollout,
             job=lease.job,
             namespace=lease.namespace,
@@ -126,7 +124,6 @@ class Episode:
             group_id=lease.group_id,
             sample_index=lease.sample_index,
             attempt=lease.attempt,
-            segments=self.recorder.segments() if self.recorder else [],
             messages=self.messages,
             turns=self.turns,
             sampling=None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import overload
 
-from rollyard_crds.trajectory import FinishReason, Segment, Turn
+from rollyard_crds.token_arrays import PackedSegment
+from rollyard_crds.trajectory import FinishReason, Turn
 
 from rollyard_pipeline.chat.conversation import Conversation, Rendering
 from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
@@ -184,15 +185,15 @@ class TrajectoryRecorder:
         self._conversation.said(prompt.rendering, text, end or "")
         return text.replace(MARK, "")
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[PackedSegment]:
         """Return the record so far."""
         return [
-            Segment(
+            PackedSegment.of(
                 prompt_ids=segment.ids[: segment.prompt],
                 response_ids=segment.ids[segment.prompt :],
-                loss_mask=list(segment.loss_mask),
-                logprobs=list(segment.logprobs),
-                policy_versions=list(segment.policy_versions),
+                loss_mask=segment.loss_mask,
+                logprobs=segment.logprobs,
+                policy_versions=segment.policy_versions,
             )
             for segment in self._segments
         ]

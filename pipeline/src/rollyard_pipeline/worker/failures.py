@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import StageName
+from rollyard_crds.trajectory import TokensMissing
 from rollyard_inference.errors import BackendError
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -23,7 +24,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
             if error.return_to is not None and (error.return_to != "init" or lease.stage != "init"):
                 return_to = error.return_to
             message = str(error)
-        case BackendError():
+        case BackendError() | TokensMissing():
             reason, retryable, message = error.reason, error.retryable, str(error)
         case ExecError():
             # A fresh sandbox may succeed where the exec server failed.

@@ -10,7 +10,7 @@ from typing import Final
 
 from rollyard_crds.lease import HeartbeatRequest
 
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.control_plane.leases import LeaseTable
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import SandboxProviderError
@@ -38,7 +38,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        control: LeaseCalls,
+        control: WorkerCalls,
         table: LeaseTable,
         provider: SandboxProvider | None,
         *,

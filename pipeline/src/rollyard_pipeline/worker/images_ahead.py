@@ -13,7 +13,7 @@ from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
 from rollyard_crds.task import TaskSandbox
 
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
@@ -47,7 +47,7 @@ class ImagesAhead:
 
     def __init__(
         self,
-        control: LeaseCalls,
+        control: WorkerCalls,
         provider: SandboxProvider | None,
         look_seconds: float = LOOK_SECONDS,
         full_seconds: float = FULL_SECONDS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneRefused
 
@@ -48,7 +48,7 @@ class Outbox:
     """
 
     def __init__(
-        self, control: LeaseCalls, worker: str, reported: Reported, more: Callable[[], bool]
+        self, control: WorkerCalls, worker: str, reported: Reported, more: Callable[[], bool]
     ) -> None:
         self._control = control
         self._worker = worker

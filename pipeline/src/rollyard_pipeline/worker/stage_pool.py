@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
 from rollyard_crds.rolloutjob import StageName
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class StagePool:
 
     def __init__(
         self,
-        control: LeaseCalls,
+        control: WorkerCalls,
         identity: WorkerIdentity,
         stage: StageName,
         places: int,

@@ -5,25 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from typing import Final, Protocol
+from typing import Final
 
 from rollyard_crds.base import build_all
 from rollyard_crds.workers import Assignment, AssignmentRequest
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 
 WAIT_SECONDS: Final = 30.0
 """The longest time that one request waits for an offer, in seconds."""
-_MODULES: Final = ("aiohttp", "httpcore", "anyio.streams.tls", "encodings.idna")
+_MODULES: Final = ("aiohttp", "encodings.idna")
 """The modules that a worker imports with its first requests."""
-
-
-class AssignmentCalls(Protocol):
-    """The only call of a worker that stands ready."""
-
-    async def assignment(self, request: AssignmentRequest) -> Assignment | None:
-        """Return the assignment, or None if none was offered in time."""
-        ...
 
 
 def import_all() -> None:
@@ -36,7 +28,7 @@ def import_all() -> None:
 
 
 async def assignment_of(
-    control: AssignmentCalls, namespace: str, worker: str, driver: str, wait: float = WAIT_SECONDS
+    control: WorkerCalls, namespace: str, worker: str, driver: str, wait: float = WAIT_SECONDS
 ) -> Assignment:
     """Ask for the assignment of a ready worker until a driver has offered one.
 

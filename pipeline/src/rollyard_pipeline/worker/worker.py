@@ -16,7 +16,7 @@ from rollyard_crds.telemetry.scope import RolloutScope, entered
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache
-from rollyard_pipeline.control_plane.calls import LeaseCalls
+from rollyard_pipeline.control_plane.calls import WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.egress.egress import Egress
@@ -94,7 +94,7 @@ class Worker:
 
     def __init__(
         self,
-        control: LeaseCalls,
+        control: WorkerCalls,
         backends: BackendClient,
         provider: SandboxProvider | None,
         options: WorkerOptions,

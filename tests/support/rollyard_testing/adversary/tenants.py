@@ -17,6 +17,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rollyard_testing.adversary.restplane import Yard, result
+from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
 
 PATIENCE = patience(60.0)
@@ -88,7 +89,7 @@ def outcome(lease: dict[str, Any], notes: str = "") -> dict[str, Any]:
         "segments": [segment],
         "metadata": {"notes": notes},
     }
-    return item
+    return reported(item)
 
 
 async def finish(yard: Yard, job: str, *, notes: str = "", most: int = 10_000) -> int:

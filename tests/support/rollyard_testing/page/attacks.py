@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rollyard_api.core.codec import dumps, pack
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.trajectories import attempts
 
 from rollyard_testing.page.conversations import Conversations, Step
-from rollyard_testing.page.store import Result, Rollout, Store, task_row
+from rollyard_testing.page.store import Result, Rollout, Store, recorded, task_row
 
 ATTACKER: Final = "attacker.example"
 _BEACON: Final = f"https://{ATTACKER}/beacon"
@@ -127,7 +126,7 @@ def _results(now: float) -> list[Result]:
                 state=RolloutState.FAILED if failed else RolloutState.SUCCEEDED,
                 reward=None if failed else 0.5,
                 ended_at=now - 60,
-                trajectory=pack(dumps(_everywhere(text, conversations))),
+                recorded=recorded(_everywhere(text, conversations)),
                 tokens=64,
                 worker=text[:253].replace("\x00", ""),
                 components={} if failed else {NAMES[number % len(NAMES)]: 0.5, "x": 1.0},
@@ -152,10 +151,10 @@ def _results(now: float) -> list[Result]:
     output = f"first line\n{'x' * 80}\n" + "".join(f"line {n} <b data-attack>\n" for n in range(LARGE // 26))
     large = conversations.trajectory("Print much.", [Step("I print.", "yes", "y\n")], ["step-1"])
     large["messages"][2]["content"] = output.ljust(LARGE, "y")[:LARGE]
-    made.append(Result(ended_at=now - 40, trajectory=pack(dumps(large)), tokens=8))
+    made.append(Result(ended_at=now - 40, recorded=recorded(large), tokens=8))
     line = conversations.trajectory("Print one line.", [Step("I print.", "yes", "y")], ["step-1"])
     line["messages"][2]["content"] = "z" * LARGE
-    made.append(Result(ended_at=now - 40, trajectory=pack(dumps(line)), tokens=8))
+    made.append(Result(ended_at=now - 40, recorded=recorded(line), tokens=8))
     return made
 
 

@@ -6,12 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.codec import dumps, pack
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.trajectories import attempts
 
 from rollyard_testing.page.conversations import Conversations, Step
-from rollyard_testing.page.store import Result, Rollout, Store, plain_tasks
+from rollyard_testing.page.store import Recorded, Result, Rollout, Store, plain_tasks, recorded
 
 SAMPLES: Final = 8
 SPAN: Final = 3600.0
@@ -47,7 +46,7 @@ def _reward(rng: random.Random, group: int) -> float:
     return 1.0 if rng.random() < chance else rng.choice((0.0, 0.25)) if group % 4 > 1 else 0.0
 
 
-def _recorded(conversations: Conversations, word: str, version: str) -> tuple[bytes, int]:
+def _recorded(conversations: Conversations, word: str, version: str) -> tuple[Recorded, int]:
     steps = [
         Step(
             f"I look for {word} in the files.", f"grep -rc {word} data", f"data/a.txt:12\ndata/{word}.txt:3\n"
@@ -56,7 +55,7 @@ def _recorded(conversations: Conversations, word: str, version: str) -> tuple[by
     ]
     made = conversations.trajectory(f"Count the lines with {word} below data.", steps, [version])
     made["metadata"] = {"eval": {"command": "test", "output": f"want 15, got 15 of {word}\n", "exit_code": 0}}
-    return pack(dumps(made)), sum(made["segments"][0]["loss_mask"])
+    return recorded(made), sum(made["segments"][0]["loss_mask"])
 
 
 def _retried(rng: random.Random, now: float) -> bytes:
@@ -101,7 +100,7 @@ async def ordinary_job(
     """
     rng = random.Random(seed)
     conversations = Conversations(seed=seed)
-    recorded = {
+    recordings = {
         (word, version): _recorded(conversations, word, version) for word in WORDS for version in VERSIONS
     }
     order: list[Rollout] = [(no, sample) for no in range(round(groups * ended)) for sample in range(SAMPLES)]
@@ -115,14 +114,14 @@ async def ordinary_job(
         nonlocal failed
         share = place[no, sample] / max(1, len(order))
         index = min(len(VERSIONS) - 1, int(share * len(VERSIONS)))
-        blob, tokens = recorded[WORDS[no % len(WORDS)], VERSIONS[index]]
+        blob, tokens = recordings[WORDS[no % len(WORDS)], VERSIONS[index]]
         # Ends come in batches of a second or so, as those of workers do.
         at = round(now - span + span * share, 0 if groups > 1000 else 1)
         run = rng.lognormvariate(0.7, 0.5) * (12.0 if rng.random() < 0.01 else 1.0)
         fails = rng.random() < 0.03
         if long and (no, sample) == (LONG_GROUP, 0):
             made = conversations.of_length(LONG_TOKENS)
-            blob, tokens, fails = pack(dumps(made)), sum(made["segments"][0]["loss_mask"]), False
+            blob, tokens, fails = recorded(made), sum(made["segments"][0]["loss_mask"]), False
         reward = None if fails else _reward(rng, no)
         failed += fails
         if reward is not None:
@@ -139,7 +138,7 @@ async def ordinary_job(
             ),
             model=round(run * 0.7, 3),
             tools=round(run * 0.2, 3),
-            trajectory=blob,
+            recorded=blob,
             tokens=tokens,
             policy_index=index + 1,
             worker=f"worker-{rng.randrange(8)}",

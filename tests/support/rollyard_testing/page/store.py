@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from msgspec.structs import replace
@@ -23,7 +23,7 @@ from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine import events
-from rollyard_api.machine.rollout import Refused, Transition, decide
+from rollyard_api.machine.rollout import Rejection, Transition, decide
 from rollyard_api.machine.rollout import Rollout as RolloutRow
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
@@ -38,12 +38,29 @@ from rollyard_api.storage.schema import weight_updates
 from rollyard_api.trajectories import traces
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
+from rollyard_api.trajectories.packed import of_segments
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.rolloutjob import STAGES, RolloutJob
+from rollyard_crds.token_arrays import PackedSegment
+
+from rollyard_testing.crds.segments import kept as kept_record
 
 BATCH: Final = 1024
 """The number of rollouts that are ended in one transaction."""
 _ROOM: Final = Room(1 << 40, 1 << 40)
+
+
+class Recorded(NamedTuple):
+    """What Run recorded, as the database keeps it."""
+
+    record: bytes
+    segments: bytes
+
+
+def recorded(record: Mapping[str, Any]) -> Recorded:
+    """Return a record of Run with segments as the database keeps it."""
+    segments = of_segments(PackedSegment.of(**segment) for segment in record["segments"])
+    return Recorded(pack(dumps(kept_record(record))), segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +79,8 @@ class Result:
     """The part of Run in which the model sampled, in seconds."""
     tools: float = 0.3
     """The part of Run in which tools worked, in seconds."""
-    trajectory: bytes | None = None
-    """What Run recorded, as `pack` returns it."""
+    recorded: Recorded | None = None
+    """What Run recorded."""
     tokens: int = 0
     """The number of sampled tokens."""
     policy_index: int = 0
@@ -246,9 +263,9 @@ def _end(tx: Transaction, job_id: int, ended: Sequence[tuple[str, int, Result]])
     results = {name: result for name, _, result in ended}
     rollout_rows.change(tx, [{"b_id": name, **_work(result)} for name, result in results.items()])
     kept = [
-        {"rollout_id": name, "trajectory": result.trajectory}
+        {"rollout_id": name, "trajectory": result.recorded.record, "segments": result.recorded.segments}
         for name, result in results.items()
-        if result.trajectory is not None
+        if result.recorded is not None
     ]
     rollout_rows.keep(tx, kept)
     rows = rollout_rows.named(tx, results)
@@ -290,7 +307,7 @@ def _transition(row: RolloutRow, result: Result) -> Transition:
     elif result.state == RolloutState.FAILED:
         event = events.BackendAwaited(result.message or "", result.reason or "")
     decision = decide(row, event, None, result.ended_at)
-    if isinstance(decision, Refused):
+    if isinstance(decision, Rejection):
         # Only a wait for Init or Run can be for a backend. The other failures look the same afterwards.
         decision = decide(replace(row, state=RolloutState.QUEUED_RUN), event, None, result.ended_at)
     assert isinstance(decision, Transition)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import httpx
 
+from rollyard_testing.crds.segments import reported
 from rollyard_testing.page.conversations import Conversations, Step
 
 ASKS: Final = 6
@@ -101,7 +102,7 @@ class Puppet:
             }
         else:
             item["reward"] = reward
-        return item
+        return reported(item)
 
     def show(self) -> None:
         """Send a heartbeat without leases. A node of which none comes is given up, with what waits for it."""

@@ -22,7 +22,9 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.calls import WorkerCall, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
+from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.handlers.swe.handler import SweHandler
 from rollyard_pipeline.sandboxes import open_provider
@@ -172,11 +174,14 @@ def swe_task(commands: Sequence[str], **fields: Any) -> Task:
     return Task.model_validate({"id": "t", "prompt": "?", "solution": calls, "swe": swe | fields})
 
 
-class _Plane:
+class _Plane(WorkerCalls):
     def __init__(self) -> None:
         self.spec: RolloutJobSpec
 
-    async def job_spec(self, _namespace: str, _name: str, _uid: str) -> RolloutJobSpec:
+    async def send(self, call: WorkerCall[Any]) -> Any:
+        raise ControlPlaneRefused(f"{call.method} {call.path} is not played here")
+
+    async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
         return self.spec
 
 
@@ -205,7 +210,7 @@ class SweLab:
             ran = await self._work(task, "run", sandbox=init.sandbox, carry=init.carry)
             carry = copy.deepcopy(ran.carry)
             return await self._work(
-                task, "eval", sandbox=init.sandbox, carry=carry, trajectory=ran.trajectory
+                task, "eval", sandbox=init.sandbox, carry=carry, trajectory=ran.transcript
             )
         finally:
             assert init.sandbox is not None
@@ -231,7 +236,7 @@ async def swe_lab(kind: str, folder: Path) -> AsyncIterator[SweLab]:
     extensions = registry.Registry({registry.HANDLERS: {"swe": SweHandler, "mixed": MixedHandler}})
     try:
         async with BackendClient() as backends:
-            stages = Stages(plane, backends, provider, extensions)  # type: ignore[arg-type]
+            stages = Stages(plane, backends, provider, extensions)
             yield SweLab(provider, stages, plane)
             await stages.close()
     finally:

@@ -27,6 +27,7 @@ from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Sample, TrajectoryRecorder
 from tokenizers import Tokenizer
 
+from rollyard_testing.crds.segments import lists
 from rollyard_testing.families import FAMILIES, train_tokenizer
 
 TASK = Task(id="t", prompt="How many?", answer="7")
@@ -97,8 +98,8 @@ def kept(episode: Episode) -> Trajectory:
     """Return the record of an episode, as another process reads it."""
     assert episode.recorder is not None
     record = Trajectory(
-        id="r", job="j", task_id="t", group_id="g", sample_index=0, segments=episode.recorder.segments(),
-        messages=episode.messages, turns=episode.turns,
+        id="r", job="j", task_id="t", group_id="g", sample_index=0,
+        segments=lists(episode.recorder.segments()), messages=episode.messages, turns=episode.turns,
     )  # fmt: skip
     return Trajectory.model_validate_json(record.line())
 

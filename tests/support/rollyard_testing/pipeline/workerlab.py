@@ -32,7 +32,7 @@ from rollyard_crds.task import Task
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, WorkerCall, WorkerCalls
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
@@ -43,7 +43,7 @@ Outcome = StageResult | StageFailure
 Answer = Literal["accepted", "stale", "cancelled", "unknown"]
 
 
-class Plane:
+class Plane(WorkerCalls):
     """A control plane in memory, which hands out prepared leases and keeps what comes back."""
 
     def __init__(self, spec: RolloutJobSpec) -> None:
@@ -83,6 +83,9 @@ class Plane:
     def _check(self) -> None:
         if self.away:
             raise ControlPlaneUnavailable("away")
+
+    async def send(self, call: WorkerCall[Any]) -> Any:
+        raise ControlPlaneRefused(f"{call.method} {call.path} is not played here")
 
     async def lease(self, request: LeaseRequest) -> LeaseResponse:
         self._check()
@@ -131,7 +134,7 @@ class Plane:
     async def reward(self, request: RewardRequest, seconds: float) -> RewardResponse:
         return RewardResponse(error="there is no service")
 
-    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+    async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
         self._check()
         return self.spec
 

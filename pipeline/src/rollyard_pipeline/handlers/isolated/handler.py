@@ -84,7 +84,10 @@ class IsolatedHandler(Handler):
     def __init__(self, handler: Handler, processes: HandlerProcesses) -> None:
         self._handler = handler
         self._processes = processes
-        shown = ("needs_sandbox", "judges_answers", "reward_range", "components", "eval_sandbox", "fetches")
+        shown = (
+            "needs_sandbox", "needs_tokens", "judges_answers", "reward_range", "components", "eval_sandbox",
+            "fetches",
+        )  # fmt: skip
         # These are attributes of the class, which an instance can only hide.
         vars(self).update({name: getattr(handler, name) for name in shown})
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 from rollyard_crds.task import Task
+from rollyard_crds.trajectory import TokensMissing
 from rollyard_sandbox.errors import SandboxError, from_wire
 
 from rollyard_pipeline import errors
@@ -65,9 +66,11 @@ def described(error: BaseException) -> dict[str, Any]:
     match error:
         case SandboxError():
             return fields | {"kind": "sandbox", "reason": error.reason}
-        case PipelineError():
+        case PipelineError() | TokensMissing():
             decisions = {
-                name: getattr(error, name) for name in ("reason", "retryable", "return_to", "counts")
+                name: getattr(error, name)
+                for name in ("reason", "retryable", "return_to", "counts")
+                if hasattr(error, name)
             }
             blamed = error.reward_reason if isinstance(error, RewardUnusable) else ""
             return fields | {

@@ -112,6 +112,7 @@ class ApptainerStarter:
 
     name = "apptainer"
     fetches = True
+    starts_ahead = True
 
     def __init__(
         self,

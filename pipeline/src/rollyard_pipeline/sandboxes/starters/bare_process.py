@@ -26,6 +26,7 @@ class ProcessStarter:
 
     name = "process"
     fetches = False
+    starts_ahead = True
 
     def __init__(self, places: Sequence[CgroupPlace]) -> None:
         self._places = places

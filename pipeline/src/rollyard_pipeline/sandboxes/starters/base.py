@@ -48,6 +48,8 @@ class Starter(Protocol):
     name: str
     fetches: bool
     """Whether images come from elsewhere and may take long to come."""
+    starts_ahead: bool
+    """Whether a start takes long enough that jobs gain from sandboxes which are started in advance."""
 
     def workdir(self, folder: Path) -> str:
         """Return the work folder as programs inside see it, for a sandbox whose own folder is `folder`."""

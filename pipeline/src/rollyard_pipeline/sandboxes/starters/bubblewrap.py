@@ -176,6 +176,8 @@ class BubblewrapStarter:
         self._runtime: Runtime | None = None
         self._reaper = Reaper()
         self._templates = Templates(self._start_template) if templates else None
+        # A fork takes about 10 ms. Those that nobody takes in the end would cost more than they save.
+        self.starts_ahead = not templates
         self._failures = 0
 
     def workdir(self, folder: Path) -> str:

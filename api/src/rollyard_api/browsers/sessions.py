@@ -26,7 +26,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.problems import ApiError, Conflict, Unauthorized
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.sign_in_tables import browser_sessions, installation, sign_in_codes
+from rollyard_api.storage.schema import browser_sessions, installation, sign_in_codes
 
 SessionRole = Literal["viewer", "admin"]
 SECRET: Final = re.compile(r"[A-Za-z0-9_-]{43}")

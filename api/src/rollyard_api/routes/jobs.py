@@ -23,7 +23,7 @@ from rollyard_api.core import entrypoints
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import UNFINISHED
-from rollyard_api.jobs import job_views, jobs, manifests, registration, targets, tasks
+from rollyard_api.jobs import job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
@@ -390,7 +390,7 @@ async def open_target(request: Request, name: str, namespace: Namespace = "defau
     plane = plane_of(request)
     asked = validated(Target, await body_of(request))
     unread = plane.settings.max_unread
-    step = partial(targets.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
+    step = partial(jobs.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
     told = await plane.database.write(partial(step, namespace=namespace, name=name))
     return answer(told, 201 if told["opened"] else 200)
 

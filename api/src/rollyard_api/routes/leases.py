@@ -33,7 +33,7 @@ from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
-from rollyard_api.jobs import job_views, reward_services, task_images
+from rollyard_api.jobs import job_views, reward_services
 from rollyard_api.rollouts import heartbeats, leasing, outcomes, rerouting, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
@@ -276,7 +276,7 @@ async def waiting_images(
     """
     refuse_other_job(request, namespace, name)
     look = partial(
-        task_images.waiting, namespace=namespace, name=name, uid=uid, max_bytes=plane.settings.page_bytes
+        job_views.waiting_images, namespace=namespace, name=name, uid=uid, max_bytes=plane.settings.page_bytes
     )
     async with plane.looks.held(namespace):
         return answer({"images": await plane.database.read(look)})

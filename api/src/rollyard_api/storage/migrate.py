@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from rollyard_api.core.problems import ControlPlaneError
-from rollyard_api.storage import sign_in_tables, view_tables  # noqa: F401  They add tables to the metadata.
+from rollyard_api.storage import view_tables  # noqa: F401  It adds tables to the metadata.
 from rollyard_api.storage.schema import metadata
 
 if TYPE_CHECKING:

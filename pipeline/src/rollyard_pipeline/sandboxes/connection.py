@@ -27,8 +27,7 @@ async def connect(
             the sandbox can have caused.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await ExecClient.connect(address, token=token, secret=secret, timeout=seconds)
+        return await ExecClient.connect(address, token=token, secret=secret, timeout=seconds)
     except SandboxSabotaged:
         raise
     except (ExecError, OSError) as error:

@@ -236,7 +236,7 @@ async def swe_lab(kind: str, folder: Path) -> AsyncIterator[SweLab]:
     extensions = registry.Registry({registry.HANDLERS: {"swe": SweHandler, "mixed": MixedHandler}})
     try:
         async with BackendClient() as backends:
-            stages = Stages(plane, backends, provider, extensions)  # type: ignore[arg-type]
+            stages = Stages(plane, backends, provider, extensions)
             yield SweLab(provider, stages, plane)
             await stages.close()
     finally:

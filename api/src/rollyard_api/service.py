@@ -86,14 +86,6 @@ class ViewObjects:
         if tx.troubles:
             self.seen_workers.troubled(tx.troubles, tx.now)
 
-    def rounds(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-        """Return the work that is repeated in the background, each with a name for the log."""
-        return [
-            ("statistics", self.folding.round),
-            ("workers", self.seen_workers.write),
-            ("events of the fleet", self.feed.tick),
-        ]
-
     def close(self) -> None:
         """Stop the threads, without waiting for those that hang."""
         self.record_threads.close()
@@ -433,7 +425,9 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
         (given.speeds_seconds, given.stats_seconds, "measured speeds", speeds),
-        *((given.folding_seconds, given.stats_seconds, what, work) for what, work in plane.views.rounds()),
+        (given.folding_seconds, given.stats_seconds, "statistics", plane.views.folding.round),
+        (given.folding_seconds, given.stats_seconds, "workers", plane.views.seen_workers.write),
+        (given.folding_seconds, given.stats_seconds, "events of the fleet", plane.views.feed.tick),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]
 

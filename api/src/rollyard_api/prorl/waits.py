@@ -36,23 +36,13 @@ class _Follower:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a look at a job finds."""
-
-    ended: Mapping[str, int]
-    """The rollouts that ended after the cursor, and their places in the order of ends."""
-    there: bool
-    """Whether the job still exists."""
-
-
-def _look(conn: Connection, job_id: int, after: int) -> _Seen:
+def _look(conn: Connection, job_id: int, after: int) -> tuple[dict[str, int], bool]:
+    """Return the places of rollouts that ended after a place, and whether the job still exists."""
     query = sa.select(rollouts.c.id, rollouts.c.end_seq).where(
         rollouts.c.job_id == job_id, rollouts.c.end_seq > after
     )
     found = {row.id: row.end_seq for row in conn.execute(query)}
-    there = conn.execute(sa.select(jobs.c.id).where(jobs.c.id == job_id)).first() is not None
-    return _Seen(found, there)
+    return found, conn.execute(sa.select(jobs.c.id).where(jobs.c.id == job_id)).first() is not None
 
 
 def _has_ended(conn: Connection, rollout: str) -> bool:
@@ -112,15 +102,15 @@ class Ends:
                         after = int(place or 0)
                         follower.begun.set()
                     look = partial(read, partial(_look, job_id=job_id, after=after))
-                    seen = await bus.until(
-                        job_topic(job_id), look, lambda seen: bool(seen.ended), LOOK_SECONDS
+                    ended, there = await bus.until(
+                        job_topic(job_id), look, lambda seen: bool(seen[0]), LOOK_SECONDS
                     )
                 except ApiError as error:
                     log.warning("waiting for rollouts: %s: %s", error.reason, error.detail)
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
-                after = max((after, *seen.ended.values()))
-                _wake(follower, seen.ended if seen.there else list(follower.waiting))
+                after = max((after, *ended.values()))
+                _wake(follower, ended if there else list(follower.waiting))
         finally:
             # No await stands between the last check of `waiting` and this line, so that no call is missed.
             del self._followers[job_id]

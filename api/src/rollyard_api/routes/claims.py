@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
 from starlette.responses import Response
 
-from rollyard_api.core.validation import validated
+from rollyard_api.core.codec import validated
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.rollouts import claims
 from rollyard_api.routes.common import (

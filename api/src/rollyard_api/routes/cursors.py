@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from rollyard_api.core.codec import validated
 from rollyard_api.core.cursors import MAX_LENGTH
-from rollyard_api.core.validation import validated
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction

@@ -20,8 +20,8 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import entrypoints
+from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
-from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob

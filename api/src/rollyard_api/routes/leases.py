@@ -29,9 +29,8 @@ from rollyard_crds.workers import WaitingImages
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.core.codec import encode
+from rollyard_api.core.codec import encode, validated
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
-from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.jobs import job_views, reward_services
 from rollyard_api.rollouts import heartbeats, leasing, outcomes, rerouting, wire

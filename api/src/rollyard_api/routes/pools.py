@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
+from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, NotFound
-from rollyard_api.core.validation import validated
 from rollyard_api.jobs import registration
 from rollyard_api.jobs.manifests import OBJECT_UID
 from rollyard_api.routes.common import (

@@ -17,9 +17,8 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
-from rollyard_api.core.codec import loads
+from rollyard_api.core.codec import loads, validated
 from rollyard_api.core.problems import Conflict
-from rollyard_api.core.validation import validated
 from rollyard_api.routes.common import (
     MAX_WAIT,
     Namespace,

@@ -16,8 +16,8 @@ from rollyard_crds.workers import (
 )
 from starlette.responses import Response
 
+from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Conflict, Forbidden
-from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import ready_topic
 from rollyard_api.rollouts import assignments, sweeps
 from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body_schema, caller_of

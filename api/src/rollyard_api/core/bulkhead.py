@@ -93,7 +93,7 @@ class Bulkhead:
             raise Unavailable("shutting down", headers=RETRY_AFTER)
         if self._blocked() and not self._may_probe(loop.time()):
             raise self._refusal()
-        if self._waiters() >= self._max_waiting:
+        if sum(map(len, self._waiting.values())) >= self._max_waiting:
             raise Unavailable(f"too many requests wait for the {self.what}", headers=RETRY_AFTER)
         future: asyncio.Future[T] = loop.create_future()
         call = _Call(function, future, key)
@@ -115,9 +115,6 @@ class Bulkhead:
         self._closed = True
         for _ in range(self._threads):
             self._work.put(None)
-
-    def _waiters(self) -> int:
-        return sum(map(len, self._waiting.values()))
 
     def _room(self) -> int:
         held = len(self._running) - len(self._written_off)

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from rollyard_crds.backoff import Backoff
 
-from rollyard_api.core.problems import TimedOut, Unavailable
+from rollyard_api.core.problems import RETRY_AFTER, TimedOut, Unavailable
 
 T = TypeVar("T")
 
@@ -26,7 +26,6 @@ SPARE = 4
 """The largest number of threads of a bulkhead, as a multiple of its places. It includes threads that hang
 for ever."""
 PROBES: Final = Backoff(first=1.0, longest=60.0)
-RETRY_AFTER = {"Retry-After": "2"}
 
 
 @dataclass(eq=False, slots=True)

@@ -268,23 +268,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    allowed: dict[str, Any] = {name: tuple(getattr(given, name)) for name, *_ in ALLOWED}
+    # An option with the name of a setting is that setting.
+    same = [field.name for field in fields(Settings) if field.name in given]
+    options: dict[str, Any] = {name: getattr(given, name) for name in same}
     settings = Settings(
-        state_dir=given.state_dir,
-        db=given.db,
-        trajectories=given.trajectories,
-        lease_seconds=given.lease_seconds,
-        no_backend_seconds=given.no_backend_seconds,
-        sqlite_max_pages=given.sqlite_max_pages,
+        **options | {name: tuple(options[name]) for name, *_ in ALLOWED},
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
-        verify_python=given.verify_python,
         tokens_file=given.tokens,
-        open_metrics=given.open_metrics,
-        open_docs=given.open_docs,
         browsers=shown,
-        **{name: getattr(given, name) for name, _, _ in BOUNDS},
-        **allowed,
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,
@@ -292,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             namespace_count=given.max_namespace_blobs,
         ),
     )
-    for options, name in (
+    for options_of_list, name in (
         ("--allow-tasks-from, --allow-tasks-network", "task_sources"),
         ("--allow-sandbox-host, --allow-eval-host", "sandbox_hosts"),
         ("--allow-rewards-from, --allow-rewards-network", "reward_services"),
@@ -300,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             getattr(settings, name)
         except (PrefixError, HostPatternError) as error:
-            print(f"{options}: {error}", file=sys.stderr)
+            print(f"{options_of_list}: {error}", file=sys.stderr)
             return EXIT_USAGE
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

@@ -159,9 +159,8 @@ class _Grant:
                     continue
                 assignment = self.routers.assignment((job.namespace, job.pool), chosen)
             total += size
-            event = Leased(self.ask.worker, self.ask.node, tx.now + self.lease_seconds)
-            if chosen is not None:
-                event = Leased(event.worker, event.node, event.expires, chosen.url, chosen.policy_index)
+            backend = (None, None) if chosen is None else (chosen.url, chosen.policy_index)
+            event = Leased(self.ask.worker, self.ask.node, tx.now + self.lease_seconds, *backend)
             decision = decide(row, event, None, tx.now)
             assert isinstance(decision, Transition), f"{row.id} waits for {stage}"
             decided.append((row, decision))

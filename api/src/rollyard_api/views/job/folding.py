@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -43,8 +44,8 @@ _ENDED = (
         rollouts.c.sample,
         rollouts.c.state,
         rollouts.c.reward,
-        rollouts.c.sampled_tokens,
-        rollouts.c.since,
+        sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
+        rollouts.c.since.label("ended_at"),
         (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
         rollouts.c.policy_index,
         rollouts.c.reason,
@@ -109,7 +110,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
     empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
     tx.conn.execute(_FIRST[tx.sqlite], empty)
     kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
-    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).mappings().all()
     found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
     if not ended and not found:
         return False
@@ -122,7 +123,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
         sa.update(job_statistics)
         .where(job_statistics.c.job_id == job_id)
         .values(
-            rollouts=ended[-1].end_seq if ended else kept.rollouts,
+            rollouts=ended[-1]["end_seq"] if ended else kept.rollouts,
             groups=found[-1].seq if found else kept.groups,
             document=document,
         )
@@ -130,48 +131,20 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any]) -> bytes:
+def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
     statistics = Statistics(loads(document))
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
-        timings = loads(row.timings)
-        tokens = row.sampled_tokens or 0
-        statistics.add(
-            EndedView(
-                id=row.id,
-                state=row.state,
-                reward=row.reward,
-                reason=row.reason,
-                message=row.message,
-                tokens=tokens,
-                ended_at=row.since,
-                policy_index=row.policy_index,
-                timings=timings,
-            )
-        )
-        rows.append(
-            {
-                "job_id": job_id,
-                "end_seq": row.end_seq,
-                "id": row.id,
-                "group_no": row.group_no,
-                "sample": row.sample,
-                "state": row.state,
-                "reward": row.reward,
-                "seconds": active_seconds(timings),
-                "tokens": tokens,
-                "ended_at": row.since,
-                "attempts": row.attempts,
-                "policy_index": row.policy_index,
-                "reason": row.reason,
-                "worker": row.worker,
-            }
-        )
-        if row.since > tx.now - RATE_KEPT:
-            bucket = recent[int(row.since // RATE_SECONDS) * RATE_SECONDS]
+        timings = loads(row["timings"])
+        view = {field.name: row[field.name] for field in fields(EndedView)}
+        statistics.add(EndedView(**view | {"timings": timings}))
+        kept = {column.name: row[column.name] for column in ended_rollouts.c if column.name in row}
+        rows.append({**kept, "job_id": job_id, "seconds": active_seconds(timings)})
+        if row["ended_at"] > tx.now - RATE_KEPT:
+            bucket = recent[int(row["ended_at"] // RATE_SECONDS) * RATE_SECONDS]
             bucket[0] += 1
-            bucket[1] += tokens
+            bucket[1] += row["tokens"]
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
         # Two replicas take the buckets in the same order, since they could deadlock otherwise.

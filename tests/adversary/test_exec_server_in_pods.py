@@ -24,7 +24,6 @@ from rollyard_sandbox.errors import SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_testing.pace import patience
 
-FEATURES = ["begin_eval", "clean_env", "beneath", proof.TOKEN_PROOF]
 LIMIT_SECONDS = patience(20.0)
 
 
@@ -71,8 +70,8 @@ class Pod:
 class Impostor:
     """A server that knows the hash of the secret and whatever it is sent, and agrees to everything."""
 
-    def __init__(self, features: list[str], guess: str) -> None:
-        self.features, self.guess = features, guess
+    def __init__(self, guess: str) -> None:
+        self.guess = guess
         self.requests: list[dict[str, Any]] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +88,7 @@ class Impostor:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         place = {"folder": "/f", "home": "/f/home", "tmp": "/f/tmp", "reward_file": "/f/reward"}
         fields: dict[str, Any] = {
-            "id": request["id"], "version": 1, "pid": 1, "count": 0, "features": self.features, **place,
+            "id": request["id"], "version": 1, "pid": 1, "count": 0, **place,
         }  # fmt: skip
         purpose = "hello" if request["op"] == "hello" else "begin_eval /f"
         key = self._key(str(request.get("token")))
@@ -129,17 +128,13 @@ async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
 
 
 @pytest.mark.parametrize(
-    ("features", "guess"),
+    "guess",
     [
-        (FEATURES, "what it was sent"),
-        (FEATURES, "what is derived from what it was sent"),
-        (FEATURES, "the hash of what it was sent"),
-        (FEATURES, "its own"),
-        (FEATURES, "nothing"),
-        ([], "nothing"),
+        "what it was sent", "what is derived from what it was sent", "the hash of what it was sent",
+        "its own", "nothing",
     ],
-)
-async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, features: list[str], guess: str) -> None:
+)  # fmt: skip
+async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, guess: str) -> None:
     """A program that takes the port learns nothing with which it passes for the server, even without
     protections.
     """
@@ -149,7 +144,7 @@ async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, features: l
     async with await pod.provider.attach(handle) as again:
         await again.client.begin_eval()
     await pod.end()
-    impostor = Impostor(features, guess)
+    impostor = Impostor(guess)
     fake = await asyncio.start_server(impostor.serve, "127.0.0.1", pod.port)
     try:
         for _ in range(2):
@@ -161,15 +156,11 @@ async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, features: l
     assert pod.secret not in json.dumps(impostor.requests), "the secret itself is never sent again"
 
 
-@pytest.mark.parametrize("features", [["begin_eval"], []], ids=["with_begin_eval", "an_older_server"])
-async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(
-    pod: Pod, features: list[str]
-) -> None:
-    """It cannot pretend to be too old for a proof either."""
+async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(pod: Pod) -> None:
     async with await pod.acquire() as sandbox:
         handle = sandbox.handle
     await pod.end()
-    fake = await asyncio.start_server(Impostor(features, "its own").serve, "127.0.0.1", pod.port)
+    fake = await asyncio.start_server(Impostor("nothing").serve, "127.0.0.1", pod.port)
     try:
         async with await pod.provider.attach(
             handle.model_copy(update={"token": proof.derived("x")[0]})

@@ -137,7 +137,7 @@ a, b = socket.socketpair(); a.send(b"x"); print(b.recv(1).decode())
 async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer as a server in another's place does: it agrees to everything, and knows no secret."""
     fields = {
-        "version": 1, "pid": 1, "count": 1, "features": ["begin_eval", "clean_env"], "proof": "00" * 64,
+        "version": 1, "pid": 1, "count": 1, "proof": "00" * 64,
         "folder": "/tmp", "home": "/tmp", "tmp": "/tmp", "reward_file": "/tmp/r",
     }  # fmt: skip
     try:
@@ -162,7 +162,7 @@ async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider,
             await provider.attach(sandbox.handle)
         # A connection that was made without a proof may not begin an evaluation either.
         async with await ExecClient.connect(f"unix:{path}") as client:
-            client.secret = (path.parent / "secret").read_bytes()
+            client.secret = bytes.fromhex(json.loads((path.parent / "sandbox.json").read_bytes())["secret"])
             with pytest.raises(SandboxSabotaged):
                 await client.begin_eval()
     finally:
@@ -173,9 +173,10 @@ async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider,
 
 
 async def test_the_secret_is_out_of_reach(provider: NodeProvider, sandbox: Sandbox) -> None:
-    file = Path(sandbox.handle.address.removeprefix("unix:")).with_name("secret")
-    assert (file.stat().st_mode & 0o777, file.stat().st_size) == (0o600, 32)
-    secret = file.read_bytes()
+    file = Path(sandbox.handle.address.removeprefix("unix:")).with_name("sandbox.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    secret = bytes.fromhex(json.loads(file.read_bytes())["secret"])
+    assert len(secret) == 32
     script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ; ls -l /proc/[0-9]*/fd; cat /proc/[0-9]*/fd/8"
     shown = (await sandbox.client.bash(f"{{ {script}; }} < /dev/null 2>&1", timeout=patience(20))).output
     assert shown.startswith(

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api.access import job_scope, permissions
+from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import queue_topic
 from rollyard_api.jobs import jobs
 from rollyard_crds.claims import SandboxShape
@@ -88,13 +88,13 @@ async def test_a_remembered_token_is_refused_as_soon_as_its_job_is_gone(
 ) -> None:
     """The database notices every change of a job, even one that no function of ours makes."""
     looks: list[str] = []
-    look_up = job_scope.look_up
+    look_up = permissions.look_up
 
-    def counted(conn: Connection, identity: JobIdentity) -> job_scope.BoundJob:
+    def counted(conn: Connection, identity: JobIdentity) -> permissions.BoundJob:
         looks.append(identity.name)
         return look_up(conn, identity)
 
-    monkeypatch.setattr(job_scope, "look_up", counted)
+    monkeypatch.setattr(permissions, "look_up", counted)
     http = yard.client(yard.job_token("mine"))
 
     async def status() -> int:
@@ -248,7 +248,7 @@ async def test_a_rollout_of_another_job_is_found_among_many(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are looked up in several queries, and each of them counts."""
-    monkeypatch.setattr(job_scope, "LOOKED_UP", 2)
+    monkeypatch.setattr(permissions, "LOOKED_UP", 2)
     mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
     own = await yard.lease(mine, "mine", init=3)
     (foreign,) = await yard.lease(other, "other", init=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rollyard_api.access import permissions
-from rollyard_api.views.job.sketch import MAX_KEYS, Sketch
+from rollyard_api.views.job.statistics import MAX_KEYS, Sketch
 from rollyard_api.views.rollout import live, texts
 from rollyard_crds.lease import MAX_LIVE_TEXT, MAX_LIVE_TURNS
 from rollyard_testing.adversary.restplane import Yard, control_plane, result

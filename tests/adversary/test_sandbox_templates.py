@@ -85,6 +85,13 @@ def folder_of(sandbox: Sandbox) -> SandboxFolder:
     return SandboxFolder(Path(sandbox.handle.address.removeprefix("unix:")).parents[2])
 
 
+def secret_of(sandbox: Sandbox) -> bytes:
+    record = folder_of(sandbox).load(sandbox.handle.id)
+    assert record is not None
+    assert record.secret
+    return bytes.fromhex(record.secret)
+
+
 def server(sandbox: Sandbox) -> int:
     """Return the process id of the exec server, as this machine sees it."""
     record = folder_of(sandbox).load(sandbox.handle.id)
@@ -128,8 +135,7 @@ def memory_holds(pid: int, text: bytes) -> bool:
 async def test_a_forked_server_holds_nothing_of_another_one(provider: NodeProvider) -> None:
     async with await acquire(provider, "r-1", MARKED=MARK) as first:
         assert MARK in (await first.client.bash("echo $MARKED")).text()
-        secret = folder_of(first).secret(first.handle.id)
-        assert secret is not None
+        secret = secret_of(first)
         async with await acquire(provider, "r-2") as second:
             forked = template(first)
             assert forked == template(second) != os.getpid()
@@ -137,7 +143,7 @@ async def test_a_forked_server_holds_nothing_of_another_one(provider: NodeProvid
             for pid in (server(second), forked):
                 assert not memory_holds(pid, secret)
                 assert not memory_holds(pid, MARK.encode())
-            other = folder_of(second).secret(second.handle.id)
+            other = secret_of(second)
             assert other is not None
             assert other != secret
             assert not any(memory_holds(pid, other) for pid in (server(first), forked))
@@ -155,7 +161,7 @@ async def test_forked_sandboxes_share_no_namespace(provider: NodeProvider) -> No
             # The template stays in this machine's pid namespace, in which its sandboxes cannot see it.
             assert len(set(seen)) == (3 if name == "pid" else 4), (name, seen)
         with pytest.raises(SandboxSabotaged):
-            await connect(second.handle.address, 10, secret=folder_of(first).secret(first.handle.id))
+            await connect(second.handle.address, 10, secret=secret_of(first))
 
 
 async def test_a_command_finds_neither_the_template_nor_its_neighbour(provider: NodeProvider) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rollyard_api.__main__ import main
 from rollyard_api.access import permissions
-from rollyard_api.browsers import cookies, guesses
+from rollyard_api.browsers import door, sessions
 from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, path_prefix
 from rollyard_api.core.hosts import HostCheck
 from rollyard_testing.adversary.restplane import Yard, control_plane
@@ -212,7 +212,7 @@ async def test_guesses_are_refused_and_then_not_even_looked_up(
         "\x00" * 43,
         "é" * 43,
     ]
-    assert len(wrong) == guesses.GUESSES
+    assert len(wrong) == sessions.GUESSES
     for one in wrong:
         answer = await browser.sign_in(one)
         assert (answer.status_code, answer.json()["reason"]) == (401, "CodeUnusable"), one
@@ -220,18 +220,18 @@ async def test_guesses_are_refused_and_then_not_even_looked_up(
     answer = await browser.sign_in(SECRET)
     assert (answer.status_code, answer.json()["reason"]) == (429, "TooManyGuesses")
     assert 0 < int(answer.headers["retry-after"]) <= 61
-    monkeypatch.setattr(guesses, "WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "WINDOW_SECONDS", 0.0)
     assert (await browser.sign_in(code)).status_code == 204, "the code is still good after the pause"
 
 
 def test_a_guesser_with_many_addresses_fills_no_memory() -> None:
-    made = guesses.Guesses()
-    for number in range(guesses.REMEMBERED + 100):
+    made = sessions.Guesses()
+    for number in range(sessions.REMEMBERED + 100):
         made.count(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(made._wrong) == guesses.REMEMBERED
-    for number in range(guesses.GUESSES):
+    assert len(made._wrong) == sessions.REMEMBERED
+    for number in range(sessions.GUESSES):
         made.count(f"2001:db8::{number:x}")
-    with pytest.raises(guesses.TooManyGuesses):
+    with pytest.raises(sessions.TooManyGuesses):
         made.check("2001:db8::ffff")
     made.check("2001:db8:0:1::1")
 
@@ -318,15 +318,15 @@ async def test_cookies_of_others_do_not_matter(yard: Yard) -> None:
         assert answer.status_code == 200, before
     many = "; ".join(f"{name}={chr(65 + n) * 43}" for n in range(20))
     assert (await browser.fetch("GET", "/v1/session", headers={"Cookie": many})).status_code == 401
-    huge = f"{name}={secret}; x=" + "y" * (cookies.MAX_HEADER + 1)
+    huge = f"{name}={secret}; x=" + "y" * (door.MAX_HEADER + 1)
     assert (await browser.fetch("GET", "/v1/session", headers={"Cookie": huge})).status_code == 401
 
 
 def test_over_https_only_a_cookie_that_came_over_it_counts() -> None:
     header = f"rollyard-i={SECRET}; __Host-rollyard-i={'B' * 43}"
-    assert cookies.secrets_in(header, "i", https=True) == ["B" * 43]
-    assert cookies.secrets_in(header, "i", https=False) == ["B" * 43, SECRET]
-    assert cookies.secrets_in(header, "j", https=False) == []
+    assert door.secrets_in(header, "i", https=True) == ["B" * 43]
+    assert door.secrets_in(header, "i", https=False) == ["B" * 43, SECRET]
+    assert door.secrets_in(header, "j", https=False) == []
 
 
 async def test_two_control_planes_on_one_host_keep_their_sessions_apart(yard: Yard, tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_real_listener_refuses_a_foreign_host(tmp_path: Path) -> None:
             assert first.split()[1] == status
         # A guesser does not become another client by a header.
         with httpx.Client(base_url=started.url, trust_env=False, timeout=patience(90)) as http:
-            for number in range(guesses.GUESSES + 1):
+            for number in range(sessions.GUESSES + 1):
                 headers = {"Origin": started.url, "Rollyard-Page": "1", "X-Forwarded-For": f"10.0.0.{number}"}
                 answer = http.post("/v1/session", json={"code": SECRET}, headers=headers)
-                assert answer.status_code == (429 if number == guesses.GUESSES else 401)
+                assert answer.status_code == (429 if number == sessions.GUESSES else 401)

@@ -95,7 +95,7 @@ async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
             return grant(tx, ask, *args, **options)
 
         monkeypatch.setattr(leasing, "grant", counted)
-        monkeypatch.setattr("rollyard_api.access.quotas.IDLE_SECONDS", 3600.0)
+        monkeypatch.setattr("rollyard_api.core.wakeups.IDLE_SECONDS", 3600.0)
         worker = yard.worker
         place = {"job": "idle", "namespace": "greedy", "wait": 60}
         body = {"worker": "w", "node": "n", "capacity": {"init": 1}, **place}

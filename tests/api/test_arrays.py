@@ -115,7 +115,7 @@ async def test_a_page_whose_records_are_stored_in_part(
             assert {one["task_id"] for one in group["trajectories"]} == {group["task_id"]}
 
 
-async def test_parts_of_an_older_release_and_damaged_ones(
+async def test_parts_whose_arrays_are_deleted_or_damaged(
     settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
 ) -> None:
     async with serving(settings) as served:
@@ -139,7 +139,7 @@ async def test_parts_of_an_older_release_and_damaged_ones(
             answer = await served.admin.get(PATH, headers={"Accept": ARRAYS})
             assert answer.status_code == status, answer.text
             assert (await served.admin.get(PATH)).status_code == 200
-        assert await same(served) == before, "an older release wrote no such objects"
+        assert await same(served) == before, "they are not needed"
 
 
 def described(found: list[TrajectoryArrays]) -> list[Any]:
@@ -163,7 +163,7 @@ def described(found: list[TrajectoryArrays]) -> list[Any]:
 async def test_both_clients_read_pages_of_arrays(
     start_api: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
 ) -> None:
-    """A server that does not know the form answers with JSON lines, of which the same arrays are made."""
+    """The same arrays are made of JSON lines."""
     with start_api(tmp_path, "--page-bytes", "3000") as process:
         token = process.tokens["admin"]
         headers = {"Authorization": f"Bearer {process.tokens['worker']}"}

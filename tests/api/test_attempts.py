@@ -17,8 +17,6 @@ from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.worker.failures import stage_failure
 
 PATH = "/v1/rolloutjobs/job"
-OLDER = {"User-Agent": "rollyard-client"}
-"""How the clients of older releases name themselves. They refuse fields that they do not know."""
 
 
 @pytest.fixture
@@ -149,44 +147,16 @@ async def test_parquet_has_the_attempts_as_a_list(served: Any, worker: Any) -> N
     (lease,) = await worker.lease(init=1)
     await worker.fail(lease, "ImageBroken", message="no such image")
     assert await worker.finish_all() == 1
-    accept = {"Accept": "application/vnd.apache.parquet"}
-    rows = await _table(served, accept)
+    rows = await _table(served)
     assert rows[0]["attempts"] == (await _record(served))["attempts"]
     assert rows[0]["attempts_dropped"] == 0
-    assert not {"attempts", "attempts_dropped"} & (await _table(served, accept | OLDER))[0].keys()
 
 
-async def _table(served: Any, headers: dict[str, str]) -> list[dict[str, Any]]:
+async def _table(served: Any) -> list[dict[str, Any]]:
+    headers = {"Accept": "application/vnd.apache.parquet"}
     answer = await served.admin.get(f"{PATH}/trajectories", headers=headers)
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(io.BytesIO(answer.content)).to_pylist()
     return rows
-
-
-async def test_older_clients_are_spared_what_they_refuse(served: Any, worker: Any, eventually: Any) -> None:
-    """From the database and from the trajectory store, in each form in which results are given."""
-    (lease,) = await worker.lease(init=1)
-    await worker.fail(lease, "ImageBroken", message='a trap: "attempts":[')
-    listed = (await served.admin.get(f"{PATH}/rollouts", headers=OLDER)).json()["items"]
-    assert not {"attempts", "attempts_dropped"} & listed[0].keys()
-    for stage in ("init", "run", "eval"):
-        (lease,) = await worker.lease(**{stage: 1})
-        result = worker.result(lease)
-        if stage == "run":
-            result["trajectory"]["tool_parser"] = "hermes"
-        assert await worker.complete(result) == ["accepted"]
-
-    async def stored() -> bool:
-        return bool(await served.plane.archive.unstored() == 0)
-
-    for _ in range(2):
-        for path in ("trajectories", "groups?dropped=true", f"rollouts/{lease['rollout']}"):
-            newer = (await served.admin.get(f"{PATH}/{path}")).text
-            older = (await served.admin.get(f"{PATH}/{path}", headers=OLDER)).text
-            assert '"attempts":[' in newer, path
-            assert '"attempts":[' not in older, path
-            assert '"tool_parser":"hermes"' in newer, path
-            assert "tool_parser" not in older, path
-        await eventually(stored)
 
 
 async def test_only_rollouts_that_were_retried_are_listed_on_request(

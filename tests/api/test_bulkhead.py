@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rollyard_api.access.quotas import Idle, Quota, Turns
 from rollyard_api.core import bulkhead
 from rollyard_api.core.bulkhead import SPARE, Bulkhead
 from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
+from rollyard_api.core.quotas import Quota, Turns
+from rollyard_api.core.wakeups import Idle
 from rollyard_crds.backoff import Backoff
 from rollyard_testing.pace import patience
 

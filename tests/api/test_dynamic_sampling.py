@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api.jobs import targets
+from rollyard_api.jobs import jobs
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
 from rollyard_crds.fields.dynamic_sampling import MIN_STD
@@ -502,7 +502,7 @@ async def test_only_streams_with_dynamic_sampling_have_steps(
 async def test_the_steps_of_a_job_are_its_own_and_bounded(
     served: Any, dapo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "MAX_STEPS", 2)
+    monkeypatch.setattr(jobs, "MAX_STEPS", 2)
     other = "/v1/rolloutjobs/other"
     twin = dapo(0, stream=True, targetGroups=5)
     twin["metadata"]["name"] = "other"

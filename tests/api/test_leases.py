@@ -67,7 +67,7 @@ async def test_expired_lease_is_fenced_off(served: Any, worker: Any) -> None:
 async def test_heartbeat_renews(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     before = time.time()
-    assert await worker.heartbeat(lease) == {"lost": [], "cancelled": [], "orphans": []}
+    assert await worker.heartbeat(lease) == {"lost": [], "cancelled": [], "orphans": [], "watched": []}
 
     def op(tx: Transaction) -> int:
         tx.now = before + 29.0  # seconds; the lease of 30 s was renewed after `before`
@@ -719,7 +719,6 @@ async def test_the_reason_of_a_reward_reaches_the_record(
     records = [json.loads(line) for line in (await served.admin.get(path)).text.splitlines()]
     by_id = {record["id"]: record for record in records}
     assert by_id[first["rollout"]]["reward_reason"] == "SandboxSabotaged"
-    # The field is left out where it says nothing, because older clients refuse a field that they do not know.
     assert [record.get("reward_reason") for record in records].count(None) == len(rest)
     assert by_id[first["rollout"]]["reward_output"] == "a locked folder"
     assert [record.get("reward_output") for record in records].count(None) == len(rest)

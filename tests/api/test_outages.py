@@ -82,7 +82,7 @@ async def make_pool(served: Any, make_manifest: Any, worker_of: Any) -> Any:
 
 @pytest.mark.parametrize("reason", ["BackendUnavailable", "NoBackend"])
 async def test_runs_that_an_outage_interrupts_return_without_an_attempt(make_pool: Any, reason: str) -> None:
-    """Workers of older releases report BackendUnavailable, whatever the pool has."""
+    """A worker that could not ask about the pool reports BackendUnavailable, and the pool is looked at."""
     pool = await make_pool()
     leases = await pool.worker.lease(run=2)
     await pool.ready(False)

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api.browsers import files
+from rollyard_api.browsers import page
 from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, host_name, path_prefix
-from rollyard_api.browsers.files import takes_gzip
+from rollyard_api.browsers.page import takes_gzip
 from rollyard_api.settings import Settings
 
 SCRIPT = "assets/app-0A1B2C3D.js"
@@ -206,7 +206,7 @@ def test_names_that_are_none(given: str) -> None:
 
 
 async def test_a_page_that_is_too_large_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    monkeypatch.setattr(page, "MAX_BYTES", 100)
     async with opened() as http:
         answer = await http.get("/")
         assert (answer.status_code, answer.json()["reason"]) == (500, "PageUnusable")

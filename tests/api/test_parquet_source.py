@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
-from rollyard_api.jobs import parquet_source
+from rollyard_api.jobs.task_reader import parquet_lines
 from rollyard_testing.pace import patience
 
 PATIENCE_SECONDS = patience(30.0)
@@ -45,7 +45,7 @@ async def test_a_reader_that_gives_up_in_the_middle_waits_for_nothing() -> None:
     before = set(children())
     with ThreadPoolExecutor(1) as disk:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            async with aclosing(parquet_source.lines(file.getvalue(), nothing(), 1 << 30, disk)) as rows:
+            async with aclosing(parquet_lines(file.getvalue(), nothing(), 1 << 30, disk)) as rows:
                 assert await anext(rows)
                 (process,) = set(children()) - before
                 await until_asleep(process)

@@ -19,8 +19,8 @@ from rollyard_api.app import build
 from rollyard_api.core.problems import Invalid
 from rollyard_api.prorl import calls
 from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
-from rollyard_api.prorl.instances import FORMATS, Formats, task_of
 from rollyard_api.prorl.listener import ProrlListener
+from rollyard_api.prorl.process_calls import FORMATS, Formats, task_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_testing.inference.scripted import VllmShaped

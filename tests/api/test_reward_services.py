@@ -144,7 +144,7 @@ async def test_requests_of_a_job_are_as_many_at_once_as_it_says(
     told = await asyncio.gather(*[asked(services, f"{service.url}wait", concurrency=2) for _ in range(8)])
     assert [one["reward"] for one in told] == [0.5] * 8
     assert service.most_open == 2
-    assert not services._jobs, "nothing is kept of a job that asks nothing"
+    assert not services._jobs._lines, "nothing is kept of a job that asks nothing"
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
     hanging = asyncio.create_task(asked(services, f"{service.url}hang", concurrency=1))
     await service.hangs.wait()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import alembic.command
 import pytest
@@ -13,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from rollyard_api.storage import migrate, rows, view_tables
+from rollyard_api.storage import migrate, view_tables
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.migrate import UnknownSchema
 from rollyard_api.storage.schema import metadata
@@ -78,21 +76,3 @@ async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty
             assert sa.inspect(conn).get_table_names() == ["alembic_version"]
     finally:
         await database.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "table"),
-    [
-        (rows.JobRow, "jobs"),
-        (rows.BlobRow, "blobs"),
-        (rows.ClaimRow, "claims"),
-        (rows.PoolRow, "pools"),
-        (rows.BackendRow, "backends"),
-        (rows.WeightUpdateRow, "weight_updates"),
-    ],
-)
-def test_a_row_has_the_columns_of_its_table(kind: Any, table: str) -> None:
-    """Rows are made of a whole table's columns by position."""
-    assert [field.name for field in fields(kind)] == [
-        column.name for column in metadata.tables[table].columns
-    ]

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from rollyard_api.browsers import sessions as module
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.settings import Settings
-from rollyard_api.storage.sign_in_tables import browser_sessions, sign_in_codes
+from rollyard_api.storage.schema import browser_sessions, sign_in_codes
 from rollyard_testing.api.browser import TestBrowser
 from rollyard_testing.pace import patience
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_api.access.bearer_tokens import MAX_VALID, TokenFileError, load
-from rollyard_api.access.token_file import TokenFile
+from rollyard_api.access.bearer_tokens import MAX_VALID, TokenFile, TokenFileError, load
 from rollyard_api.core.problems import Unauthorized
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token

@@ -422,7 +422,12 @@ async def test_stale_rollouts(
         for number in range(lag):
             early = await post(served.admin, checkpoint, f"v0.{number}")
             assert (await ended(served.admin, early.json()["id"]))["state"] == "Succeeded"
-            assert await worker.heartbeat(*held[1:]) == {"lost": [], "cancelled": [], "orphans": []}
+            assert await worker.heartbeat(*held[1:]) == {
+                "lost": [],
+                "cancelled": [],
+                "orphans": [],
+                "watched": [],
+            }
         done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
         assert done["state"] == "Succeeded"
         beat = await worker.heartbeat(*held[1:])

@@ -42,7 +42,7 @@ def test_the_example_is_packed_and_uploaded() -> None:
     (job,) = read_manifests(EXAMPLES / "job.yaml")
     assert isinstance(job, RolloutJob)
     for _ in range(2):
-        sent, _carried = submit(cast(Client, server), job)
+        sent = submit(cast(Client, server), job)
     assert sent.spec.tasks.url == "blob:sha256:" + "0" * 64
     first, second = server.uploads
     assert first == second

@@ -247,12 +247,9 @@ async def test_an_iterator_asks_again_where_its_consumer_left_off() -> None:
     assert asked == ["where", "where", "c7"] * 2
 
 
-def test_an_older_server_names_no_places() -> None:
-    """A reader that resumes in the middle of a page then reads the page once more, and loses nothing."""
+def test_the_cursors_of_a_page_are_listed_in_short() -> None:
     assert listed_cursors("") == []
     assert listed_cursors("v1.g.x.;5,1,3") == ["v1.g.x.5", "v1.g.x.6", "v1.g.x.9"]
-    assert Page([b"1", b"2", b"3"], "c3", False).cursors_after("c0") == ["c0", "c0", "c3"]
-    assert Page([], "c3", False).cursors_after("c0") == []
 
 
 async def test_a_time_out_says_what_the_job_waits_for(plane: Plane) -> None:

@@ -411,15 +411,6 @@ async def test_upload_async(server: Server, tmp_path: Path) -> None:
         await client.delete("uploaded-2")
 
 
-def test_an_older_server_takes_no_uploads(tmp_path: Path) -> None:
-    path, _ = uploaded(3, tmp_path)
-    older = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "there is no /v1/blobs"}))
-    with Client("http://127.0.0.1:1", "token") as client:
-        client._transport.client = httpx.Client(transport=older, base_url="http://127.0.0.1:1")
-        with pytest.raises(NotFound):
-            client.upload(path)
-
-
 @pytest.mark.parametrize(
     ("status", "problem", "kind", "reason"),
     [

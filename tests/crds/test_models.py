@@ -12,7 +12,7 @@ from rollyard_crds.fields.dynamic_sampling import MAX_IN_FLIGHT_ROLLOUTS, Dynami
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, Repository, SweTests
 from rollyard_crds.reading.task_list import TaskListError, parse_lines
-from rollyard_crds.rolloutjob import RolloutJobSpec, TaskSource
+from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import MAX_ANSWERS, MAX_DEPTH, Task, folder_problem
 from rollyard_crds.trajectory import Segment
 from rollyard_crds.weights import LogprobReference, WeightSource
@@ -220,9 +220,3 @@ def test_a_task_is_nested_only_so_deep(wrap: Any) -> None:
     Task.model_validate({"id": "a", "prompt": "p", "metadata": {"x": wrap(nested(within))}})
     with pytest.raises(ValidationError, match="nest 100 deep"):
         Task.model_validate({"id": "a", "prompt": "p", "metadata": {"x": wrap(nested(within + 1))}})
-
-
-def test_a_job_whose_tests_have_no_network_names_none() -> None:
-    """Workers, drivers and clients of earlier releases do not know the field, and would refuse every job."""
-    spec = {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}
-    assert "network" not in RolloutJobSpec.model_validate(spec).to_json()["stages"]["eval"]

@@ -20,17 +20,16 @@ def seen(worker: str, state: WorkloadState = "exited") -> ObservedWorkload:
 class Plane:
     """A control plane that notes reports."""
 
-    def __init__(self, *useful: str, older: bool = False) -> None:
+    def __init__(self, *useful: str) -> None:
         self.useful = useful
-        self.older = older
         self.down = False
         self.reports: list[WorkerDied] = []
 
-    async def report(self, report: WorkerDied) -> WorkerDeath | None:
+    async def report(self, report: WorkerDied) -> WorkerDeath:
         if self.down:
             raise ConnectionError("no answer")
         self.reports.append(report)
-        return None if self.older else WorkerDeath(returned=1, completed=report.worker in self.useful)
+        return WorkerDeath(returned=1, completed=report.worker in self.useful)
 
 
 async def test_a_death_is_reported_once_and_says_whether_the_worker_was_useful() -> None:
@@ -58,8 +57,8 @@ async def test_a_report_that_fails_is_repeated_and_those_before_it_are_not() -> 
     assert [report.worker for report in plane.reports] == ["a", "b"]
 
 
-async def test_a_worker_without_a_known_name_and_an_older_control_plane_are_no_trouble() -> None:
-    plane = Plane("a", older=True)
+async def test_a_worker_without_a_known_name_is_not_reported() -> None:
+    plane = Plane()
     found = await Deaths().noted(OWNER, [seen(""), seen("a")], plane.report)
     assert [one.useful for one in found] == [False, False]
     assert [report.worker for report in plane.reports] == ["a"]

@@ -184,7 +184,7 @@ async def test_a_sandbox_from_claim_to_removal(
             )
             assert b"reached" not in tried.output
             assert b"No such file" in tried.output, "no token of a service account"
-            assert sandbox.proven_token == f"v2.{bound.secret}"
+            assert sandbox.proven_token == f"proven.{bound.secret}"
         # From now on it proves that it knows what it has been shown; commands can read no more than the hash.
         async with await ExecClient.connect(bound.address, token=sandbox.proven_token) as again:
             argv = await again.run(["sh", "-c", r"tr '\0' ' ' < /proc/1/cmdline"])
@@ -193,7 +193,7 @@ async def test_a_sandbox_from_claim_to_removal(
             assert looked.text().count("Permission denied") == 3, looked.text()
             assert bound.secret not in looked.text() + argv.text()
             await reaches_its_hosts_alone(again, bound, tmp_path)
-        for wrong in ("0" * 32, "v2." + "0" * 32):
+        for wrong in ("0" * 32, "proven." + "0" * 32):
             with pytest.raises(SandboxError):
                 await ExecClient.connect(bound.address, token=wrong)
         world.desk.release(claim)

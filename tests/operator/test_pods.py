@@ -426,10 +426,6 @@ def test_folders_of_a_task_are_volumes_of_their_own() -> None:
         assert volumes[mounts[folder]]["emptyDir"] == {"sizeLimit": str(SHAPE.disk_bytes)}
     assert mounts["/app"] != mounts["/logs"]
     assert flavor_of(with_folders, OWNER, SETTINGS) != flavor_of(SHAPE, OWNER, SETTINGS)
-    # Older control planes and drivers read shapes without folders, and their pods stay as they are.
-    assert "folders" not in SHAPE.model_dump()
-    assert "folders" not in SHAPE.model_dump_json()
-    assert SandboxShape.model_validate_json(with_folders.model_dump_json()) == with_folders
 
 
 def test_without_image_volumes_the_runtime_is_copied() -> None:

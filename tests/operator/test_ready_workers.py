@@ -342,7 +342,6 @@ async def test_pods_that_the_cluster_refuses_leave_jobs_alone(start: Start) -> N
 
 
 async def test_a_control_plane_that_refuses_offers_gets_ordinary_workers(start: Start) -> None:
-    """This is so while a control plane of an older release still runs."""
     async with start(3) as lab:
         await ready(lab, 3)
 

@@ -74,7 +74,7 @@ async def test_a_long_outage_sends_the_rollout_back_to_its_queue(backend: Any) -
 
 @pytest.mark.parametrize("reason", ["", "PoolPaused", "BackendsFull", "WeightsUpdating"])
 async def test_only_a_pool_without_a_ready_backend_has_an_outage(backend: Any, reason: NoBackend) -> None:
-    """An empty reason stands for a control plane that could not be asked, or one of an older release."""
+    """An empty reason stands for a control plane that could not be asked."""
     async with backend(generate=_refuse) as gone, BackendClient() as client:
         talk = gone.session(client, Plane(gone.assignment, 10**6, reason), budget=0.3)
         with pytest.raises(BackendUnavailable, match=r"no backend answered for 0\.3 s"):

@@ -28,7 +28,7 @@ from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_sandbox.client import EvalPlace, ExecClient
 from rollyard_testing.pace import patience
 
-PLACE = EvalPlace("/p", "/p/home", "/p/tmp", "/p/reward")
+PLACE = EvalPlace("/p", "/p/home", "/p/tmp", "/p/reward", (), {})
 Score = Callable[[StageContext], Awaitable[Evaluation]]
 
 

@@ -148,7 +148,7 @@ def looking() -> bool:
     return any(task.get_name().startswith("images of ") for task in asyncio.all_tasks())
 
 
-@pytest.mark.parametrize("error", [None, NotThere("an older control plane knows no such call")])
+@pytest.mark.parametrize("error", [None, NotThere("the job is gone")])
 async def test_a_job_is_asked_about_only_while_its_tasks_name_images(
     ahead: Ahead, tmp_path: Path, error: Exception | None
 ) -> None:

@@ -340,7 +340,6 @@ def test_where_only_the_text_is_known_it_has_to_open_the_thought() -> None:
 
 
 def test_a_turn_without_a_thought_does_not_mention_one() -> None:
-    """Older clients refuse fields that they do not know."""
     turn = Turn(segment=0, start=0, end=1, finish_reason="stop")
     assert "thought" not in turn.model_dump()
     assert "thought" not in turn.model_dump_json()

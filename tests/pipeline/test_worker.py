@@ -348,26 +348,6 @@ async def test_a_refused_result_fails_its_own_rollout_only(handler: type[Steered
     assert (failure.reason, failure.retryable) == ("ResultRefused", False)
 
 
-@pytest.mark.parametrize(
-    "unknown", [("reward_reason",), ("reward_output",), ("reward_reason", "reward_output")]
-)
-async def test_an_older_control_plane_gets_the_reward_without_what_it_does_not_know(
-    handler: type[Steered], unknown: tuple[str, ...]
-) -> None:
-    plane = Plane(spec())
-    plane.refuse = lambda outcome: any(getattr(outcome, name) != "" for name in unknown)
-    plane.refusal = "422: " + "; ".join(f"results[0].{name}: unknown field" for name in unknown)
-    handler.reward, handler.reason, handler.shown = 0.0, "SandboxSabotaged", "it printed"
-    handler.gate.set()
-    async with working(plane, handler):
-        plane.offer(lease(1, "eval"))
-        (result,) = await plane.wait_for(1)
-    assert isinstance(result, StageResult)
-    assert result.reward == 0.0
-    assert result.reward_reason == ("" if "reward_reason" in unknown else "SandboxSabotaged")
-    assert result.reward_output == ("" if "reward_output" in unknown else "it printed")
-
-
 async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
     plane = Plane(spec())
     async with working(plane, handler) as (worker, task):

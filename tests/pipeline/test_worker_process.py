@@ -26,8 +26,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
     command = [sys.executable, "-m", "rollyard_pipeline", "--url", "http://127.0.0.1:9", "--token-file"]
     command += [str(folder / "token"), "--job", "j", "--concurrency", "init=1,run=1,eval=1"]
     command += ["--sandbox", "process", "--run-dir", str(folder), "--drain-seconds", "1"]
-    # Batch scripts of an earlier version, which may have waited in a queue during an upgrade, pass this.
-    command += ["--first-sandbox", '{"handler":"shell","image":null}', "--log-level", "debug"]
+    command += ["--log-level", "debug"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log)
     try:

@@ -75,7 +75,7 @@ async def test_a_call_is_sent_and_read() -> None:
     head, body = server.requests[1]
     assert head.startswith(b"POST /below/a%20path/v1/leases/heartbeat HTTP/1.1\r\n")
     lines = {line.lower() for line in head.decode().split("\r\n")}
-    assert {"authorization: bearer the-token", "user-agent: rollyard-client/3"} <= lines
+    assert {"authorization: bearer the-token", "user-agent: rollyard-client"} <= lines
     assert {"accept: application/json", "content-type: application/json"} <= lines
     assert HeartbeatRequest.model_validate_json(body) == BEAT
 

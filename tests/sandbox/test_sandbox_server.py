@@ -323,34 +323,29 @@ async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., A
     server = start_server(*hashed("t"))
     address = server.addresses[0]
     with pytest.raises(TokenRefused):
-        await ExecClient.connect(address, token="v2.t")  # It cannot know yet what is derived from the token.
+        # It cannot know yet what is derived from the token.
+        await ExecClient.connect(address, token="proven.t")
     async with await ExecClient.connect(address, token="t") as first:
-        assert first.proven_token == "v2.t"
+        assert first.proven_token == "proven.t"
         await first.begin_eval()
-    async with await ExecClient.connect(address, token="v2.t") as later:
-        assert later.proven_token == "v2.t"
+    async with await ExecClient.connect(address, token="proven.t") as later:
+        assert later.proven_token == "proven.t"
         await later.begin_eval()
-    for wrong in ("v2.u", "v2.", "u", proof.derived("u")[0], proof.derived("t")[1].hex()):
+    for wrong in ("proven.u", "proven.", "u", proof.derived("u")[0], proof.derived("t")[1].hex()):
         with pytest.raises(TokenRefused):
             await ExecClient.connect(address, token=wrong)
 
 
-@pytest.mark.parametrize("text", ["t", "v2.t"])
-async def test_clients_of_the_previous_release_show_what_they_were_given(
-    start_server: Callable[..., Any], text: str
-) -> None:
-    """They know nothing of the two forms, and send no more than the text itself."""
-    server = start_server(*hashed("t"))
-    for _ in range(2):
-        reader, writer = await asyncio.open_unix_connection(server.addresses[0].removeprefix("unix:"))
-        writer.write(encode({"id": 1, "op": "hello", "version": 1, "token": text}))
-        head, _ = struct.unpack("!II", await reader.readexactly(8))
-        answer = json.loads(await reader.readexactly(head))
-        writer.close()
-        assert answer["version"] == 1
-        assert "proof" not in answer
-    async with await ExecClient.connect(server.addresses[0], token="v2.t") as later:
-        await later.begin_eval()
+async def test_a_server_of_another_protocol_names_both_numbers(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    reader, writer = await asyncio.open_unix_connection(server.addresses[0].removeprefix("unix:"))
+    writer.write(encode({"id": 1, "op": "hello", "version": 99}))
+    head, _ = struct.unpack("!II", await reader.readexactly(8))
+    answer = json.loads(await reader.readexactly(head))
+    writer.close()
+    assert answer["error"] == "ProtocolError"
+    said = "exec server speaks protocol 1, and this client 99: use the sandbox image of the same version"
+    assert said in answer["message"]
 
 
 async def test_a_server_without_a_hash_proves_no_token(start_server: Callable[..., Any]) -> None:

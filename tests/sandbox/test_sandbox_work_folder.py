@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.client.work_folder import MAX_ENTRIES, TreeEntry, WorkFolder, parse_tree
-from rollyard_sandbox.errors import BadRequest, FileError, ProtocolError, SandboxError
+from rollyard_sandbox.errors import BadRequest, FileError, ProtocolError
 from rollyard_testing.pace import patience
 
 
@@ -166,13 +166,6 @@ def test_a_listing_keeps_to_what_was_asked_for() -> None:
     assert parse_tree(b"f 0 1 a/b\0", b"a") == {b"a/b": TreeEntry("file", size=1)}
     with pytest.raises(ProtocolError):
         parse_tree(b"f 0 1 ab\0", b"a")
-
-
-async def test_an_older_server_is_named(client: ExecClient) -> None:
-    older = ExecClient(client._wire)
-    with pytest.raises(SandboxError, match="upgrade the sandbox image") as caught:
-        older.work_folder()
-    assert caught.value.reason == "ServerTooOld"
 
 
 async def test_a_folder_elsewhere(client: ExecClient, tmp_path: Path) -> None:

@@ -139,10 +139,6 @@ async def test_an_evaluation_with_a_network_begins_without_the_tunnels_of_before
     with pytest.raises(SandboxError) as refused:
         await client.tunnel()
     assert refused.value.reason == "TunnelRefused"
-    client.features -= {"eval_network"}
-    with pytest.raises(SandboxError) as refused:
-        await client.begin_eval(network=True)
-    assert refused.value.reason == "ServerTooOld"
 
 
 async def test_tunnels_are_bounded_and_given_back(client: ExecClient) -> None:
@@ -171,13 +167,6 @@ async def test_a_worker_that_talks_too_early_loses_its_tunnel(client: ExecClient
     assert await client.info()
 
 
-async def test_an_older_server_says_that_it_is_too_old(client: ExecClient) -> None:
-    client.features -= {"tunnel"}
-    with pytest.raises(SandboxError) as refused:
-        await client.tunnel()
-    assert refused.value.reason == "ServerTooOld"
-
-
 async def test_a_program_in_the_servers_place_gets_no_tunnel(client: ExecClient, tmp_path: Path) -> None:
     """Each tunnel is a new connection, whose server must prove that it knows the secret."""
 
@@ -185,8 +174,7 @@ async def test_a_program_in_the_servers_place_gets_no_tunnel(client: ExecClient,
 
     async def lies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(65536)
-        features = ["begin_eval", "tunnel", "token_proof"]
-        writer.write(encode({"id": 1, "version": 1, "pid": 1, "features": features, "proof": "0" * 128}))
+        writer.write(encode({"id": 1, "version": 1, "pid": 1, "proof": "0" * 128}))
         await reader.read()  # The client leaves at once.
         writer.close()
         ended.set()

@@ -88,24 +88,9 @@ async def test_the_variables_of_the_sandbox_come_with_the_place(kit: Any, provid
         assert "OF_RUN" not in place.environment
 
 
-async def test_older_servers_are_asked_in_their_own_words(kit: Any, provider: NodeProvider) -> None:
+async def test_an_evaluation_does_not_begin_without_a_proof(kit: Any, provider: NodeProvider) -> None:
     async with await kit.acquire(provider) as sandbox:
-        sandbox.client.features, sandbox.client.secret = frozenset(), None
-        await sandbox.client.bash("export POLICY=1; (sleep 1000 &)")
-        place = await sandbox.client.begin_eval()
-        script = f'test -z "$(ls -A {place.home} {place.tmp} | grep -v :)" && wc -c < {place.reward_file}'
-        result = await sandbox.client.run(
-            ["bash", "-c", f"{script}; env"], env={"PATH": "/usr/bin:/bin", "A": "b"}, clean_env=True
-        )
-        assert result.text().splitlines()[0] == "0"
-        names = {line.split("=")[0] for line in result.text().splitlines()[1:]}
-        assert names <= {"PATH", "A", "PWD", "SHLVL", "_"}
-
-
-async def test_a_server_that_has_proven_itself_is_no_older_one(kit: Any, provider: NodeProvider) -> None:
-    """Hiding that a server knows `begin_eval` does not let an evaluation begin without a proof."""
-    async with await kit.acquire(provider) as sandbox:
-        sandbox.client.features = frozenset()
+        sandbox.client.secret = b"k" * 32
         with pytest.raises(SandboxSabotaged):
             await sandbox.client.begin_eval()
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -157,7 +154,7 @@ async def test_from_claim_to_release(cluster: Cluster, provider: ClaimProvider) 
     assert (cluster.filed[0].rollout, cluster.filed[0].token) == ("r-1", 3)
     assert cluster.filed[0].shape.image == "python:3.12"
     handle = sandbox.handle
-    assert (handle.provider, handle.node, handle.token) == (PROVIDER, NODE, f"v2.{cluster.secret_shown}")
+    assert (handle.provider, handle.node, handle.token) == (PROVIDER, NODE, f"proven.{cluster.secret_shown}")
     async with sandbox:
         result = await sandbox.client.bash("echo $A $(< f) $(< /tmp/g) $PWD")
         assert result.text() == "1 x y /work\n"
@@ -250,30 +247,6 @@ async def test_a_sandbox_with_another_secret_is_not_ours(cluster: Cluster, provi
     with pytest.raises(SandboxLost, match="does not answer"):
         await provider.acquire(SandboxRequest(), OWNER)
     assert cluster.released == ["c1"]
-
-
-async def test_a_server_that_proves_no_token_is_used_as_before(
-    cluster: Cluster, provider: ClaimProvider, tmp_path: Path
-) -> None:
-    """A pod that was started before an upgrade has such a server."""
-    (tmp_path / "token").write_text(cluster.secret_shown)
-    ready, write = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-m", "rollyard_sandbox.server", "--listen", "tcp://127.0.0.1:0",
-        "--token-file", str(tmp_path / "token"), "--ready-fd", str(write), pass_fds=(write,),
-    )  # fmt: skip
-    os.close(write)
-    try:
-        with os.fdopen(ready) as file:
-            (address,) = json.loads(await asyncio.to_thread(file.readline))["listen"]
-        cluster.outcome = {"state": "Bound", "address": address, "secret": cluster.secret_shown}
-        async with await provider.acquire(SandboxRequest(), OWNER) as sandbox:
-            assert sandbox.handle.token == cluster.secret_shown
-        async with await provider.attach(sandbox.handle) as attached:
-            assert (await attached.client.run(["true"])).exit_code == 0
-    finally:
-        process.kill()
-        await process.wait()
 
 
 async def test_nobody_at_the_address(cluster: Cluster, provider: ClaimProvider) -> None:

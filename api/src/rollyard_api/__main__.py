@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
@@ -103,6 +104,42 @@ BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
     ("max_pages_per_namespace", int, "those of one namespace"),
 )
 """The settings that are command-line options, with their names, types and help texts."""
+_NETWORK = "a network in which the hosts of these prefixes may be, beside public addresses"
+ALLOWED = (
+    (
+        "allow_tasks_from",
+        "--allow-tasks-from",
+        "URL-PREFIX",
+        "what spec.tasks.url of jobs may name beside uploads, as file:///data/, https://host/path/ or "
+        "s3://bucket/key/; '{namespace}' stands for the job's; may be given several times (default: nothing)",
+    ),
+    ("allow_tasks_networks", "--allow-tasks-network", "CIDR", _NETWORK),
+    (
+        "allow_sandbox_hosts",
+        "--allow-sandbox-host",
+        "HOST",
+        "what spec.sandbox.allowedHosts of jobs may name: a DNS name, '*.example.org' for all names "
+        "below one, 'example.org:8443' for another port than 80 and 443, or '*' for every public host; "
+        "'pypi.org=10.1.2.3' or 'pypi.org=10.1.0.0/16' lets the host have an address that is not public; may "
+        "be given several times (default: nothing)",
+    ),
+    (
+        "allow_eval_hosts",
+        "--allow-eval-host",
+        "HOST",
+        "what spec.stages.eval.allowedHosts of jobs may name, in the same form: hosts that hidden tests "
+        "reach (default: nothing)",
+    ),
+    (
+        "allow_rewards_from",
+        "--allow-rewards-from",
+        "URL-PREFIX",
+        "what spec.reward.service.url of jobs may name, as https://host/path/; '{namespace}' stands for "
+        "the job's; may be given several times (default: nothing)",
+    ),
+    ("allow_rewards_networks", "--allow-rewards-network", "CIDR", _NETWORK),
+)
+"""The settings that list what jobs may name: each with its option, what a value is, and the help text."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,78 +190,16 @@ def parser() -> argparse.ArgumentParser:
         default=STALL_SECONDS,
         help="a client that takes nothing of its answer for so long is cut off (default: %(default)s)",
     )
-    made.add_argument(
-        "--allow-tasks-from",
-        action="append",
-        default=[],
-        metavar="URL-PREFIX",
-        help="what spec.tasks.url of jobs may name beside uploads, as file:///data/, https://host/path/ or "
-        "s3://bucket/key/; '{namespace}' stands for the job's; may be given several times (default: nothing)",
-    )
-    made.add_argument(
-        "--allow-tasks-network",
-        action="append",
-        default=[],
-        metavar="CIDR",
-        help="a network in which the hosts of these prefixes may be, beside public addresses",
-    )
-    made.add_argument(
-        "--allow-sandbox-host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="what spec.sandbox.allowedHosts of jobs may name: a DNS name, '*.example.org' for all names "
-        "below one, 'example.org:8443' for another port than 80 and 443, or '*' for every public host; "
-        "'pypi.org=10.1.2.3' or 'pypi.org=10.1.0.0/16' lets the host have an address that is not public; may "
-        "be given several times (default: nothing)",
-    )
-    made.add_argument(
-        "--allow-eval-host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="what spec.stages.eval.allowedHosts of jobs may name, in the same form: hosts that hidden tests "
-        "reach (default: nothing)",
-    )
-    made.add_argument(
-        "--allow-rewards-from",
-        action="append",
-        default=[],
-        metavar="URL-PREFIX",
-        help="what spec.reward.service.url of jobs may name, as https://host/path/; '{namespace}' stands for "
-        "the job's; may be given several times (default: nothing)",
-    )
-    made.add_argument(
-        "--allow-rewards-network",
-        action="append",
-        default=[],
-        metavar="CIDR",
-        help="a network in which the hosts of these prefixes may be, beside public addresses",
-    )
-    made.add_argument(
-        "--max-task-bytes",
-        type=int,
-        default=task_reader.TaskFileLimits().file_bytes,
-        help="largest task file, unpacked (default: %(default)s)",
-    )
-    made.add_argument(
-        "--max-blob-bytes",
-        type=int,
-        default=blobs.BlobLimits().blob_bytes,
-        help="largest upload (default: %(default)s)",
-    )
-    made.add_argument(
-        "--max-namespace-blob-bytes",
-        type=int,
-        default=blobs.BlobLimits().namespace_bytes,
-        help="limit for all uploads of a namespace (default: %(default)s)",
-    )
-    made.add_argument(
-        "--max-namespace-blobs",
-        type=int,
-        default=blobs.BlobLimits().namespace_count,
-        help="uploads of a namespace (default: %(default)s)",
-    )
+    for setting, option, kind_of_value, text in ALLOWED:
+        made.add_argument(option, action="append", default=[], dest=setting, metavar=kind_of_value, help=text)
+    uploads = blobs.BlobLimits()
+    for option, most, text in (
+        ("--max-task-bytes", task_reader.TaskFileLimits().file_bytes, "largest task file, unpacked"),
+        ("--max-blob-bytes", uploads.blob_bytes, "largest upload"),
+        ("--max-namespace-blob-bytes", uploads.namespace_bytes, "limit for all uploads of a namespace"),
+        ("--max-namespace-blobs", uploads.namespace_count, "uploads of a namespace"),
+    ):
+        made.add_argument(option, type=int, default=most, help=f"{text} (default: %(default)s)")
     made.add_argument(
         "--sqlite-max-pages", type=int, default=0, help="bound of the database file in pages; 0: none"
     )
@@ -293,27 +268,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+    # An option with the name of a setting is that setting.
+    same = [field.name for field in fields(Settings) if field.name in given]
+    options: dict[str, Any] = {name: getattr(given, name) for name in same}
     settings = Settings(
-        state_dir=given.state_dir,
-        db=given.db,
-        trajectories=given.trajectories,
-        lease_seconds=given.lease_seconds,
-        no_backend_seconds=given.no_backend_seconds,
-        sqlite_max_pages=given.sqlite_max_pages,
+        **options | {name: tuple(options[name]) for name, *_ in ALLOWED},
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
-        verify_python=given.verify_python,
         tokens_file=given.tokens,
-        open_metrics=given.open_metrics,
-        open_docs=given.open_docs,
         browsers=shown,
-        **{name: getattr(given, name) for name, _, _ in BOUNDS},
-        allow_tasks_from=tuple(given.allow_tasks_from),
-        allow_tasks_networks=tuple(given.allow_tasks_network),
-        allow_sandbox_hosts=tuple(given.allow_sandbox_host),
-        allow_eval_hosts=tuple(given.allow_eval_host),
-        allow_rewards_from=tuple(given.allow_rewards_from),
-        allow_rewards_networks=tuple(given.allow_rewards_network),
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,
@@ -321,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             namespace_count=given.max_namespace_blobs,
         ),
     )
-    for options, name in (
+    for options_of_list, name in (
         ("--allow-tasks-from, --allow-tasks-network", "task_sources"),
         ("--allow-sandbox-host, --allow-eval-host", "sandbox_hosts"),
         ("--allow-rewards-from, --allow-rewards-network", "reward_services"),
@@ -329,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             getattr(settings, name)
         except (PrefixError, HostPatternError) as error:
-            print(f"{options}: {error}", file=sys.stderr)
+            print(f"{options_of_list}: {error}", file=sys.stderr)
             return EXIT_USAGE
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

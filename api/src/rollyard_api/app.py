@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollyard_api.access import job_scope, permissions
+from rollyard_api.access import permissions
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.permissions import Access, Rule
 from rollyard_api.browsers.door import SessionOver
-from rollyard_api.browsers.front import Front
+from rollyard_api.browsers.page import Front
 from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
 from rollyard_api.prorl.listener import ProrlListener, listening
 from rollyard_api.routes import (
@@ -38,12 +38,10 @@ from rollyard_api.routes import (
     probes,
     results,
     sessions,
-    unfinished,
     weights,
     workers,
 )
 from rollyard_api.routes.common import describe_bodies
-from rollyard_api.routes.page import events as page_events
 from rollyard_api.routes.page import fleet as page_fleet
 from rollyard_api.routes.page import job as page_job
 from rollyard_api.routes.page import rollout as page_rollout
@@ -119,7 +117,7 @@ class Gate:
                 raise
         except Exception as error:
             if not answered:
-                await _unexpected(error)(scope, receive, watched)
+                await (await _problem(Request(scope), error))(scope, receive, watched)
             raise  # The server logs it with its traceback.
         finally:
             route = scope.get("route")
@@ -148,7 +146,7 @@ class Gate:
         if caller.job is not None:
             job = await plane.bound_jobs.of(caller.job)
             if not permissions.still(rule, job.stand):
-                raise job_scope.refused(job)
+                raise permissions.refused(job)
             state["bound"] = job
         return send
 
@@ -177,37 +175,25 @@ _LENGTHS = (b"content-length", b"transfer-encoding")
 _HEADERS = (b"authorization", b"content-length", b"cookie")
 
 
-async def _api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return response(error)
-
-
-async def _validation_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problems = [
-        f"{'.'.join(str(part) for part in item['loc'][1:]) or item['loc'][0]}: {item['msg']}"
-        for item in error.errors()
-    ]
-    return response(Invalid(problems[0], errors=problems))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return response(NotFound(f"there is no {request.url.path}"))
-    if error.status_code == 405:
-        return response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
-    other = ApiError(str(error.detail))
-    return response(other)
-
-
-def _unexpected(error: Exception) -> Response:
-    return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
-
-
-async def _unexpected_error(_request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after the answer.
-    return _unexpected(error)
+async def _problem(request: Request, error: Exception) -> Response:
+    """Return the answer of a route that raised an exception."""
+    match error:
+        case ApiError():
+            return response(error)
+        case RequestValidationError():
+            problems = [
+                f"{'.'.join(str(part) for part in item['loc'][1:]) or item['loc'][0]}: {item['msg']}"
+                for item in error.errors()
+            ]
+            return response(Invalid(problems[0], errors=problems))
+        case HTTPException(status_code=404):
+            return response(NotFound(f"there is no {request.url.path}"))
+        case HTTPException(status_code=405):
+            return response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+        case HTTPException():
+            return response(ApiError(str(error.detail)))
+        case _:  # Starlette raises it again after the answer.
+            return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
 
 
 class Application(FastAPI):
@@ -227,14 +213,12 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTES = (
-    *(leases, claims, results, cursors, events, jobs, blobs, unfinished, workers, pools, weights, probes),
-    *(sessions, api_docs),
-    *(page_fleet, page_events, page_job, page_rollout),
+_ROUTERS = (
+    *(module.router for module in (leases, claims, results, cursors, events, jobs, blobs)),
+    jobs.of_drivers,
+    *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
+    *(module.router for module in (page_fleet, page_job, page_rollout)),
 )
-_ROUTERS = tuple(module.router for module in _ROUTES)
-
-
 _DIRECT = tuple(
     route
     for route in leases.router.routes
@@ -292,12 +276,9 @@ def build(
         docs_url=None,
         redoc_url=None,
         servers=[{"url": prefix}] if (prefix := settings.browsers.path_prefix) else None,
-        exception_handlers={
-            ApiError: _api_error,
-            RequestValidationError: _validation_error,
-            HTTPException: _http_error,
-            Exception: _unexpected_error,
-        },
+        exception_handlers=dict.fromkeys(
+            (ApiError, RequestValidationError, HTTPException, Exception), _problem
+        ),
     )
     for router in _ROUTERS:
         # Including a router would analyse all its routes again, for each application.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,35 +20,73 @@ from rollyard_api.storage.schema import claims, jobs, rollouts
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
+_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("leases", "leases_granted", "Leases granted", ("stage",)),
+    ("expiries", "leases_expired", "Leases that ran out", ("stage",)),
+    ("failures", "stage_failures", "Stage failures reported by workers", ("stage", "reason")),
+    ("completions", "rollouts_ended", "Rollouts ended", ("namespace", "job", "status", "reason")),
+    ("template_breaks", "template_breaks", "Segments begun because a chat template rewrote history", ()),
+    ("sampled_tokens", "sampled_tokens", "Tokens sampled in completed Runs", ()),
+    ("reroutes", "reroutes", "Rollouts moved to another backend", ()),
+    (
+        "circuits_opened",
+        "circuits_opened",
+        "Circuits of backends opened after failures in a row",
+        ("namespace", "pool"),
+    ),
+    ("weight_updates", "weight_updates", "Weight updates that have ended", ("state",)),
+    (
+        "stale_rollouts",
+        "stale_rollouts",
+        "Rollouts restarted or cancelled because the weights had changed",
+        ("action",),
+    ),
+    ("claim_failures", "claim_failures", "Sandbox claims that a driver failed", ("reason",)),
+    ("stored", "trajectories_stored", "Records in the trajectory store", ()),
+)
+"""The name of each counter in transactions and in the exposition, its help text, and its labels."""
+_HISTOGRAMS: tuple[tuple[str, str, str, tuple[str, ...], tuple[float, ...]], ...] = (
+    ("queue_seconds", "queue_seconds", "Time in a stage's queue", ("stage",), _SECONDS),
+    ("stage_seconds", "stage_seconds", "Time in a worker's hands", ("stage",), _SECONDS),
+    (
+        "paused_seconds",
+        "weight_update_paused_seconds",
+        "From pause to resume of one backend in a weight update",
+        (),
+        _SECONDS,
+    ),
+    ("claim_seconds", "claim_seconds", "From filing a sandbox claim to its sandbox", (), _SECONDS),
+    ("reward", "reward", "Rewards", ("namespace", "job"), _REWARDS),
+    (
+        "http",
+        "http_request_seconds",
+        "HTTP latency, long polls included",
+        ("method", "route", "status"),
+        _LATENCY,
+    ),
+)
+"""The same of each histogram, with the bounds of its buckets."""
 
 
-class _Snapshot:
-    """The gauges of one scrape, as a collector of its own."""
+class _Collector:
+    """Measurements that a function returns at each scrape."""
 
-    def __init__(self, families: list[GaugeMetricFamily]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self.collect = collect
 
 
-class _Spans:
-    """The counters of the spans of this process, as a collector of its own."""
-
-    def __init__(self, traces: SpanExport) -> None:
-        self._traces = traces
-
-    def collect(self) -> Iterator[Metric]:
-        exported = CounterMetricFamily("rollyard_spans_exported", "Spans that the receiver of traces took")
-        exported.add_metric([], self._traces.exported)
-        yield exported
-        dropped = CounterMetricFamily(
-            "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
-        )
-        found = dict.fromkeys(DROP_REASONS, 0) | self._traces.dropped
-        for reason, count in sorted(found.items()):
-            dropped.add_metric([reason], count)
-        yield dropped
+def _spans(traces: SpanExport) -> Iterator[Metric]:
+    """Yield the counters of the spans of this process."""
+    exported = CounterMetricFamily("rollyard_spans_exported", "Spans that the receiver of traces took")
+    exported.add_metric([], traces.exported)
+    yield exported
+    dropped = CounterMetricFamily(
+        "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
+    )
+    found = dict.fromkeys(DROP_REASONS, 0) | traces.dropped
+    for reason, count in sorted(found.items()):
+        dropped.add_metric([reason], count)
+    yield dropped
 
 
 class Metrics:
@@ -60,78 +99,16 @@ class Metrics:
     def __init__(self, traces: SpanExport | None = None) -> None:
         self.registry = CollectorRegistry()
         if traces is not None:
-            self.registry.register(_Spans(traces))
-        r = self.registry
-        by_job = ["namespace", "job"]
-        self._counters: dict[str, Counter] = {
-            "leases": Counter("rollyard_leases_granted", "Leases granted", ["stage"], registry=r),
-            "expiries": Counter("rollyard_leases_expired", "Leases that ran out", ["stage"], registry=r),
-            "failures": Counter(
-                "rollyard_stage_failures",
-                "Stage failures reported by workers",
-                ["stage", "reason"],
-                registry=r,
-            ),
-            "completions": Counter(
-                "rollyard_rollouts_ended", "Rollouts ended", [*by_job, "status", "reason"], registry=r
-            ),
-            "template_breaks": Counter(
-                "rollyard_template_breaks",
-                "Segments begun because a chat template rewrote history",
-                registry=r,
-            ),
-            "sampled_tokens": Counter(
-                "rollyard_sampled_tokens", "Tokens sampled in completed Runs", registry=r
-            ),
-            "reroutes": Counter("rollyard_reroutes", "Rollouts moved to another backend", registry=r),
-            "circuits_opened": Counter(
-                "rollyard_circuits_opened",
-                "Circuits of backends opened after failures in a row",
-                ["namespace", "pool"],
-                registry=r,
-            ),
-            "weight_updates": Counter(
-                "rollyard_weight_updates", "Weight updates that have ended", ["state"], registry=r
-            ),
-            "stale_rollouts": Counter(
-                "rollyard_stale_rollouts",
-                "Rollouts restarted or cancelled because the weights had changed",
-                ["action"],
-                registry=r,
-            ),
-            "claim_failures": Counter(
-                "rollyard_claim_failures", "Sandbox claims that a driver failed", ["reason"], registry=r
-            ),
-            "stored": Counter("rollyard_trajectories_stored", "Records in the trajectory store", registry=r),
+            self.registry.register(_Collector(partial(_spans, traces)))
+        self._counters = {
+            key: Counter(f"rollyard_{name}", text, labels, registry=self.registry)
+            for key, name, text, labels in _COUNTERS
         }
-        self._histograms: dict[str, Histogram] = {
-            "queue_seconds": Histogram(
-                "rollyard_queue_seconds", "Time in a stage's queue", ["stage"], buckets=_SECONDS, registry=r
-            ),
-            "stage_seconds": Histogram(
-                "rollyard_stage_seconds", "Time in a worker's hands", ["stage"], buckets=_SECONDS, registry=r
-            ),
-            "paused_seconds": Histogram(
-                "rollyard_weight_update_paused_seconds",
-                "From pause to resume of one backend in a weight update",
-                buckets=_SECONDS,
-                registry=r,
-            ),
-            "claim_seconds": Histogram(
-                "rollyard_claim_seconds",
-                "From filing a sandbox claim to its sandbox",
-                buckets=_SECONDS,
-                registry=r,
-            ),
-            "reward": Histogram("rollyard_reward", "Rewards", by_job, buckets=_REWARDS, registry=r),
+        self._histograms = {
+            key: Histogram(f"rollyard_{name}", text, labels, buckets=buckets, registry=self.registry)
+            for key, name, text, labels, buckets in _HISTOGRAMS
         }
-        self.http = Histogram(
-            "rollyard_http_request_seconds",
-            "HTTP latency, long polls included",
-            ["method", "route", "status"],
-            buckets=_LATENCY,
-            registry=r,
-        )
+        self.http = self._histograms["http"]
 
     def add(self, counted: Iterable[tuple[str, tuple[str, ...], float]]) -> None:
         """Add the values that transactions have counted."""
@@ -146,7 +123,7 @@ class Metrics:
     def render(self, conn: Connection) -> bytes:
         """Return the exposition text. This blocks and is therefore to be called in a reader."""
         scrape = CollectorRegistry()
-        scrape.register(_Snapshot(_gauges(conn)))
+        scrape.register(_Collector(partial(_gauges, conn)))
         return generate_latest(self.registry) + generate_latest(scrape)
 
 

@@ -9,32 +9,31 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import httpx
 from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
-from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.engine import make_url
 
-from rollyard_api.access.bearer_tokens import Tokens
-from rollyard_api.access.job_scope import BoundJobs
-from rollyard_api.access.quotas import Idle, Quota, Turns
-from rollyard_api.access.token_file import TokenFile
+from rollyard_api.access.bearer_tokens import TokenFile, Tokens
+from rollyard_api.access.permissions import BoundJobs
 from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
 from rollyard_api.browsers.door import Door
-from rollyard_api.browsers.guesses import Guesses
-from rollyard_api.browsers.sessions import Sessions
+from rollyard_api.browsers.sessions import Guesses, Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
-from rollyard_api.core.wakeups import Bus
+from rollyard_api.core.problems import RETRY_AFTER, ApiError, StorageFull, TimedOut, Unavailable
+from rollyard_api.core.quotas import Quota, Turns
+from rollyard_api.core.wakeups import Bus, Idle
 from rollyard_api.jobs import jobs
+from rollyard_api.jobs.blobs import Uploads
 from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.reward_services import RewardServices
 from rollyard_api.jobs.task_reader import TaskReader
-from rollyard_api.jobs.uploads import Uploads
+from rollyard_api.machine.states import ENDED
 from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
@@ -44,9 +43,53 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
-from rollyard_api.views.objects import ViewObjects
+from rollyard_api.views.fleet.feed import FleetFeed
+from rollyard_api.views.fleet.overview import FleetReader
+from rollyard_api.views.fleet.workers import SeenWorkers
+from rollyard_api.views.job.folding import Folding
+from rollyard_api.views.rollout.live import Watching
+from rollyard_api.views.rollout.records import KeptRecords
+from rollyard_api.views.rollout.texts import TokenTexts
 from rollyard_api.weights import checkpoints
 from rollyard_api.weights.coordinator import Coordinator
+
+HEARD_SECONDS: Final = 5.0
+"""The time between two writes that a worker is still heard, in seconds."""
+RECORD_SECONDS: Final = 30.0
+_ENDS: Final = frozenset(state.status for state in ENDED)
+
+
+class ViewObjects:
+    """What is kept in memory for those who look.
+
+    Args:
+        database: The database.
+        disk: The threads in which folders of models are read.
+        fleet_seconds: The age up to which one read of the fleet is given to all.
+    """
+
+    def __init__(self, database: Database, disk: Bulkhead, fleet_seconds: float) -> None:
+        self.fleet = FleetReader(database, fleet_seconds)
+        self.feed = FleetFeed(self.fleet, database)
+        self.folding = Folding(database)
+        self.record_threads = Bulkhead("reading of records", threads=2, waiting=256, seconds=RECORD_SECONDS)
+        """The threads in which records are parsed for those who look at a piece of one."""
+        self.kept_records = KeptRecords()
+        self.token_texts = TokenTexts(disk)
+        self.watching = Watching(alone=database.sqlite)
+        self.seen_workers = SeenWorkers(database, HEARD_SECONDS)
+
+    def after_commit(self, tx: Transaction) -> None:
+        """Note what a transaction that has just been committed ended, and which workers had trouble."""
+        if tx.events:
+            self.folding.note(job_id for job_id, data in tx.events if data["status"] in _ENDS)
+        if tx.troubles:
+            self.seen_workers.troubled(tx.troubles, tx.now)
+
+    def close(self) -> None:
+        """Stop the threads, without waiting for those that hang."""
+        self.record_threads.close()
+
 
 log = logging.getLogger("rollyard.api")
 
@@ -131,7 +174,7 @@ class ControlPlane:
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
         self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
-        self.door = Door(settings.browsers, lambda: self.sessions)
+        self.door = Door(settings.browsers, self.sessions)
         self.guesses = Guesses()
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
@@ -234,7 +277,7 @@ class ControlPlane:
         raise Unavailable(
             "as many trajectories as may wait in the database do, and their store takes none: "
             f"{refused.detail}",
-            headers={"Retry-After": "2"},
+            headers=RETRY_AFTER,
         )
 
     async def sweep(self) -> None:
@@ -255,7 +298,9 @@ class ControlPlane:
         for (op, batch), count in zip(work, counts, strict=True):
             while batch and (count or 0) >= batch:
                 count = await write(op, durable=False)
-        cancelled, deleted, assigned = await read(_left_over)
+        cancelled, deleted, assigned = await read(
+            lambda conn: (job_rows.cancelling(conn), job_rows.removable(conn), assignments.has_old(conn))
+        )
         for job_id in cancelled:
             await self.cancel_rest(job_id)
         for job_id in deleted:
@@ -274,23 +319,6 @@ class ControlPlane:
     async def check_health(self, *, ready: bool) -> None:
         """Run one round of health checks of the external backends that are ready, or of all others."""
         await health.check_all(self.database, self.transport, ready=ready)
-
-    async def probe_circuits(self) -> None:
-        """Send one probe to each backend whose circuit has been open long enough."""
-        await circuits.probe_all(self.database, self.transport)
-
-    async def write_speeds(self) -> None:
-        """Store the speeds of rollouts completed since the last call on their backends."""
-        await self.speeds.write(self.database)
-
-    async def read_stats(self) -> None:
-        """Read the backends' own metrics."""
-        await self.poller.poll(self.database, self.transport)
-
-
-def _left_over(conn: Connection) -> tuple[list[int], list[int], bool]:
-    """Return the jobs to end, the deleted jobs to remove, and whether there are old assignments."""
-    return job_rows.cancelling(conn), job_rows.removable(conn), assignments.has_old(conn)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -349,7 +377,11 @@ async def _opened(
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)
-        await _open(plane.archive)
+        try:
+            await plane.archive.open()
+        except TimedOut as error:
+            # Jobs run without the store as long as the database has room for their results.
+            log.warning("start: %s", error.detail)
         await _resume(plane)
         async with plane.http:
             background = [
@@ -374,14 +406,6 @@ async def _opened(
         await database.close()
 
 
-async def _open(archive: Archive) -> None:
-    try:
-        await archive.open()
-    except TimedOut as error:
-        # Jobs run without the store as long as the database has room for their results.
-        log.warning("start: %s", error.detail)
-
-
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
     """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
     given = plane.settings
@@ -389,7 +413,9 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
     # wait for it.
     serving = partial(plane.check_health, ready=True)
     starting = partial(plane.check_health, ready=False)
-    circuit, stats = plane.probe_circuits, plane.read_stats
+    circuit = partial(circuits.probe_all, plane.database, plane.transport)
+    stats = partial(plane.poller.poll, plane.database, plane.transport)
+    speeds = partial(plane.speeds.write, plane.database)
     return [
         (given.tokens_seconds, given.tokens_seconds, "token file", plane.look_at_tokens),
         (given.sweep_seconds, given.sweep_seconds, "sweep", plane.sweep),
@@ -398,8 +424,10 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.health_seconds, given.health_seconds, "first requests", starting),
         (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
-        (given.speeds_seconds, given.stats_seconds, "measured speeds", plane.write_speeds),
-        *((given.folding_seconds, given.stats_seconds, what, work) for what, work in plane.views.rounds()),
+        (given.speeds_seconds, given.stats_seconds, "measured speeds", speeds),
+        (given.folding_seconds, given.stats_seconds, "statistics", plane.views.folding.round),
+        (given.folding_seconds, given.stats_seconds, "workers", plane.views.seen_workers.write),
+        (given.folding_seconds, given.stats_seconds, "events of the fleet", plane.views.feed.tick),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]
 
@@ -413,8 +441,3 @@ async def _resume(plane: ControlPlane) -> None:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)
     await plane.archive.adopt()
-
-
-def ping(conn: Connection) -> None:
-    """Raise an exception if the database does not answer."""
-    conn.exec_driver_sql("SELECT 1")

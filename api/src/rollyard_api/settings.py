@@ -8,7 +8,7 @@ from pathlib import Path
 from rollyard_crds.telemetry.options import TraceOptions
 
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
 from rollyard_api.jobs.sandbox_hosts import SandboxHosts

@@ -126,7 +126,6 @@ class AsyncClient(AsyncResultReader):
 
         Raises:
             OSError: The file cannot be read.
-            NotFound: The server is too old to accept uploads.
         """
         file = await asyncio.to_thread(uploads.hashed, Path(path))
         where = namespace or self.namespace

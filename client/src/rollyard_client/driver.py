@@ -17,7 +17,6 @@ from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeat
 
 from rollyard_client.call import Retry
 from rollyard_client.context import Context
-from rollyard_client.errors import NotFound, Unauthorized
 from rollyard_client.paging import Listing
 from rollyard_client.requests import claims, jobs, pools, workers
 from rollyard_client.transport import AsyncTransport
@@ -137,18 +136,9 @@ class DriverClient:
         """
         return await self._transport.send(claims.put_claim_status(claim, status))
 
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
-        """Report that a stage worker has died, so that its leases are taken back at once.
-
-        The result is None if the control plane is older than this call. The leases then expire.
-        """
-        try:
-            return await self._transport.send(workers.worker_died(report))
-        except (NotFound, Unauthorized) as error:
-            # An older control plane refuses a call that it does not know to all but the admin.
-            if error.status in (403, 404):
-                return None
-            raise
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
+        """Report that a stage worker has died, so that its leases are taken back at once."""
+        return await self._transport.send(workers.worker_died(report))
 
     async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
         """Offer a job to a worker that stands ready. A repeat of the offer changes nothing.

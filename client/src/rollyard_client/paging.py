@@ -60,7 +60,7 @@ class Cursor(Generic[T]):
 
     def take(self, page: Page) -> None:
         """Keep the results of the page until they are handed out, and set `done` after the last page."""
-        self._waiting.extend(zip(page.lines, page.cursors_after(self.cursor), strict=True))
+        self._waiting.extend(zip(page.lines, page.cursors_after, strict=True))
         self._after = page.cursor
         if not self._waiting:
             self.cursor = page.cursor  # The page may have passed over results that were not asked for.

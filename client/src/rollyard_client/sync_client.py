@@ -125,7 +125,6 @@ class Client(ResultReader):
 
         Raises:
             OSError: The file cannot be read.
-            NotFound: The server is too old to accept uploads.
         """
         file = uploads.hashed(Path(path))
         where = namespace or self.namespace

@@ -53,15 +53,12 @@ def hashed(path: Path) -> File:
 
 
 def has(file: File, namespace: str) -> Call[None]:
-    """Return the call that succeeds if the namespace has the file already.
-
-    It raises NotFound otherwise, and also if the server is too old to accept uploads.
-    """
+    """Return the call that succeeds if the namespace has the file already. It raises NotFound otherwise."""
     return Call("HEAD", f"{BLOBS}/{file.sha256}", nothing, query={"namespace": namespace})
 
 
 def put(file: File, namespace: str) -> Call[None]:
-    """Return the call that uploads the file. It raises NotFound only if the server accepts no uploads."""
+    """Return the call that uploads the file."""
     return Call(
         "PUT",
         f"{BLOBS}/{file.sha256}",

@@ -8,9 +8,9 @@ says so, and the claim is gone. All of it may be repeated.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.names import RUNTIME_PATH
@@ -70,14 +70,6 @@ class SandboxShape(Record):
     over the connection to the exec server."""
     folders: Annotated[list[EmptyFolder], Field(max_length=8)] = Field(default_factory=list)
     """Empty folders directly below /, in which programs can write."""
-
-    @model_serializer(mode="wrap")
-    def _for_older_peers(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `folders` where there are none, because older control planes and drivers refuse it."""
-        found: dict[str, Any] = handler(self)
-        if not found.get("folders"):
-            found.pop("folders", None)
-        return found
 
 
 class ClaimRequest(Record):

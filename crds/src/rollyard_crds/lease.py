@@ -151,8 +151,7 @@ class HeartbeatRequest(Record):
     ending: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
     """Those of `sandboxes` that end now, with this worker. Rollouts that wait for them start again."""
     live: Annotated[list[LiveTurns], Field(max_length=64)] = Field(default_factory=list)
-    """What is new of rollouts that the last answer called watched. It is not sent to control planes that call
-    none so."""
+    """What is new of rollouts that the last answer called watched."""
 
 
 class HeartbeatResponse(Record):
@@ -165,7 +164,7 @@ class HeartbeatResponse(Record):
     orphans: list[str]
     """Those of `sandboxes` that belong to no unfinished rollout; the worker must remove them."""
     watched: list[str] = Field(default_factory=list)
-    """The rollouts among the leases that somebody watches now. It is sent to clients from number 3 on."""
+    """The rollouts among the leases that somebody watches now."""
 
 
 class StageTimes(Record):

@@ -248,8 +248,6 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         "--trouble-file", type=Path, metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
     )  # fmt: skip
-    # Batch scripts of an earlier version that still wait in Slurm's queue use this option.
-    parser.add_argument("--first-sandbox", help=argparse.SUPPRESS)
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
     parser.add_argument("--drain-seconds", type=float, default=30.0)

@@ -21,10 +21,8 @@ except ImportError:
 SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _MAX_CHALLENGE = 256  # characters
-PROVEN = "v2."
+PROVEN = "proven."
 """The prefix of a token that the server has seen once, and must prove to know."""
-TOKEN_PROOF = "token_proof"
-"""The name of the feature of a server that proves to know the token which a client has shown to it."""
 
 
 def new_challenge() -> str:

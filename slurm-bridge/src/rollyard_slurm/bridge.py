@@ -163,8 +163,6 @@ class Bridge:
         """Start or join the control plane, run the loop until `stop` is called, and clean up."""
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
-        if options.profile.asks_for_salloc:
-            self._say("`start: salloc` has no effect any more: every job is submitted by sbatch")
         if isinstance(self._calls, RestCalls):
             self._calls.server.check()
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -70,8 +70,6 @@ class JobProfile(Model):
     """Whether no other job may run on the nodes of the job."""
     requeue: bool | None = None
     """Whether Slurm may restart the job after its node failed or it was preempted. The default is true."""
-    start: Literal["sbatch", "salloc"] | None = None
-    """This field has no effect, because sbatch submits every job. Earlier profiles may hold it."""
     sbatch: Words = Field(default_factory=list)
     """Further options of sbatch, such as `--licenses=matlab:1`."""
     prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)
@@ -215,11 +213,6 @@ class SiteProfile(JobProfile):
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
         return self
-
-    @property
-    def asks_for_salloc(self) -> bool:
-        """Whether the profile holds `start: salloc`, which earlier versions understood."""
-        return "salloc" in (self.start, self.workers.start, self.backends.start)
 
     def of(self, kind: str) -> JobProfile:
         """Return the profile of one kind of job. Its own fields take precedence over the common ones."""

@@ -57,6 +57,7 @@ def _given(home: Home) -> dict[str, tuple[str, str]]:
     for path in (home.root / "submissions").glob("*.json"):
         record = read_json(path) or {}
         if record.get("ready"):
-            kind, namespace, name, _ = record["workload"]["owner"]
-            given[path.stem] = (f"{kind.lower()}/{namespace}/{name}", record["workload"]["name"])
+            owner = record["workload"]["owner"]
+            job = f"{owner['kind'].lower()}/{owner['namespace']}/{owner['name']}"
+            given[path.stem] = (job, record["workload"]["name"])
     return given

@@ -1,1 +1,1 @@
-"""This package decides who may make which call and how much of the control plane a namespace may hold."""
+"""This package decides who may make which call."""

@@ -1,13 +1,15 @@
 """Bearer tokens, by role, are created at the first start in a file that only the user can read.
 
 Several tokens of a role may be valid at the same time. The first of them is the one that is handed out, and
-the others are being retired.
+the others are being retired. The file is read again when it changes, which allows tokens to be rotated
+without a restart.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -18,8 +20,7 @@ from typing import Final, Literal, get_args
 from rollyard_crds.security.job_token import JobIdentity, job_of
 from rollyard_crds.security.ready_token import ReadyIdentity, ready_worker_of
 
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Unauthorized
+from rollyard_api.core.problems import ControlPlaneError, Unauthorized
 
 Role = Literal["admin", "worker", "driver", "metrics", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
@@ -170,3 +171,59 @@ def _make(path: Path) -> None:
         return
     finally:
         scratch.unlink()
+
+
+log = logging.getLogger("rollyard.api")
+
+_Seen = tuple[int, int, int, int, int]
+
+
+class TokenFile:
+    """The tokens in force. A file that cannot be used changes nothing and is logged once.
+
+    Args:
+        state_dir: The folder whose tokens.json is created if it is missing.
+        given: Another file, which another program creates, such as a mounted Secret; None stands for
+            tokens.json.
+
+    Raises:
+        TokenFileError: The file cannot be used.
+    """
+
+    def __init__(self, state_dir: Path, given: Path | None) -> None:
+        self._path = state_dir / FILE_NAME if given is None else given
+        # The content may be newer than the recorded status of the file, but never older. If it is newer, the
+        # file is read once more.
+        self._seen: _Seen | None = None
+        self.tokens = load_or_make(state_dir) if given is None else load(given)
+
+    def look(self) -> None:
+        """Read the file again if it has changed. This may block and is therefore to be called in a thread."""
+        try:
+            seen = self._stat()
+            if seen == self._seen:
+                return
+            self._seen = seen
+            tokens = load(self._path)
+        except OSError as error:
+            if self._seen is not None:
+                log.error(
+                    "%s: cannot be looked at: %s; the tokens read before stay in force",
+                    self._path, error.strerror,
+                )  # fmt: skip
+            self._seen = None
+            return
+        except TokenFileError as error:
+            log.error("%s; the tokens read before stay in force", error)
+            return
+        if tokens != self.tokens:
+            changed = sorted(
+                role for role in ROLES if tokens.by_role.get(role) != self.tokens.by_role.get(role)
+            )
+            self.tokens = tokens
+            log.info("%s: other tokens are in force now for %s", self._path, ", ".join(changed))
+
+    def _stat(self) -> _Seen:
+        # Links are followed, because kubelet replaces a Secret by pointing a link to another folder.
+        found = os.stat(self._path)
+        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -4,16 +4,26 @@ A route without a rule is open to the admin alone. A route that is added later i
 rule is written, and a test fails until then. A token of one job may make only the calls of that job's
 workers, and the routes check that every rollout, sandbox and claim in these calls belongs to that job. A
 token of a ready worker may make a single call, which asks for that worker's assignment.
+
+The token of one job reaches that job in its present form, its rollouts, its sandboxes and its claims.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Final, Literal
+
+import sqlalchemy as sa
+from rollyard_crds.security.job_token import JobIdentity
+from sqlalchemy.engine import Connection
 
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
+from rollyard_api.storage.database import Database
+from rollyard_api.storage.schema import jobs, rollouts
 
 Stand = Literal["live", "finished", "gone"]
 """The state of a token's job: it has unfinished rollouts, all of its rollouts have ended, or it was
@@ -148,10 +158,6 @@ DOCS: Final = frozenset({"/docs", "/docs/{name}", "/openapi.json"})
 _PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
 
 
-def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(_PARAMETER.sub("[^/]+", re.escape(template)))
-
-
 class Access:
     """The rules, changed by what the installer makes public.
 
@@ -164,7 +170,11 @@ class Access:
         opened = (DOCS if open_docs else frozenset()) | ({"/metrics"} if open_metrics else frozenset())
         rules = {key: OPEN if key[1] in opened else rule for key, rule in RULES.items()}
         self._exact = {key: rule for key, rule in rules.items() if "{" not in key[1]}
-        self._shaped = [(key[0], _pattern(key[1]), rule) for key, rule in rules.items() if "{" in key[1]]
+        self._shaped = [
+            (method, re.compile(_PARAMETER.sub("[^/]+", re.escape(path))), rule)
+            for (method, path), rule in rules.items()
+            if "{" in path
+        ]
 
     def rule(self, method: str, path: str) -> Rule:
         """Return the rule of a call, or the rule of the admin alone if there is none for the call."""
@@ -197,3 +207,104 @@ def authorize(rule: Rule, caller: Caller, method: str, path: str) -> None:
 def still(rule: Rule, stand: Stand) -> bool:
     """Return whether a token may still make the call while its job is in the state `stand`."""
     return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)
+
+
+LOOKED_UP = 500
+"""The largest number of names in one query, because SQLite limits the variables of a query."""
+REMEMBERED = 4096
+"""The largest number of jobs that are remembered for their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundJob:
+    """The job for which a token was made, and the state of that job."""
+
+    identity: JobIdentity
+    stand: Stand
+    id: int | None
+    """The id of the job's row, or None if the job is gone."""
+    uid: str | None
+    """The uid of the job itself, which claims carry, or None if the job is gone."""
+
+
+def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
+    """Return the job of a token with its present state.
+
+    The uid in the token may be that of the job or of the Kubernetes object for which the job is registered.
+    """
+    columns = (jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at)
+    row = conn.execute(
+        sa.select(*columns).where(
+            jobs.c.namespace == identity.namespace,
+            jobs.c.name == identity.name,
+            jobs.c.deleted_at.is_(None),
+        )
+    ).one_or_none()
+    if row is None or identity.uid not in (row.uid, row.object_uid):
+        return BoundJob(identity, "gone", None, None)
+    return BoundJob(identity, "live" if row.finished_at is None else "finished", row.id, row.uid)
+
+
+class BoundJobs:
+    """The jobs of the tokens in use.
+
+    A job that was looked up is remembered until a commit changes a job, if the database can notice that (see
+    `Database.job_changes`). A look that begins before such a commit counts for one request only.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._known: dict[JobIdentity, tuple[int, BoundJob]] = {}
+
+    async def of(self, identity: JobIdentity) -> BoundJob:
+        """Return the job of a token with its present state; see `look_up`."""
+        changes = self._database.job_changes
+        known = self._known.get(identity)
+        if known is not None and known[0] == changes:
+            return known[1]
+        job = await self._database.read(partial(look_up, identity=identity))
+        if changes is not None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[identity] = (changes, job)
+        return job
+
+
+def refused(bound: BoundJob) -> Forbidden:
+    """Return the error for a token whose job has ended."""
+    who = bound.identity
+    what = f"{who.namespace}/{who.name} with uid {who.uid}"
+    how = "has ended" if bound.stand == "finished" else "was deleted, or replaced by another of its name"
+    return Forbidden(f"this token was for the workers of job {what}, which {how}", reason="JobEnded")
+
+
+@lru_cache(maxsize=256)
+def _of_others(identity: JobIdentity, by: Literal["id", "sandbox_id"]) -> sa.Select[tuple[str]]:
+    """Return the query for one rollout of a job that is not the token's own, even of a deleted job with rows.
+
+    The query is kept because each report asks it.
+    """
+    # A job without an object has null here. Compared as null, it would match no job and pass the check.
+    object_uid = sa.func.coalesce(jobs.c.object_uid, "")
+    ours = sa.and_(
+        jobs.c.namespace == identity.namespace,
+        jobs.c.name == identity.name,
+        sa.or_(jobs.c.uid == identity.uid, object_uid == identity.uid),
+    )
+    query = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
+    named = rollouts.c[by].in_(sa.bindparam("b_names", expanding=True))
+    return query.where(named, sa.not_(ours)).limit(1)
+
+
+def reaches_others(
+    conn: Connection, identity: JobIdentity, rollouts_of: Collection[str], sandboxes: Collection[str]
+) -> bool:
+    """Return whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
+    asked: tuple[tuple[Literal["id", "sandbox_id"], list[str]], ...]
+    asked = (("id", sorted(rollouts_of)), ("sandbox_id", sorted(sandboxes)))
+    for by, names in asked:
+        for at in range(0, len(names), LOOKED_UP):
+            some = {"b_names": names[at : at + LOOKED_UP]}
+            if conn.execute(_of_others(identity, by), some).first() is not None:
+                return True
+    return False

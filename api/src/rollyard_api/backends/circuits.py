@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,24 +98,23 @@ def _change(tx: Transaction, suspect: Suspect, after: Breaker) -> bool:
     return True
 
 
-def _begin(tx: Transaction, suspect: Suspect) -> Breaker | None:
-    if suspect.breaker.due_in(tx.now) != 0:
-        return None
-    after = suspect.breaker.probing(tx.now)
-    return after if _change(tx, suspect, after) else None
-
-
-def _end(tx: Transaction, suspect: Suspect, answered: bool) -> None:
-    _change(tx, suspect, suspect.breaker.probed(answered, tx.now))
-
-
-async def _problem(transport: Transport, suspect: Suspect) -> str | None:
-    """Return why the server does not sample, or None if it does."""
+async def _probe(database: Database, transport: Transport, suspect: Suspect) -> None:
+    """Probe a backend with a real request, unless another replica does. An answer closes its circuit."""
+    probing = suspect.breaker.probing(time.time())
+    if not await database.write(partial(_change, suspect=suspect, after=probing), durable=False):
+        return
+    problem = ""
     try:
         await health.first_request(transport, suspect.url, suspect.model, PROBE_SECONDS)
     except BackendError as error:
-        return str(error)
-    return None
+        problem = f"its circuit stays open: {error}"
+    after = probing.probed(not problem, time.time())
+    seen = replace(suspect, breaker=probing)
+    await database.write(partial(_change, suspect=seen, after=after), durable=False)
+    if problem:
+        log.warning("backend %s: %s", suspect.url, problem)
+    else:
+        log.info("backend %s answers again: its circuit is closed", suspect.url)
 
 
 async def probe_all(database: Database, transport: Transport) -> None:
@@ -123,21 +122,11 @@ async def probe_all(database: Database, transport: Transport) -> None:
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(suspect: Suspect) -> None:
-        probing = await database.write(partial(_begin, suspect=suspect), durable=False)
-        if probing is None:
-            return
-        seen = Suspect(suspect.pool_id, suspect.url, suspect.model, probing)
         async with places:
-            problem = await _problem(transport, suspect)
-        await database.write(partial(_end, suspect=seen, answered=problem is None), durable=False)
-        if problem is None:
-            log.info("backend %s answers again: its circuit is closed", suspect.url)
-        else:
-            log.warning("backend %s: its circuit stays open: %s", suspect.url, problem)
+            await _probe(database, transport, suspect)
 
-    suspects = await database.read(_suspects)
     now = time.time()
     async with asyncio.TaskGroup() as group:
-        for suspect in suspects:
+        for suspect in await database.read(_suspects):
             if suspect.breaker.due_in(now) == 0:
                 group.create_task(one(suspect))

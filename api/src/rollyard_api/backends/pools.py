@@ -15,10 +15,9 @@ from rollyard_crds.weights import UNVERIFIED
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import circuits
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import dumps, loads, validated
 from rollyard_api.core.conditions import merge_status, timestamp
 from rollyard_api.core.problems import Conflict, Invalid
-from rollyard_api.core.validation import validated
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction

@@ -2,23 +2,79 @@
 
 The rules of bearer tokens stay as they are. A session may make the calls of a viewer that change nothing, end
 itself, and cancel if its role is `admin`.
+
+Browsers send the cookies of a host to all of its ports. The cookie's name therefore ends in a name of the
+installation, so that two control planes on one host do not replace each other's cookie.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 from starlette.types import Message, Scope, Send
 
 from rollyard_api.access.permissions import Rule
-from rollyard_api.browsers import cookies, headers, origins
+from rollyard_api.browsers import origins
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.browsers.sessions import BrowserSession, Sessions
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Forbidden, Unauthorized
+from rollyard_api.browsers.page import data_headers
+from rollyard_api.browsers.sessions import SECRET, BrowserSession, Sessions
+from rollyard_api.core.problems import ControlPlaneError, Forbidden, Unauthorized
+
+MAX_HEADER: Final = 16 << 10
+"""The largest number of characters of a Cookie header that is read."""
+MAX_TRIED: Final = 4
+"""The largest number of cookies of one request whose session is looked up."""
+_HOST_ONLY: Final = "__Host-"
+_SECURE: Final = "__Secure-"
+
+
+def secrets_in(header: str, instance: str, *, https: bool) -> list[str]:
+    """Return the secrets in a Cookie header, in the order in which they are to be tried.
+
+    Another page on the same host can set cookies of its own. It cannot set those whose name begins with
+    `__Host-` or `__Secure-` unless it uses HTTPS itself, so these come first, and over HTTPS no others count.
+
+    Args:
+        header: The Cookie header.
+        instance: The name of the installation.
+        https: Whether the browser is known to use HTTPS.
+    """
+    if len(header) > MAX_HEADER:
+        return []
+    base = f"rollyard-{instance}"
+    names = [_HOST_ONLY + base, _SECURE + base, *(() if https else (base,))]
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for pair in header.split(";"):
+        name, _, value = pair.strip().partition("=")
+        if name in found and SECRET.fullmatch(value) and value not in found[name]:
+            found[name].append(value)
+    return [value for name in names for value in found[name]][:MAX_TRIED]
+
+
+def set_cookie(secret: str, instance: str, prefix: str, *, https: bool, seconds: float) -> str:
+    """Return the Set-Cookie header of a session.
+
+    Args:
+        secret: The secret of the session, or "" to remove the cookie.
+        instance: The name of the installation.
+        prefix: The path prefix of the page, or "".
+        https: Whether the browser uses HTTPS.
+        seconds: The time in seconds for which the browser keeps the cookie. It is a span, and no date,
+            because the browser's clock may differ.
+    """
+    start = "" if not https else _SECURE if prefix else _HOST_ONLY
+    parts = [
+        f"{start}rollyard-{instance}={secret}",
+        f"Path={prefix}/",
+        f"Max-Age={int(seconds)}",
+        "HttpOnly",
+        "SameSite=Strict",
+        *(("Secure",) if https else ()),
+    ]
+    return "; ".join(parts)
+
 
 PROBES: Final = frozenset({"/healthz", "/readyz"})
 """The calls that are answered under every name, because load balancers and kubelets choose one of their own.
@@ -40,10 +96,10 @@ class Door:
 
     Args:
         settings: The names of the control plane and the prefix of its paths.
-        sessions: A function that returns the sessions, which exist once the control plane runs.
+        sessions: The sessions of the control plane.
     """
 
-    def __init__(self, settings: BrowserSettings, sessions: Callable[[], Sessions]) -> None:
+    def __init__(self, settings: BrowserSettings, sessions: Sessions) -> None:
         self._hosts = settings.hosts
         self._prefix = settings.path_prefix
         self._sessions = sessions
@@ -84,7 +140,7 @@ class Door:
             return None
         origins.check_host(given, self._hosts)
         origins.check_origin(given)
-        session = await self._sessions().find(secrets)
+        session = await self._sessions.find(secrets)
         if session is None:
             raise Unauthorized(
                 "this session has ended; `rollyard open` makes a new link", reason="SessionEnded"
@@ -96,13 +152,13 @@ class Door:
         """Return the secrets of sessions that a request carries."""
         if not given.cookie:
             return []
-        name = await self._sessions().installation()
-        return cookies.secrets_in(given.cookie, name, https=given.scheme == "https")
+        name = await self._sessions.installation()
+        return secrets_in(given.cookie, name, https=given.scheme == "https")
 
     async def cookie(self, given: origins.BrowserHeaders, secret: str, seconds: float) -> str:
         """Return the Set-Cookie header for a session's secret; "" removes the cookie."""
-        name = await self._sessions().installation()
-        return cookies.cookie(secret, name, self._prefix, https=given.is_https, seconds=seconds)
+        name = await self._sessions.installation()
+        return set_cookie(secret, name, self._prefix, https=given.is_https, seconds=seconds)
 
     def sender(self, send: Send, session: BrowserSession) -> Send:
         """Return a function that sends the answer to a session.
@@ -110,17 +166,14 @@ class Door:
         It adds the headers that keep other pages and caches from the answer. It ends a stream whose session
         has ended in the meantime.
         """
-        return _SessionSend(send, session.digest, self._is_over)
-
-    async def _is_over(self, digest: str) -> bool:
-        return await self._sessions().current(digest) is None
+        return _SessionSend(send, session.digest, self._sessions)
 
 
 class _SessionSend:
-    def __init__(self, send: Send, digest: str, is_over: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, send: Send, digest: str, sessions: Sessions) -> None:
         self._send = send
         self._digest = digest
-        self._is_over = is_over
+        self._sessions = sessions
         self._looked = time.monotonic()
         self._is_endless = False
 
@@ -129,13 +182,13 @@ class _SessionSend:
             present = {name.lower() for name, _ in message.get("headers", ())}
             # An answer whose length was announced must be sent as a whole, and it ends soon.
             self._is_endless = b"content-length" not in present
-            more = {**headers.data_headers(), "Cache-Control": "no-store", "Vary": "Cookie"}
+            more = {**data_headers(), "Cache-Control": "no-store", "Vary": "Cookie"}
             added = [(name.lower().encode(), value.encode()) for name, value in more.items()]
             kept = [pair for pair in added if pair[0] not in present]
             message = {**message, "headers": [*message.get("headers", ()), *kept]}
         elif self._is_endless and time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
-            if message.get("more_body", False) and await self._is_over(self._digest):
+            if message.get("more_body", False) and await self._sessions.current(self._digest) is None:
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
                 raise SessionOver("the session has ended")
         await self._send(message)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
+import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +24,13 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.browsers.cookies import SECRET
 from rollyard_api.core.problems import ApiError, Conflict, Unauthorized
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.sign_in_tables import browser_sessions, installation, sign_in_codes
+from rollyard_api.storage.schema import browser_sessions, installation, sign_in_codes
 
 SessionRole = Literal["viewer", "admin"]
+SECRET: Final = re.compile(r"[A-Za-z0-9_-]{43}")
+"""The form of the secret of a session, and of a one-time code: 32 bytes in URL-safe base 64."""
 CODE_SECONDS: Final = 60.0
 """The time in seconds in which a code must be used."""
 MAX_CODES: Final = 256
@@ -81,16 +85,13 @@ class Sessions:
     async def installation(self) -> str:
         """Return the name of this installation, which all of its replicas share. The first call makes it."""
         if not self._name:
-            self._name = await self._database.read(_named) or await self._make_name()
+            self._name = await self._database.read(_named)
+        if not self._name:
+            # Another replica may be faster.
+            with contextlib.suppress(Conflict):
+                await self._database.write(partial(_name_it, made=secrets.token_hex(4)))
+            self._name = await self._database.read(_named)
         return self._name
-
-    async def _make_name(self) -> str:
-        made = secrets.token_hex(4)
-        try:
-            return await self._database.write(partial(_name_it, made=made))
-        except Conflict:
-            # Another replica was faster.
-            return await self._database.read(_named)
 
     async def make_code(self, role: SessionRole, maker: str, token: str) -> OneTimeCode:
         """Make a code for a session of this role.
@@ -168,7 +169,8 @@ class Sessions:
 
     async def current(self, digest: str) -> BrowserSession | None:
         """Return the session with this digest if it is in force, and record that it is used."""
-        row = await self._database.read(partial(_session, digest=digest))
+        query = browser_sessions.select().where(browser_sessions.c.digest == digest)
+        row = await self._database.read(lambda conn: conn.execute(query).one_or_none())
         now = time.time()
         if row is None or now >= min(row.expires_at, row.used_at + self._idle):
             return None
@@ -232,15 +234,9 @@ def _named(conn: Connection) -> str:
     return conn.execute(sa.select(installation.c.name)).scalar_one_or_none() or ""
 
 
-def _name_it(tx: Transaction, *, made: str) -> str:
-    name = _named(tx.conn)
-    if not name:
+def _name_it(tx: Transaction, *, made: str) -> None:
+    if not _named(tx.conn):
         tx.conn.execute(installation.insert().values(no=1, name=made))
-    return name or made
-
-
-def _session(conn: Connection, *, digest: str) -> Any:
-    return conn.execute(browser_sessions.select().where(browser_sessions.c.digest == digest)).one_or_none()
 
 
 def _touch(tx: Transaction, *, digest: str) -> None:
@@ -261,3 +257,66 @@ def _make_room(tx: Transaction, table: sa.Table, age: sa.Column[Any], maker: str
     digests = tx.conn.execute(oldest).scalars().all()
     if digests:
         tx.conn.execute(table.delete().where(table.c.digest.in_(digests)))
+
+
+GUESSES: Final = 10
+"""The number of wrong codes that one address may send within `WINDOW_SECONDS`."""
+WINDOW_SECONDS: Final = 60.0
+REMEMBERED: Final = 4096
+"""The largest number of addresses that are remembered."""
+IPV6_NETWORK: Final = 64
+"""The bits of an IPv6 address that belong to one user, who chooses the others at will."""
+
+
+class TooManyGuesses(ApiError):
+    """Too many wrong codes came from one address; retry after Retry-After seconds."""
+
+    status = 429
+    reason = "TooManyGuesses"
+
+
+class Guesses:
+    """The wrong codes of the last minute, by address.
+
+    A code has 256 random bits, so that no number of guesses finds one. The limit keeps guesses from costing
+    the database anything. Each replica counts by itself.
+    """
+
+    def __init__(self) -> None:
+        self._wrong: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def check(self, address: str) -> None:
+        """Refuse an address that has sent too many wrong codes.
+
+        Raises:
+            TooManyGuesses: The address must wait.
+        """
+        since, count = self._wrong.get(_user(address), (0.0, 0))
+        left = since + WINDOW_SECONDS - time.monotonic()
+        if count >= GUESSES and left > 0:
+            raise TooManyGuesses(
+                f"{count} wrong codes came from this address; wait {left:.0f} s",
+                headers={"Retry-After": str(int(left) + 1)},
+            )
+
+    def count(self, address: str) -> None:
+        """Count a wrong code."""
+        user, now = _user(address), time.monotonic()
+        since, count = self._wrong.pop(user, (now, 0))
+        if now - since > WINDOW_SECONDS:
+            since, count = now, 0
+        self._wrong[user] = (since, count + 1)
+        while len(self._wrong) > REMEMBERED:
+            self._wrong.popitem(last=False)
+
+
+def _user(address: str) -> str:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))

@@ -1,17 +1,22 @@
-"""This module encodes and decodes: JSON by orjson, compressed small blobs, bodies in JSON or msgpack."""
+"""This module encodes, decodes and checks: JSON by orjson, small blobs, and bodies in JSON or msgpack."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import zlib
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import orjson
+from pydantic import BaseModel, ValidationError
 from rollyard_crds.fields.nesting import HALF_CHARACTER, lone_surrogate
+from rollyard_crds.reading.manifest import describe
 
-from rollyard_api.core.problems import Malformed
+from rollyard_api.core.problems import Invalid, Malformed
+
+M = TypeVar("M", bound=BaseModel)
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -20,6 +25,8 @@ _LARGEST = sys.float_info.max
 _PLAIN_BYTES = 512
 """The number of bytes below which compression costs more than it saves."""
 
+MAX_PROBLEMS = 20
+"""The largest number of wrong fields that an answer names."""
 MAX_DEPTH = 128
 """The deepest nesting of lists and objects in a body.
 
@@ -40,6 +47,13 @@ def pack(data: bytes) -> bytes:
 def unpack(blob: bytes) -> bytes:
     """Return the JSON bytes of a packed blob. JSON objects begin with `{`, and zlib streams never do."""
     return blob if blob[:1] == b"{" else zlib.decompress(blob)
+
+
+def revision_of(content: Any) -> int:
+    """Return a number that stands for this content: a digest, so that every replica computes the same one."""
+    digest = hashlib.blake2b(orjson.dumps(content), digest_size=8).digest()
+    # Every reader of JSON represents an integer of 53 bits exactly.
+    return int.from_bytes(digest) >> 11
 
 
 def decode(body: bytes, content_type: str) -> Any:
@@ -116,6 +130,25 @@ def check_plain(document: Any) -> None:
             elif not set(map(type, value)) <= _SCALARS:
                 level += value
     raise Malformed(f"lists and objects of the body are nested more than {MAX_DEPTH} deep")
+
+
+def validated(kind: type[M], document: Any, name: str = "", *, strict: bool = False) -> M:
+    """Return a body as an instance of its model.
+
+    Args:
+        kind: The model.
+        document: The decoded body, or a part of it.
+        name: The name of the part, which precedes the fields in messages.
+        strict: Whether a value of another type is refused even if it could be converted, such as "1" for 1.
+
+    Raises:
+        Invalid: A field is wrong; `errors` names each wrong field.
+    """
+    try:
+        return kind.model_validate(document, strict=strict or None)
+    except ValidationError as error:
+        problems = describe(error, name)[:MAX_PROBLEMS]
+        raise Invalid(problems[0], errors=problems) from error
 
 
 def encode(document: Any, accept: str) -> tuple[bytes, str]:

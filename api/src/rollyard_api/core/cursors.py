@@ -1,8 +1,7 @@
 """Cursors are opaque, safe in URLs, and bound to the job whose results they count.
 
 The uid of a job is part of each of its cursors. A cursor of a deleted job is therefore never taken for one of
-a job that was submitted later under the same name. Older clients still hold whole numbers, which count the
-results of the job that has the name now.
+a job that was submitted later under the same name.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: s
     """Return the number of results that precede the cursor, which is 0 for an empty cursor.
 
     Args:
-        given: The cursor, or a whole number such as older clients hold.
+        given: The cursor.
         uid: The uid of the job that has the name now.
         job: The name of the job.
         end: The number of results that the job has.
@@ -125,9 +124,8 @@ def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: s
     """
     if not given:
         return 0
-    plain = _is_number(given)
-    position = given if plain else word(given, kind, uid=uid, job=job, parameter=parameter)
-    if not _is_number(position):
+    position = word(given, kind, uid=uid, job=job, parameter=parameter)
+    if not (0 < len(position) <= _MAX_DIGITS and position.isascii() and position.isdigit()):
         raise garbage(parameter, given, kind)
     if int(position) > end:
         raise beyond(parameter, int(position), end, job, kind)
@@ -141,7 +139,3 @@ def beyond(parameter: str, position: int, end: int, job: str, kind: Kind) -> Con
         f"{end}; begin without a cursor",
         reason="CursorBeyondEnd",
     )
-
-
-def _is_number(given: str) -> bool:
-    return 0 < len(given) <= _MAX_DIGITS and given.isascii() and given.isdigit()

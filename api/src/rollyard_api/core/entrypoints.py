@@ -31,8 +31,7 @@ def installed() -> Installed:
 
 def problems(spec: RolloutJobSpec, available: Installed) -> list[str]:
     """Return a line for each name in the spec that no installed distribution provides."""
-    # The default format is part of this package, also where the metadata is that of an older version.
-    formats = [] if spec.tasks.format in (None, registry.DEFAULT) else [spec.tasks.format]
+    formats = [] if spec.tasks.format is None else [spec.tasks.format]
     function = None if spec.reward is None else spec.reward.function
     functions = [] if function is None else [function.name]
     asked = [

@@ -1,4 +1,4 @@
-"""The control plane answers requests that it cannot serve with problem+json (RFC 9457)."""
+"""The root of the package's exceptions, and those that answer requests, as problem+json (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import Any, ClassVar
 import orjson
 from starlette.responses import Response
 
-from rollyard_api.core.errors import ControlPlaneError
-
 TYPE_BASE = "https://rollyard.dev/problems/"
 MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER = {"Retry-After": "2"}
+"""The header of refusals that are over soon."""
+
+
+class ControlPlaneError(Exception):
+    """The root of all exceptions of `rollyard_api`. The `reason` is stable, and the message is for people."""
+
+    reason: str = "InternalError"
 
 
 class ApiError(ControlPlaneError):

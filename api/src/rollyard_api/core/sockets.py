@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import ControlPlaneError
 
 
 class NoSocket(ControlPlaneError):
@@ -17,13 +17,20 @@ class NoSocket(ControlPlaneError):
 
 
 def listening_socket(host: str, port: int, option: str) -> socket.socket:
-    """Return what `listen` returns; `option` is what chooses another port.
+    """Return a listening socket; `option` is what chooses another port.
+
+    A host that begins with a slash is the path of a Unix socket.
 
     Raises:
         NoSocket: The address is not available.
     """
     try:
-        return listen(host, port)
+        if host.startswith("/"):
+            return _unix_socket(host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return _bound(made, (host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             why = f"is in use: stop what listens there, or choose another with {option} (0: any free one)"
@@ -33,19 +40,11 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
         raise NoSocket(f"{where} {why}") from error
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        OSError: The address is not available.
-    """
-    if host.startswith("/"):
-        return listen_on(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+def _bound(made: socket.socket, address: tuple[str, int] | str) -> socket.socket:
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
+        made.bind(address)
+        if isinstance(address, str):
+            os.chmod(address, 0o600)
         made.listen(1024)
     except OSError:
         made.close()
@@ -59,8 +58,8 @@ def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
-def listen_on(path: str) -> socket.socket:
-    """Return a listening Unix socket that only this user can access, in place of one that no process uses.
+def _unix_socket(path: str) -> socket.socket:
+    """Return a Unix socket that only this user can access, in place of one that no process uses.
 
     Raises:
         OSError: The path is not available.
@@ -72,12 +71,4 @@ def listen_on(path: str) -> socket.socket:
             Path(path).unlink(missing_ok=True)
         else:
             raise OSError(errno.EADDRINUSE, "another process listens there")
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        made.bind(path)
-        os.chmod(path, 0o600)
-        made.listen(1024)
-    except OSError:
-        made.close()
-        raise
-    return made
+    return _bound(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path)

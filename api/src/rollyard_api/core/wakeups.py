@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import TypeVar
 
 from rollyard_crds.rolloutjob import STAGES, StageName
@@ -91,13 +91,13 @@ class Bus:
         look: Callable[[], Awaitable[T]],
         enough: Callable[[T], bool],
         wait: float,
-        gone: Callable[[], Awaitable[bool]],
+        gone: Callable[[], Awaitable[bool]] | None = None,
     ) -> T:
         """Call `look` until its answer is `enough`, at once and after each wake, for `wait` seconds.
 
         The wait is registered before the first look, and a wake between the two is therefore not missed. A
-        caller who is `gone` gets no further look, because a lease granted to a dead worker would be held
-        until it expires.
+        caller who is `gone`, if that can be known, gets no further look, because a lease granted to a dead
+        worker would be held until it expires.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wait
@@ -111,7 +111,7 @@ class Bus:
                     return answer
                 pause = left if self._recheck is None else min(left, self._recheck)
                 await asyncio.wait([future], timeout=pause)
-                if await gone():
+                if gone is not None and await gone():
                     return answer
             finally:
                 if topic in self._waiting:
@@ -119,3 +119,36 @@ class Bus:
                     if not self._waiting[topic]:
                         del self._waiting[topic]
                 future.cancel()
+
+
+IDLE_SECONDS = 1.0
+"""The number of seconds for which an empty answer holds for equal requests, unless the queues change."""
+IDLE_REQUESTS = 4096
+
+
+class Idle:
+    """The lease requests that were answered with nothing since the queues last changed.
+
+    A change of the queues wakes every waiting lease request. Equal requests are answered by one look at the
+    database, and a thousand idle workers of one job therefore cost as much as one.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[int, float]] = {}
+
+    def is_known(self, asked: Hashable, changes: int, now: float) -> bool:
+        """Return whether an equal request found nothing and the queues have not changed since.
+
+        Args:
+            asked: What a request asks for, without the worker that makes it.
+            changes: The number of changes of the queues so far.
+            now: A monotonic time in seconds.
+        """
+        found = self._found.get(asked)
+        return found is not None and found[0] == changes and now - found[1] < IDLE_SECONDS
+
+    def note(self, asked: Hashable, changes: int, now: float) -> None:
+        """Record that a request found nothing; `changes` is the number of changes read before the look."""
+        if len(self._found) >= IDLE_REQUESTS:
+            self._found.clear()
+        self._found[asked] = (changes, now)

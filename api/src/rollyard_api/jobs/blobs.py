@@ -3,20 +3,27 @@
 Uploads are stored in the database, in pieces. Every replica of the control plane therefore sees them, and an
 upload appears whole or not at all. The control plane itself compresses each piece. A job holds the upload
 that it names until the job's own rows are removed. An upload that no job holds is removed after some time.
+An upload is received and read back piece by piece, and is never whole in memory.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.problems import ApiError, Invalid, NotFound, QueueFull, TooLarge
+from rollyard_api.core.problems import RETRY_AFTER, ApiError, Invalid, NotFound, QueueFull, TooLarge
+from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.task_sources import FIELD
-from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BlobRow
 from rollyard_api.storage.schema import blob_pieces, blobs, jobs
 
@@ -134,7 +141,7 @@ def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits, *, adding:
         )
 
 
-def add(
+def add_piece(
     tx: Transaction, blob_id: int, namespace: str, no: int, packed: bytes, size: int, limits: BlobLimits
 ) -> None:
     """Add the next piece.
@@ -233,3 +240,139 @@ def remove_some(tx: Transaction) -> bool:
     if len(numbers) < _REMOVED_AT_ONCE:
         tx.conn.execute(sa.delete(blobs).where(blobs.c.id == blob_id))
     return True
+
+
+AT_ONCE: Final = 4
+"""The number of uploads to one namespace that may run at the same time."""
+PACKERS: Final = 2
+"""The number of threads that compress."""
+SILENT_SECONDS: Final = 60.0
+"""The longest time between two parts of a body, in seconds."""
+WHOLE_SECONDS: Final = 6 * 3600.0
+"""The longest time for a whole body, in seconds."""
+
+
+class UploadTooSlow(ApiError):
+    """The body did not arrive in time."""
+
+    status = 408
+    reason = "UploadTooSlow"
+
+
+def _busy(namespace: str | None, most: int) -> ApiError:
+    text = f"{most} uploads to namespace {namespace!r} run, and no more may at once"
+    return QueueFull(text, reason="UploadsBusy", headers=RETRY_AFTER)
+
+
+class Uploads:
+    """The uploads of all namespaces."""
+
+    def __init__(self, database: Database, limits: BlobLimits) -> None:
+        self._database = database
+        self._limits = limits
+        self._running = Quota("uploads", each=AT_ONCE, refusal=_busy)
+        self._packers = ThreadPoolExecutor(PACKERS, thread_name_prefix="uploads")
+
+    async def take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:
+        """Store a body under its SHA-256, and return False if the namespace already had it.
+
+        Nothing is kept of a body that is not accepted.
+
+        Raises:
+            Invalid: The body has another SHA-256.
+            BlobTooLarge: The body is longer than the limit for one upload.
+            BlobsFull, QueueFull: The namespace has reached its limits, or too many uploads are running.
+            UploadTooSlow: Too little arrived in time.
+        """
+        with self._running.held(namespace):
+            try:
+                async with asyncio.timeout(WHOLE_SECONDS):
+                    return await self._take(namespace, sha256, body)
+            except TimeoutError as error:
+                raise UploadTooSlow(
+                    f"nothing of the body came for {SILENT_SECONDS:g} seconds, or not all of it within "
+                    f"{WHOLE_SECONDS:g}"
+                ) from error
+
+    async def _take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:
+        write = self._database.write
+        blob_id = await write(partial(begin, namespace=namespace, sha256=sha256, limits=self._limits))
+        done = False
+        try:
+            found = await self._store(blob_id, namespace, body)
+            if found != sha256:
+                text = f"the body's SHA-256 is {found}, not {sha256}"
+                raise Invalid(text, reason="BlobHashMismatch", errors=[text])
+            made = await write(partial(complete, blob_id=blob_id, namespace=namespace, sha256=sha256))
+            done = True
+            return made
+        finally:
+            if not done:
+                # This also runs if the caller has gone. If the process is killed, the sweep removes the
+                # upload.
+                await asyncio.shield(write(partial(give_up, blob_id=blob_id), durable=False))
+
+    async def _store(self, blob_id: int, namespace: str, body: AsyncIterator[bytes]) -> str:
+        """Store the pieces of the body, and return its SHA-256."""
+        digest, waiting, size, no = hashlib.sha256(), bytearray(), 0, 0
+
+        async def put(data: bytes) -> None:
+            nonlocal no
+            packed = await asyncio.get_running_loop().run_in_executor(self._packers, pack, data)
+            add = partial(
+                add_piece,
+                blob_id=blob_id,
+                namespace=namespace,
+                no=no,
+                packed=packed,
+                size=len(data),
+                limits=self._limits,
+            )
+            # The last commit, which is durable, makes the commits before it durable, too.
+            await self._database.write(add, durable=False)
+            no += 1
+
+        while True:
+            async with asyncio.timeout(SILENT_SECONDS):
+                part = await anext(body, None)
+            if part is None:
+                break
+            size += len(part)
+            if size > self._limits.blob_bytes:
+                raise BlobTooLarge(f"the upload is longer than {self._limits.blob_bytes} bytes")
+            digest.update(part)
+            waiting += part
+            while len(waiting) >= PIECE_BYTES:
+                data = bytes(waiting[:PIECE_BYTES])
+                del waiting[:PIECE_BYTES]
+                await put(data)
+        if waiting:
+            await put(bytes(waiting))
+        return digest.hexdigest()
+
+    async def pieces(self, namespace: str, sha256: str) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of an upload for a job that names it.
+
+        Raises:
+            Invalid: The namespace has no such upload.
+        """
+        try:
+            row = await self._database.read(partial(find, namespace=namespace, sha256=sha256))
+        except NotFound as error:
+            raise missing_of_job(sha256) from error
+        for no in range(row.pieces):
+            data = await self._database.read(partial(piece, blob_id=row.id, no=no))
+            if data is None:
+                raise missing_of_job(sha256)
+            yield data
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._packers.shutdown()
+
+    async def remove_unneeded(self) -> None:
+        """Remove uploads that were given up, and those that no job holds and that were not used lately."""
+        over = partial(expire, kept_seconds=self._limits.kept_seconds)
+        await self._database.write(over, durable=False)
+        while await self._database.write(remove_some, durable=False):
+            pass

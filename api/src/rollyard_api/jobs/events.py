@@ -12,7 +12,7 @@ from typing import Any
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
 MAX_JOBS = 1024
@@ -135,9 +135,7 @@ class EventHub:
         """
         if not last_id:
             return None
-        place = last_id
-        if last_id.startswith("v"):
-            place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
+        place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
         process, _, number = place.partition("-")
         if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", place):
             raise cursors.garbage("Last-Event-ID", last_id, "events")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
+from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import loads
+from rollyard_api.core.codec import loads, revision_of, unpack
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, OBJECT_UID
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import malformed_calls
+from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.jobs import DELETED
 from rollyard_api.storage.rows import JobRow
@@ -34,6 +35,20 @@ _WAITING = (
     sa.select(rollouts.c.state, sa.func.count().label("n"))
     .where(rollouts.c.job_id == sa.bindparam("b_job"), rollouts.c.state < RolloutState.SUCCEEDED)
     .group_by(rollouts.c.state)
+)
+AHEAD: Final = 64
+"""The number of tasks, from the front of the queue of Init, whose images are named."""
+_ROLLOUTS: Final = 4096
+"""The number of rollouts that are looked at for these tasks."""
+_QUEUE: Final = (
+    sa.select(rollouts.c.group_no)
+    .where(
+        rollouts.c.job_id == sa.bindparam("b_job"),
+        rollouts.c.state == RolloutState.QUEUED_INIT,
+        rollouts.c.node == "",
+    )
+    .order_by(rollouts.c.place)
+    .limit(_ROLLOUTS)
 )
 
 
@@ -136,24 +151,11 @@ def unfinished(conn: Connection) -> dict[str, Any]:
     The revision is a digest of the content of the list. Every replica therefore computes the same revision
     for the same list.
     """
-    columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
-    query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
-    told = [
-        {
-            "namespace": row.namespace,
-            "name": row.name,
-            "uid": row.uid,
-            "generation": row.generation,
-            "cancel_reason": row.cancel_reason or "",
-        }
-        for row in conn.execute(query)
-    ]
-    digest = hashlib.blake2b(orjson.dumps(told), digest_size=8).digest()
-    # Every reader of JSON represents an integer of 53 bits exactly.
-    return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
-
-
-_JOBS = sa.select(jobs)
+    reason = sa.func.coalesce(jobs.c.cancel_reason, "").label("cancel_reason")
+    query = sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, reason)
+    query = query.where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
+    listed_jobs = [dict(row) for row in conn.execute(query).mappings()]
+    return {"revision": revision_of(listed_jobs), "jobs": listed_jobs}
 
 
 def listed(
@@ -180,7 +182,7 @@ def listed(
     if not count:
         return [], None
     last = found[count - 1].id
-    rows = conn.execute(_JOBS.where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
+    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
     documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
     return documents, last if count < len(found) else None
 
@@ -200,6 +202,35 @@ def worker_spec(
     """
     job = job_rows.find(conn, namespace, name, uid=uid)
     spec = _without_tasks(job.spec)
-    if pinned:
-        spec["pinnedHosts"] = list(pinned)
+    spec["pinnedHosts"] = list(pinned)
     return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}
+
+
+def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None, max_bytes: int) -> list[str]:
+    """Return the images of the next tasks in a job's queue of Init, each once, in the order of the queue.
+
+    Images that are built of Dockerfiles are left out, because the files come with the leases.
+
+    Args:
+        conn: The database.
+        namespace: The namespace of the job.
+        name: The name of the job.
+        uid: The uid that the job must have, or None for any.
+        max_bytes: The size of the tasks that are looked at, in bytes. At least one is.
+
+    Raises:
+        NotFound: There is no such job, or another job of this name has replaced it.
+    """
+    job = job_rows.find(conn, namespace, name, uid=uid)
+    numbers = dict.fromkeys(conn.execute(_QUEUE, {"b_job": job.id}).scalars())
+    found: dict[str, None] = {}
+    size = 0
+    for number in list(numbers)[:AHEAD]:
+        if size > max_bytes:
+            break
+        task = unpack(group_rows.named(conn, job.id, [number])[number].task)
+        size += len(task)
+        image = (orjson.loads(task).get("sandbox") or {}).get("image")
+        if isinstance(image, str) and not image.startswith(DOCKERFILE_IMAGE):
+            found[image] = None
+    return list(found)

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, unpack
+from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import blobs, manifests
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.task_sources import blob_of
@@ -27,10 +27,11 @@ from rollyard_api.rollouts import transitions
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
+from rollyard_api.storage import view_tables
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.jobs import DELETED
+from rollyard_api.storage.jobs import DELETED, SamplingStep
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.trajectories import acknowledged, unread, view_rows
+from rollyard_api.trajectories import acknowledged
 
 DEADLINE: Final = "DeadlineExceeded"
 """The reason of a job that was cancelled at its deadline."""
@@ -39,6 +40,8 @@ BATCH: Final = 2000
 transactions."""
 CANCELLED: Final = Cancelled("Cancelled")
 """What happens to a rollout that somebody does not want any more."""
+MAX_STEPS: Final = 100_000
+"""The most steps of one job, which bounds what their ids take in the database."""
 _INSERT_BYTES: Final = 8 << 20
 """The number of bytes of tasks that are inserted at once."""
 
@@ -70,7 +73,7 @@ def create(tx: Transaction, new: NewJob, room: Room) -> bool:
     blob_id = None if digest is None else blobs.hold(tx, new.namespace, digest)
     job = job_rows.create(tx, manifests.created(new, tx.now, blob_id))
     if spec.dynamic_sampling is not None:
-        # The steps of a stream are opened one by one (see `targets`).
+        # The steps of a stream are opened one by one (see `open_step`).
         target = 0 if spec.tasks.stream else spec.dynamic_sampling.target_groups
         job_rows.begin_sampling(tx, job.id, target=target, samples=spec.samples_per_task)
     if new.tasks:
@@ -146,9 +149,77 @@ def push(
     fresh = [task for task in tasks if task.id not in known]
     if fresh:
         if max_unread is not None:
-            unread.check(job, max_unread)
+            acknowledged.check_unread(job, max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
+
+
+def open_step(
+    tx: Transaction, namespace: str, name: str, step: str, groups: int | None, max_unread: int
+) -> dict[str, Any]:
+    """Open a step, which wants `groups` more groups with a signal; opening it again changes nothing.
+
+    Args:
+        tx: The transaction.
+        namespace: The namespace of the job.
+        name: The name of the job, which must be a stream with dynamic sampling.
+        step: The id of the step.
+        groups: The target of the step; None stands for the job's `targetGroups`.
+        max_unread: The number of unread results with which no further step is opened.
+
+    Returns:
+        The step: its id, its groups, the job's number of informative groups with which it is met (`goal`),
+        whether it is met, and whether it was opened by this call.
+
+    Raises:
+        NotFound: There is no such job.
+        Conflict: The job is no open stream with dynamic sampling, the step was opened with another number of
+            groups, the job has MAX_STEPS steps, or too many of its results are unread.
+    """
+    job = job_rows.find_locked(tx, namespace, name)
+    rules = job.limits.sampling
+    if rules is None:
+        raise Conflict(
+            f"RolloutJob {name!r} has no spec.dynamicSampling, so it has no targets",
+            reason="NoDynamicSampling",
+        )
+    wanted = rules.target_groups if groups is None else groups
+    known = job_rows.step(tx.conn, job.id, step)
+    if known is not None:
+        if known.groups != wanted:
+            raise Conflict(
+                f"groups: the step {step!r} of RolloutJob {name!r} was opened with {known.groups}, "
+                f"not {wanted}",
+                reason="TargetDiffers",
+            )
+        return _described(tx, job.id, step, known, opened=False)
+    if not loads(job.spec)["tasks"].get("stream"):
+        raise Conflict(
+            f"RolloutJob {name!r} is no stream: its only target is spec.dynamicSampling.targetGroups",
+            reason="NotAStream",
+        )
+    if job.cancel_reason is not None:
+        raise Conflict(
+            f"RolloutJob {name!r} has ended or is ending ({job.cancel_reason}) and takes no more targets",
+            reason="JobCancelled",
+        )
+    if job.closed:
+        raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
+    acknowledged.check_unread(job, max_unread)
+    if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
+        raise Conflict(
+            f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"
+        )
+    made = job_rows.open_step(tx, job.id, step, wanted)
+    transitions.advance(tx, job.id)
+    return _described(tx, job.id, step, made, opened=True)
+
+
+def _described(
+    tx: Transaction, job_id: int, name: str, step: SamplingStep, *, opened: bool
+) -> dict[str, Any]:
+    met = job_rows.sampling(tx.conn, job_id).informative >= step.goal
+    return {"id": name, "groups": step.groups, "goal": step.goal, "met": met, "opened": opened}
 
 
 def close(tx: Transaction, namespace: str, name: str) -> None:
@@ -263,7 +334,7 @@ def delete(tx: Transaction, namespace: str, name: str) -> int:
 def purge_some(tx: Transaction, job_id: int) -> bool:
     """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
     removed = rollout_rows.remove(tx, job_id, BATCH)
-    if not view_rows.forget(tx, job_id, BATCH) or removed == BATCH:
+    if not view_tables.forget(tx.conn, job_id, BATCH) or removed == BATCH:
         return False
     group_rows.remove(tx, job_id)
     acknowledged.forget_all(tx, job_id)

@@ -147,7 +147,7 @@ def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
     Raises:
         Conflict: A field differs that cannot change.
     """
-    reported = {"spec": new.spec_json, "metadata": new.metadata, "warm": _warm(new.spec)}
+    reported: dict[str, Any] = {"spec": new.spec_json, "metadata": new.metadata, "warm": _warm(new.spec)}
     if new.object_uid is not None:
         reported["object_uid"] = new.object_uid
     values = {name: value for name, value in reported.items() if getattr(job, name) != value}

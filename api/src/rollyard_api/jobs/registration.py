@@ -15,7 +15,7 @@ from rollyard_crds.base import ObjectMeta
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import Invalid
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID, NewJob
 from rollyard_api.storage import jobs as job_rows

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +24,10 @@ from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
-from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable
-from rollyard_api.jobs.task_sources import AllowList, PrefixError, Source, allowed_prefixes, shown
+from rollyard_api.core.problems import Conflict, ControlPlaneError, Invalid, NotFound, QueueFull
+from rollyard_api.core.quotas import Turns
+from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable, request
+from rollyard_api.jobs.task_sources import AllowList, PrefixError, allowed_prefixes, shown
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
@@ -41,6 +41,10 @@ RESOLVERS: Final = 16
 """The number of threads that resolve the names of services."""
 _RETRYABLE: Final = frozenset({408, 425, 429})
 """The answers with a status of 4xx after which another request may succeed."""
+_JSON: Final[dict[bytes | str, bytes | str]] = {
+    "Accept": "application/json",
+    "Content-Type": "application/json",
+}
 
 
 class RewardServiceNotAllowed(Invalid):
@@ -120,10 +124,12 @@ class _NoScore(ControlPlaneError):
         self.retryable = retryable
 
 
-@dataclass(slots=True)
-class _Line:
-    places: asyncio.Semaphore
-    users: int = field(default=0)
+def _busy(_job: str | None, most: int) -> QueueFull:
+    return QueueFull(
+        f"{most} requests to the reward service are under way, as 'concurrency' says; ask again in a moment",
+        reason="ServiceBusy",
+        headers={"Retry-After": "1"},
+    )
 
 
 class RewardServices:
@@ -136,7 +142,8 @@ class RewardServices:
     def __init__(self, allowed: ServiceAllowList) -> None:
         self._allowed = allowed
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="reward")
-        self._jobs: dict[int, _Line] = {}
+        self._jobs = Turns("requests to the reward service", seconds=WAIT_SECONDS, refusal=_busy)
+        """The places that each job allows itself."""
         self._tls: ssl.SSLContext | None = None
         """The context of all requests. It is read from the system once, which takes some milliseconds."""
 
@@ -167,7 +174,7 @@ class RewardServices:
         """
         body = dumps(episode)
         # A job's own place comes first: what waits for it must not hold a place that others could have.
-        async with self._own_place(call), turn():
+        async with self._jobs.held(str(call.job_id), call.service.concurrency), turn():
             try:
                 async with asyncio.timeout(call.service.timeout_seconds):
                     answer = await self._answer(call, body)
@@ -182,41 +189,18 @@ class RewardServices:
             except _NoScore as error:
                 return _failure(str(error), retryable=error.retryable)
 
-    @asynccontextmanager
-    async def _own_place(self, call: ServiceCall) -> AsyncIterator[None]:
-        """Hold one of the places that the job allows itself.
-
-        Raises:
-            QueueFull: None became free in time.
-        """
-        line = self._jobs.setdefault(call.job_id, _Line(asyncio.Semaphore(call.service.concurrency)))
-        line.users += 1
-        try:
-            try:
-                async with asyncio.timeout(WAIT_SECONDS):
-                    await line.places.acquire()
-            except TimeoutError as error:
-                raise QueueFull(
-                    f"{call.service.concurrency} requests to the reward service are under way, as "
-                    "'concurrency' says; ask again in a moment",
-                    reason="ServiceBusy",
-                    headers={"Retry-After": "1"},
-                ) from error
-            try:
-                yield
-            finally:
-                line.places.release()
-        finally:
-            line.users -= 1
-            if not line.users:
-                del self._jobs[call.job_id]
-
     async def _answer(self, call: ServiceCall, body: bytes) -> bytes:
         source = self._allowed.source(call.service.url, call.namespace)
-        blocking = Blocking(self._resolvers, lambda: None)
+        blocking, seconds = Blocking(self._resolvers, lambda: None), call.service.timeout_seconds
         try:
             async with AsyncExitStack() as stack:
-                response = await self._response(source, body, blocking, stack, call.service.timeout_seconds)
+                network = CheckedNetwork(source, self._allowed, blocking)
+                tls = self._context() if source.location.scheme == "https" else None
+                most = (min(CONNECT_SECONDS, seconds), seconds)
+                headers: dict[bytes | str, bytes | str] = {**_JSON, "Content-Length": str(len(body))}
+                response = await request(
+                    "POST", source, network, stack, tls=tls, seconds=most, headers=headers, body=body
+                )
                 if response.status != 200:
                     raise _refused(response.status)
                 answer = bytearray()
@@ -231,37 +215,6 @@ class RewardServices:
             raise _NoScore("the service does not speak HTTP") from error
         finally:
             blocking.finish()
-
-    async def _response(
-        self, source: Source, body: bytes, blocking: Blocking, stack: AsyncExitStack, seconds: float
-    ) -> httpcore.Response:
-        location = source.location
-        pool = httpcore.AsyncConnectionPool(
-            ssl_context=self._context() if location.scheme == "https" else None,
-            network_backend=CheckedNetwork(source, self._allowed, blocking),
-            max_connections=1,
-            max_keepalive_connections=0,
-        )
-        await stack.enter_async_context(pool)
-        target = location.path + (f"?{location.query}" if location.query else "")
-        limits = {"connect": min(CONNECT_SECONDS, seconds), "read": seconds, "write": seconds, "pool": 1.0}
-        host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
-        return await stack.enter_async_context(
-            pool.stream(
-                "POST",
-                f"{location.scheme}://{location.authority}{target}",
-                headers={
-                    "Host": host,
-                    "User-Agent": "rollyard",
-                    "Accept": "application/json",
-                    "Accept-Encoding": "identity",
-                    "Content-Type": "application/json",
-                    "Content-Length": str(len(body)),
-                },
-                content=body,
-                extensions={"timeout": limits},
-            )
-        )
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:

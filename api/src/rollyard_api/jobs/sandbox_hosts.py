@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from rollyard_crds.fields.allowed_hosts import HostRule, installers_rule
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Invalid
+from rollyard_api.core.problems import ControlPlaneError, Invalid
 
 
 class HostsNotAllowed(Invalid):

@@ -8,16 +8,17 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import urljoin
 
 import fsspec
 import httpcore
 
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import ControlPlaneError
 from rollyard_api.jobs.task_sources import Address, AllowList, Source
 
 T = TypeVar("T")
@@ -241,7 +242,9 @@ async def _answer(
     for _ in range(MAX_REDIRECTS + 1):
         async with AsyncExitStack() as stack:
             try:
-                answer = await _get(source, allowed, blocking, stack)
+                network = CheckedNetwork(source, allowed, blocking)
+                tls = ssl.create_default_context()
+                answer = await request("GET", source, network, stack, tls=tls)
                 if answer.status not in _REDIRECTS:
                     async for data in _body(answer):
                         yield data
@@ -259,26 +262,49 @@ async def _answer(
     raise SourceUnreadable(f"it redirects more than {MAX_REDIRECTS} times")
 
 
-async def _get(
-    source: Source, allowed: AllowList, blocking: Blocking, stack: AsyncExitStack
+async def request(
+    method: str,
+    source: Source,
+    network: CheckedNetwork,
+    stack: AsyncExitStack,
+    *,
+    tls: ssl.SSLContext | None,
+    seconds: tuple[float, float] = (CONNECT_SECONDS, SILENT_SECONDS),
+    headers: Mapping[bytes | str, bytes | str] = MappingProxyType({}),
+    body: bytes | None = None,
 ) -> httpcore.Response:
+    """Send one request over a connection of its own, and return the beginning of the answer.
+
+    Args:
+        method: The method of the request.
+        source: The URL.
+        network: The network, which connects to permitted addresses only.
+        stack: Closes the connection.
+        tls: The context of TLS, or None if the URL needs none.
+        seconds: The longest time for the connection, and for each read and write.
+        headers: Headers in addition to those of every request.
+        body: The body, if there is one.
+    """
     location = source.location
     pool = httpcore.AsyncConnectionPool(
-        ssl_context=ssl.create_default_context(),
-        network_backend=CheckedNetwork(source, allowed, blocking),
-        max_connections=1,
-        max_keepalive_connections=0,
+        ssl_context=tls, network_backend=network, max_connections=1, max_keepalive_connections=0
     )
     await stack.enter_async_context(pool)
     target = location.path + (f"?{location.query}" if location.query else "")
-    limits = {"connect": CONNECT_SECONDS, "read": SILENT_SECONDS, "write": SILENT_SECONDS, "pool": 1.0}
+    connect, silent = seconds
     host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
+    common: dict[bytes | str, bytes | str] = {
+        "Host": host,
+        "User-Agent": "rollyard",
+        "Accept-Encoding": "identity",
+    }
     return await stack.enter_async_context(
         pool.stream(
-            "GET",
+            method,
             f"{location.scheme}://{location.authority}{target}",
-            headers={"Host": host, "User-Agent": "rollyard", "Accept-Encoding": "identity"},
-            extensions={"timeout": limits},
+            headers={**common, **headers},
+            content=body,
+            extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
         )
     )
 

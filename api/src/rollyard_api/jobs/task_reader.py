@@ -1,13 +1,20 @@
-"""The task files that jobs name are read within limits of time, size and number."""
+"""The task files that jobs name are read within limits of time, size and number.
+
+The bytes of a Parquet file decide how much memory its reader allocates, so no such file is read in the
+control plane's own process: a process of its own converts it to JSON lines. The process has limits on its
+memory and its time, no arguments from outside and no environment with secrets.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -17,11 +24,10 @@ from rollyard_crds.reading.row_texts import FileRefused
 from rollyard_crds.reading.task_file import MAX_FILE_BYTES, KeptTasks
 from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
-from rollyard_crds.task_formats.parquet_rows import MAGIC
+from rollyard_crds.task_formats.parquet_rows import MAGIC, PIECE_BYTES, check_exit, command
 
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
-from rollyard_api.jobs import parquet_source
-from rollyard_api.jobs.parquet_source import first_bytes
+from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import Collector, TaskRow
@@ -60,42 +66,16 @@ Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
 """A function that yields the bytes of an upload, which is named by its namespace and SHA-256."""
 
 
-class _Slots:
-    """The number of reads of one kind that are running."""
-
-    def __init__(self, total: int, per_namespace: int) -> None:
-        self._total = total
-        self._per_namespace = per_namespace
-        self._taken: Counter[str] = Counter()
-
-    def take(self, namespace: str) -> Callable[[], None]:
-        """Take a slot, and return the function that frees it.
-
-        Raises:
-            SourcesBusy: The namespace has reached its limit.
-            Unavailable: All slots are taken.
-        """
-        retry = {"Retry-After": RETRY_SECONDS}
-        if self._taken[namespace] >= self._per_namespace:
-            raise SourcesBusy(
-                f"{self._per_namespace} task files are being read for jobs of namespace {namespace!r}, "
-                "and no more are at once; submit again in a moment",
-                headers=retry,
-            )
-        if self._taken.total() >= self._total:
-            raise Unavailable(
-                "too many task files are being read; submit again in a moment",
-                reason=SourcesBusy.reason,
-                headers=retry,
-            )
-        self._taken[namespace] += 1
-
-        def free() -> None:
-            self._taken[namespace] -= 1
-            if not self._taken[namespace]:
-                del self._taken[namespace]
-
-        return free
+def _busy(namespace: str | None, most: int) -> ApiError:
+    retry = {"Retry-After": RETRY_SECONDS}
+    if namespace is None:
+        text = "too many task files are being read; submit again in a moment"
+        return Unavailable(text, reason=SourcesBusy.reason, headers=retry)
+    return SourcesBusy(
+        f"{most} task files are being read for jobs of namespace {namespace!r}, and no more are at once; "
+        "submit again in a moment",
+        headers=retry,
+    )
 
 
 class TaskReader:
@@ -109,8 +89,9 @@ class TaskReader:
         self._allowed = allowed
         self._limits = limits
         self._uploads = uploads
-        self._external = _Slots(limits.external, limits.per_namespace)
-        self._uploaded = _Slots(limits.uploads, limits.per_namespace)
+        each = limits.per_namespace
+        self._external = Quota("task files", each=each, total=limits.external, refusal=_busy)
+        self._uploaded = Quota("uploaded task files", each=each, total=limits.uploads, refusal=_busy)
         self._waiting = ThreadPoolExecutor(limits.external, thread_name_prefix="source")
         self._converting = asyncio.Semaphore(CONVERTERS)
         self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")
@@ -140,13 +121,12 @@ class TaskReader:
         collect = partial(self._collect, url, options=options, specs=specs, skipped=skipped)
         digest = blob_of(url)
         if digest is not None:
-            free = self._uploaded.take(namespace)
-            try:
+            with self._uploaded.held(namespace):
                 return await collect(self._uploads(namespace, digest), quote=True)
-            finally:
-                free()
         source = self._allowed.source(url, namespace)
-        blocking = Blocking(self._waiting, self._external.take(namespace))
+        place = ExitStack()
+        place.enter_context(self._external.held(namespace))
+        blocking = Blocking(self._waiting, place.close)
         try:
             data = pieces(source, self._allowed, namespace, blocking)
             return await collect(data, quote=False)
@@ -160,25 +140,23 @@ class TaskReader:
         digest = blob_of(options.specs)
         if digest is None:
             raise _refused_specs("must be an upload, such as `rollyard submit` makes of a file")
-        free = self._uploaded.take(namespace)
-        try:
-            found = bytearray()
-            async with (
-                asyncio.timeout(self._limits.seconds),
-                aclosing(self._uploads(namespace, digest)) as data,
-            ):
-                async for piece in data:
-                    found += piece
-                    if len(found) > MAX_SPECS_BYTES:
-                        break
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._parsers, parse_specs, bytes(found))
-        except TaskListError as error:
-            raise _refused_specs(error.problems[0].removeprefix("specs: ")) from error
-        except TimeoutError as error:
-            raise _refused_specs(f"was not read within {self._limits.seconds:g} seconds") from error
-        finally:
-            free()
+        with self._uploaded.held(namespace):
+            try:
+                found = bytearray()
+                async with (
+                    asyncio.timeout(self._limits.seconds),
+                    aclosing(self._uploads(namespace, digest)) as data,
+                ):
+                    async for piece in data:
+                        found += piece
+                        if len(found) > MAX_SPECS_BYTES:
+                            break
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._parsers, parse_specs, bytes(found))
+            except TaskListError as error:
+                raise _refused_specs(error.problems[0].removeprefix("specs: ")) from error
+            except TimeoutError as error:
+                raise _refused_specs(f"was not read within {self._limits.seconds:g} seconds") from error
 
     async def _collect(
         self,
@@ -194,7 +172,7 @@ class TaskReader:
         deadline = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds), aclosing(data):
-                start = await first_bytes(data)
+                start = await _first_bytes(data)
                 in_parquet = start.startswith(MAGIC)
                 collector = Collector(
                     url,
@@ -207,7 +185,7 @@ class TaskReader:
                     unit="row" if in_parquet else "",
                 )
                 if in_parquet:
-                    rows = parquet_source.lines(start, data, self._limits.file_bytes, self._parsers)
+                    rows = parquet_lines(start, data, self._limits.file_bytes, self._parsers)
                     async with self._converting, aclosing(rows):
                         await self._feed(collector, rows)
                 else:
@@ -251,3 +229,67 @@ def _refused_specs(problem: str) -> Invalid:
 def _unreadable(url: str, why: str) -> ApiError:
     text = f"{FIELD}: {shown(url)} cannot be read: {why}"
     return Invalid(text, reason="InvalidTasks", errors=[text])
+
+
+async def _first_bytes(data: AsyncGenerator[bytes, None]) -> bytes:
+    """Return the first pieces of a file, which are enough to distinguish Parquet from a text."""
+    start = b""
+    async for piece in data:
+        start += piece
+        if len(start) >= len(MAGIC):
+            break
+    return start
+
+
+async def parquet_lines(
+    start: bytes, rest: AsyncIterator[bytes], max_bytes: int, disk: Executor
+) -> AsyncGenerator[bytes, None]:
+    """Yield the rows of a Parquet file as pieces of JSON lines.
+
+    Args:
+        start: The first bytes of the file.
+        rest: The bytes after them.
+        max_bytes: The largest size of the file in bytes.
+        disk: The executor in which the file is written to a temporary folder.
+
+    Raises:
+        FileRefused: The file is too long, damaged, or needs too much memory.
+    """
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryFile() as file:
+        size, piece = 0, start
+        while piece:
+            size += len(piece)
+            if size > max_bytes:
+                raise FileRefused(f"holds more than {max_bytes} bytes")
+            await loop.run_in_executor(disk, file.write, piece)
+            piece = await anext(rest, b"")
+        await loop.run_in_executor(disk, file.flush)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        async with aclosing(_converted(file.fileno())) as converted:
+            async for text in converted:
+                yield text
+
+
+async def _converted(file: int) -> AsyncGenerator[bytes, None]:
+    arguments, environment = command()
+    child = await asyncio.create_subprocess_exec(
+        *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        limit=PIECE_BYTES, env=environment,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        while piece := await child.stdout.read(PIECE_BYTES):
+            yield piece
+        code = await child.wait()
+    finally:
+        # The reader may have given up in the middle of the file.
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            # asyncio sees the end of a process only after the end of its output, and it reads no output while
+            # its buffer is full. What is left is at most that buffer and the content of the pipe.
+            while await child.stdout.read(PIECE_BYTES):
+                pass
+            await child.wait()
+    check_exit(code)

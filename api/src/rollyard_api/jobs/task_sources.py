@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import Invalid
+from rollyard_api.core.problems import ControlPlaneError, Invalid
 
 FIELD: Final = "spec.tasks.url"
 NAMESPACE: Final = "{namespace}"
@@ -234,14 +233,14 @@ class AllowList:
             raise self.refusal(url, str(error)) from error
         for entry in self.prefixes:
             prefix = Location(entry.scheme, entry.authority, entry.path.replace(NAMESPACE, namespace))
-            if _holds(prefix, location):
+            same = prefix.scheme == location.scheme and prefix.authority == location.authority
+            if same and _beneath(location.path, prefix.path):
                 return Source(url, location, prefix)
         raise self.refusal(url)
 
     def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
         allowed = allowed_prefixes(self)
-        # Older clients look for "cannot be read" and then send the tasks with the job.
         text = (
             f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
             f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"
@@ -290,22 +289,13 @@ def _plain(address: Address) -> Address:
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-def _holds(prefix: Location, location: Location) -> bool:
-    same = prefix.scheme == location.scheme and prefix.authority == location.authority
-    return same and _beneath(location.path, prefix.path)
-
-
 def _beneath(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder if folder.endswith("/") else f"{folder}/")
 
 
 def allowed_prefixes(allowed: AllowList) -> list[str]:
     """Return the entries of a list as they are written, for messages."""
-    return [_written(prefix) for prefix in allowed.prefixes]
-
-
-def _written(prefix: Location) -> str:
-    authority = prefix.authority
-    if prefix.kind == "web":
-        authority = authority.removesuffix(f":{_PORTS[prefix.scheme]}")
-    return f"{prefix.scheme}://{authority}{prefix.path}"
+    return [
+        f"{prefix.scheme}://{prefix.authority.removesuffix(f':{_PORTS.get(prefix.scheme)}')}{prefix.path}"
+        for prefix in allowed.prefixes
+    ]

@@ -7,7 +7,6 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
@@ -21,18 +20,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from rollyard_api.access.quotas import Quota
 from rollyard_api.core import entrypoints
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import ApiError, Invalid, Unavailable
+from rollyard_api.core.quotas import Quota
 from rollyard_api.prorl import calls, results, servers
-from rollyard_api.prorl.addresses import MAX_ADDRESS
 from rollyard_api.prorl.calls import Asked, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.gate import BodyGate
-from rollyard_api.prorl.instances import FORMATS, Formats, name_of, task_of
-from rollyard_api.prorl.parameters import RolloutParams, digest_of, job_spec
+from rollyard_api.prorl.process_calls import RolloutParams, job_spec, name_of, task_of
+from rollyard_api.prorl.servers import MAX_ADDRESS
 from rollyard_api.prorl.waits import Ends
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
@@ -51,6 +49,7 @@ RESULT_TRIES: Final = 20
 """How often a result is read from a trajectory store that does not answer."""
 
 M = TypeVar("M", bound=BaseModel)
+_Result = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class AddServer(BaseModel):
@@ -91,7 +90,7 @@ class ProrlCalls:
         self._plane = plane
         self._config = config
         self._ends = Ends(plane)
-        self._formats = Formats({**FORMATS, **config.data_sources}, config.specs)
+        self._formats = config.formats
         self._reading = asyncio.Semaphore(READING)
         self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
 
@@ -112,12 +111,10 @@ class ProrlCalls:
     async def status(self, request: Request) -> Response:
         """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
         found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
-        if not found.running:
+        if found is None:
             return _detail(503, calls.NOT_RUNNING)
-        pending = found.init + found.run + found.eval
-        stages = {"init": found.init, "run": found.run, "eval": found.eval}
-        body = {"status": "running", "running": True, "pending_jobs": pending, "jobs": found.jobs, **stages}
-        return JSONResponse(body)
+        pending = sum(found.values()) - found["jobs"]
+        return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **found})
 
     async def add_server(self, request: Request) -> Response:
         """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
@@ -142,7 +139,12 @@ class ProrlCalls:
     async def process(self, request: Request) -> Response:
         """Answer POST /process: 200 with the result once the rollout has ended; otherwise 503, 422 or 500."""
         with self._open.held(self._config.namespace):
-            call, answer = await self._admitted(request)
+            # A trainer sends all calls of a batch at once. A few are read at a time, and the others wait.
+            async with self._reading:
+                asked, result = await self._asked(request)
+                call = await self._plane.database.write(partial(calls.admit, asked=asked))
+            key, anonymous = asked.key, asked.anonymous
+            del asked  # The call may wait for hours, and nobody needs its task any more.
             left = asyncio.ensure_future(_disconnected(request))
             try:
                 end = await self._ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
@@ -150,15 +152,15 @@ class ProrlCalls:
                 left.cancel()
                 with suppress(asyncio.CancelledError):
                     await left
-            if end != "ended" and answer.anonymous:
+            if end != "ended" and anonymous:
                 # Without a job_id, nobody can ask for the result any more.
-                await self._write(partial(calls.cancel, key=answer.key), quiet=True)
+                await self._write(partial(calls.cancel, key=key), quiet=True)
             if end == "closing":
                 raise Unavailable("the server is restarting; ask again with the same job_id")
             if end != "ended":
                 seconds = f"{self._config.wait_seconds:g}"
                 raise Unavailable(f"no result within {seconds} s; ask again with the same job_id")
-            return await self._result(answer, call)
+            return await self._result(result, call)
 
     async def forget_lost(self) -> None:
         """End the rollouts whose clients an earlier process has lost, and those of a stopped batch."""
@@ -170,13 +172,8 @@ class ProrlCalls:
         """End all waits."""
         await self._ends.close()
 
-    async def _admitted(self, request: Request) -> tuple[StartedCall, _Answer]:
-        # A trainer sends all calls of a batch at once. They are read a few at a time, and the others wait.
-        async with self._reading:
-            asked, answer = await self._asked(request)
-            return await self._write(lambda tx, namespace: calls.admit(tx, asked)), answer
-
-    async def _asked(self, request: Request) -> tuple[Asked, _Answer]:
+    async def _asked(self, request: Request) -> tuple[Asked, _Result]:
+        """Return what a call asks for, and what makes its answer of the record of its rollout."""
         body = await self._body(request, ProcessCall)
         key, anonymous = calls.key_of(body.job_id)
         spec = job_spec(self._config.spec, self._config.pool, body.sampling_params)
@@ -189,29 +186,32 @@ class ProrlCalls:
         task = await self._plane.parsing.run(
             partial(task_of, body.instance, "new", self._formats), self._config.namespace
         )
-        given = [body.instance, body.sampling_params.model_dump()]
-        digest = hashlib.sha256(orjson.dumps(given, option=orjson.OPT_SORT_KEYS)).hexdigest()
         asked = Asked(
             key=key,
-            digest=digest,
+            digest=_digest([body.instance, body.sampling_params.model_dump()]),
             anonymous=anonymous,
             spec=spec,
-            settings=digest_of(spec),
+            settings=_digest(spec.to_json()),
             task=task,
             namespace=self._config.namespace,
             max_jobs=self._config.max_jobs,
             room=self._plane.settings.rollout_room,
         )
-        names = (name_of(body.instance, "instance_id"), name_of(body.instance, "trajectory_id"))
-        return asked, _Answer(key, anonymous, *names, tuple(spec.agent.tools))
+        result = partial(
+            results.result,
+            instance_id=name_of(body.instance, "instance_id"),
+            trajectory_id=name_of(body.instance, "trajectory_id"),
+            tools=tuple(spec.agent.tools),
+        )
+        return asked, result
 
-    async def _result(self, answer: _Answer, call: StartedCall) -> Response:
+    async def _result(self, result: _Result, call: StartedCall) -> Response:
         plane, namespace = self._plane, self._config.namespace
         for again in range(RESULT_TRIES):
             if again:
                 await asyncio.sleep(RETRY_SECONDS)
             try:
-                return await self._read(answer, call)
+                return await self._read(result, call)
             except ApiError as error:
                 # A store that does not answer must not cost a client one of its retries at once.
                 if error.status not in (429, 503, 504) or plane.bus.closing:
@@ -219,7 +219,7 @@ class ProrlCalls:
                 log.warning("result of %s in %s: %s: %s", call.rollout, namespace, error.reason, error.detail)
         raise Unavailable("the result cannot be read; ask again with the same job_id")
 
-    async def _read(self, answer: _Answer, call: StartedCall) -> Response:
+    async def _read(self, result: _Result, call: StartedCall) -> Response:
         plane, namespace = self._plane, self._config.namespace
 
         def query(conn: Connection) -> tuple[EndedRollout | None, RolloutSize | None]:
@@ -233,10 +233,8 @@ class ProrlCalls:
             raise _Gone("the rollout is gone, because somebody deleted its job")
         async with AsyncExitStack() as held:
             await held.enter_async_context(plane.pages_of([size]).held(namespace))
-            (line,) = await plane.archive.lines(
-                [row], job.namespace, job.name, job.uid, plane.settings.page_bytes
-            )
-            body = await plane.archive.builds.run(partial(answer.body, line), namespace)
+            (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
+            body = await plane.archive.builds.run(lambda: dumps(result(loads(line))), namespace)
             return Delivery(body, JSON, {}, held.pop_all())
 
     async def _cancel_rest(self) -> None:
@@ -255,32 +253,16 @@ class ProrlCalls:
 
     async def _body(self, request: Request, model: type[M]) -> M:
         data = await request.body()
-        document = await self._plane.parsing.run(partial(_decoded, data), self._config.namespace)
-        del data, request._body  # The call may wait for hours, and nobody reads the body again.
+
+        def decoded() -> Any:
+            document = decode(data, JSON)
+            check_plain(document)
+            return document
+
+        document = await self._plane.parsing.run(decoded, self._config.namespace)
+        del request._body  # The call may wait for hours, and nobody reads the body again.
         request.state.body_read()
         return model.model_validate(document)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What is kept of a `/process` call while it waits."""
-
-    key: str
-    anonymous: bool
-    instance_id: str | int | None
-    trajectory_id: str | int | None
-    tools: tuple[str, ...]
-
-    def body(self, line: bytes) -> bytes:
-        """Return the body of the answer, for the record of the rollout."""
-        return dumps(
-            results.result(
-                loads(line),
-                instance_id=self.instance_id,
-                trajectory_id=self.trajectory_id,
-                tools=self.tools,
-            )
-        )
 
 
 class _Gone(ApiError):
@@ -290,10 +272,9 @@ class _Gone(ApiError):
     reason = "RolloutGone"
 
 
-def _decoded(data: bytes) -> Any:
-    document = decode(data, JSON)
-    check_plain(document)
-    return document
+def _digest(document: Any) -> str:
+    """Return the SHA-256 of a value of JSON, whatever the order of its fields."""
+    return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 async def _disconnected(request: Request) -> None:
@@ -309,28 +290,20 @@ _BUSY: Final = frozenset({429, 504, 507})
 """The statuses that the protocol does not know, and that stand for a server that cannot answer now."""
 
 
-def _refused(error: ApiError) -> Response:
-    status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
-    return JSONResponse({"detail": error.detail}, status, error.headers)
-
-
-def _invalid(error: ValidationError) -> Response:
-    # The content of the request is left out, because it may hold a key of another service.
-    found = [
-        {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
-        for item in error.errors(include_url=False, include_context=False, include_input=False)
-    ]
-    return _detail(422, found)
-
-
 def _answering(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await call(request)
         except ApiError as error:
-            return _refused(error)
+            status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
+            return JSONResponse({"detail": error.detail}, status, error.headers)
         except ValidationError as error:
-            return _invalid(error)
+            # The content of the request is left out, because it may hold a key of another service.
+            found = [
+                {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
+                for item in error.errors(include_url=False, include_context=False, include_input=False)
+            ]
+            return _detail(422, found)
         except Exception:
             log.exception("%s failed", request.url.path)
             return _detail(500, "unexpected error; the server's log says more")

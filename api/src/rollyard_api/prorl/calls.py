@@ -11,16 +11,16 @@ import sqlalchemy as sa
 from rollyard_crds.base import ObjectMeta
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from rollyard_crds.task import Task
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests, tasks
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import jobs as job_table
 from rollyard_api.storage.schema import prorl_calls, prorl_jobs, prorl_state, rollouts
@@ -31,6 +31,7 @@ MAX_GROUPS: Final = 20_000
 """The calls after which a job is closed at the next /start, so that no job grows for ever."""
 MAX_KEY: Final = 512
 NOT_RUNNING: Final = "Server is not running"
+_FIRST = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,7 @@ def batch(conn: Connection, namespace: str, *, lock: bool = False) -> ProrlBatch
 
 def locked(tx: Transaction, namespace: str) -> ProrlBatch:
     """Return what `batch` returns, with a row that is locked until the commit."""
-    dialect = sqlite if tx.sqlite else postgresql
-    made = dialect.insert(prorl_state).values(namespace=namespace, batch=0, running=False)
-    tx.conn.execute(made.on_conflict_do_nothing(index_elements=[prorl_state.c.namespace]))
+    tx.conn.execute(_FIRST[tx.sqlite], {"namespace": namespace, "batch": 0, "running": False})
     return batch(tx.conn, namespace, lock=True)
 
 
@@ -281,26 +280,14 @@ def drop_anonymous(tx: Transaction, namespace: str) -> int:
     return sum(jobs.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query)))
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What `/status` says."""
-
-    running: bool
-    jobs: int
-    init: int
-    run: int
-    eval: int
-
-
-def counts(conn: Connection, namespace: str) -> Counts:
-    """Return the number of calls of the open batch, and of unfinished rollouts in each stage."""
+def counts(conn: Connection, namespace: str) -> dict[str, int] | None:
+    """Return the calls of the open batch and its unfinished rollouts by stage, or None if none is open."""
     state = batch(conn, namespace)
-    calls = conn.execute(
-        sa.select(sa.func.count())
-        .select_from(prorl_calls)
-        .where(prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
-    ).scalar_one()
-    stages = dict.fromkeys(("init", "run", "eval"), 0)
+    if not state.running:
+        return None
+    of_batch = (prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
+    calls = conn.execute(sa.select(sa.func.count()).select_from(prorl_calls).where(*of_batch)).scalar_one()
+    found = {"jobs": calls, "init": 0, "run": 0, "eval": 0}
     ids = [job.id for job in open_jobs(conn, namespace)]
     query = (
         sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -308,5 +295,5 @@ def counts(conn: Connection, namespace: str) -> Counts:
         .group_by(rollouts.c.state)
     )
     for row in conn.execute(query):
-        stages[row.state.stage] += row.n
-    return Counts(state.running, calls, **stages)
+        found[row.state.stage] += row.n
+    return found

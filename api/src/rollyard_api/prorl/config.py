@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from rollyard_crds.base import Model, Name
 from rollyard_crds.base import Path as FilePath
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.prorl.addresses import HostPattern, ServerRule
-from rollyard_api.prorl.parameters import template_problem
+from rollyard_api.core.hosts import NAME
+from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.prorl.process_calls import FORMATS, Formats, template_problem
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -21,6 +22,27 @@ class ProrlConfigError(ControlPlaneError, ValueError):
     """The settings of the ProRL calls cannot be used. The message names the field."""
 
     reason = "InvalidProrlConfig"
+
+
+def _rule(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        if "/" in text or not NAME.fullmatch(text) or text[-1].isdigit():
+            raise ValueError(
+                "must be a network such as 10.0.0.0/8, an address, or a name of a host"
+            ) from error
+    return text
+
+
+def _host(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise ValueError("must be the name of a host, without a port")
+    return text.lower()
+
+
+ServerRule = Annotated[str, Field(max_length=253), AfterValidator(_rule)]
+HostPattern = Annotated[str, Field(max_length=253), AfterValidator(_host)]
 
 
 class ProrlConfig(Model):
@@ -56,6 +78,11 @@ class ProrlConfig(Model):
     """The file `tasks.specs` of the format `swebench`, for rows from before SWE-bench 5."""
     spec: dict[str, Any] = Field(default_factory=dict)
     """A part of a RolloutJob's spec: agent, sampling, sandbox, stages, reward and the like."""
+
+    @property
+    def formats(self) -> Formats:
+        """The task formats by data source."""
+        return Formats({**FORMATS, **self.data_sources}, self.specs)
 
 
 def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:

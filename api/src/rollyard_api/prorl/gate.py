@@ -9,8 +9,8 @@ from typing import Final
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.hosts import HostCheck
+from rollyard_api.core.problems import ControlPlaneError
 
 MAX_INSTANCE_BYTES: Final = 16 << 20
 """The largest body of `/process`, in bytes."""

@@ -18,8 +18,7 @@ from rollyard_api.core import entrypoints
 from rollyard_api.core.sockets import listening_socket
 from rollyard_api.prorl.app import ProrlCalls, build
 from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
-from rollyard_api.prorl.instances import FORMATS, Formats
-from rollyard_api.prorl.parameters import RolloutParams, job_spec
+from rollyard_api.prorl.process_calls import RolloutParams, job_spec
 from rollyard_api.service import ControlPlane
 
 DEFAULT_PORT: Final = 8006
@@ -69,26 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def configured(given: argparse.Namespace) -> ProrlConfig | None:
-    """Return the settings of the calls, or None if they are off.
-
-    Raises:
-        ProrlConfigError: A setting is wrong.
-    """
-    if not given.prorl:
-        if given.prorl_config is not None:
-            raise ProrlConfigError("--prorl-config goes with --prorl")
-        return None
-    config = read_config(given.prorl_config, given.prorl_tokenizer)
-    problem = Formats({**FORMATS, **config.data_sources}, config.specs).check()
-    missing = entrypoints.problems(
-        job_spec(config.spec, config.pool, RolloutParams()), entrypoints.installed()
-    )
-    if problem or missing:
-        raise ProrlConfigError(problem or missing[0])
-    return config
-
-
 def opened(given: argparse.Namespace) -> ProrlListener | None:
     """Return the listener of the ProRL calls, or None if they are off.
 
@@ -96,9 +75,17 @@ def opened(given: argparse.Namespace) -> ProrlListener | None:
         ProrlConfigError: A setting is wrong.
         NoSocket: The address is not available.
     """
-    config = configured(given)
-    if config is None:
+    if not given.prorl:
+        if given.prorl_config is not None:
+            raise ProrlConfigError("--prorl-config goes with --prorl")
         return None
+    config = read_config(given.prorl_config, given.prorl_tokenizer)
+    problem = config.formats.check()
+    missing = entrypoints.problems(
+        job_spec(config.spec, config.pool, RolloutParams()), entrypoints.installed()
+    )
+    if problem or missing:
+        raise ProrlConfigError(problem or missing[0])
     sock = listening_socket(given.prorl_host, given.prorl_port, "--prorl-port")
     return ProrlListener(sock, config, given.prorl_host, given.prorl_port_file)
 

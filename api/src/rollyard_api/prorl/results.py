@@ -20,11 +20,6 @@ _TIMEOUTS: Final = ("Timeout", "DeadlineExceeded", "LeaseExpired")
 Json = dict[str, Any]
 
 
-def has_messages(trajectory: Mapping[str, Any]) -> bool:
-    """Return whether a client takes a result as one, which it does where there are messages."""
-    return bool(trajectory.get("messages"))
-
-
 def result(
     trajectory: Mapping[str, Any],
     *,

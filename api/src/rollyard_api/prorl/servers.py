@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
+from urllib.parse import urlsplit
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_inference.capabilities import served_models
@@ -11,16 +15,68 @@ from rollyard_inference.errors import BackendError
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
+from rollyard_api.core.hosts import address_of
 from rollyard_api.core.problems import ApiError, Conflict, Invalid, NotFound
 from rollyard_api.prorl import calls
-from rollyard_api.prorl.addresses import server_url
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import PoolRow
 
+_LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+MAX_ADDRESS: Final = 2048
+"""The largest number of characters of a server's address."""
 PROBE_SECONDS: Final = 10.0
+
+
+def server_url(address: str, rules: Sequence[str]) -> str:
+    """Return the base URL of a server that a client adds; `HOST:PORT` stands for `http://HOST:PORT`.
+
+    Args:
+        address: What the client gives.
+        rules: The networks and names that are allowed beside loopback.
+
+    Raises:
+        Invalid: This is no address of a server, or one that the installer does not allow.
+    """
+    given = address.strip()
+    if len(given) > MAX_ADDRESS:
+        raise _refused(f"must have at most {MAX_ADDRESS} characters")
+    if "://" not in given:
+        given = f"http://{given}"
+    try:
+        parts = urlsplit(given)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise _refused("must be a URL such as http://10.0.0.7:8000") from None
+    plain = not (parts.query or parts.fragment or parts.username or parts.password is not None)
+    if parts.scheme not in ("http", "https") or not host or not plain or re.search(r"[\s\\\x00-\x20]", given):
+        raise _refused("must be a URL such as http://10.0.0.7:8000, without a user, a query or a fragment")
+    if not _allowed(host, rules):
+        raise _refused(
+            f"the host {host!r} is neither a loopback address nor allowed by this server's setting 'servers'"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    base = f"{parts.scheme}://{shown}" + ("" if port is None else f":{port}")
+    return base + parts.path.rstrip("/").removesuffix("/v1")
+
+
+def _refused(problem: str) -> Invalid:
+    return Invalid(f"address: {problem}", errors=[f"address: {problem}"])
+
+
+def _allowed(host: str, rules: Sequence[str]) -> bool:
+    address = address_of(host)
+    if address is None:
+        return host.lower() == "localhost" or host.lower() in {rule.lower() for rule in rules}
+    networks = [*_LOOPBACK]
+    for rule in rules:
+        try:
+            networks.append(ipaddress.ip_network(rule))
+        except ValueError:
+            continue  # The rule is a name.
+    return any(address in network for network in networks if network.version == address.version)
 
 
 class ServerUnusable(ApiError):
@@ -47,7 +103,14 @@ async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
 
 async def clear(plane: ControlPlane, config: ProrlConfig) -> None:
     """Remove all servers from the pool. Rollouts wait until there are others."""
-    await plane.database.write(partial(_clear, config=config))
+
+    def change(tx: Transaction) -> None:
+        calls.locked(tx, config.namespace)
+        pool = _pool(tx.conn, config)
+        if pool is not None:
+            pools.put_servers(tx, pool, [])
+
+    await plane.database.write(change)
 
 
 def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
@@ -101,10 +164,3 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
         text = f"address: there are {len(urls)} servers, and no more may be"
         raise Invalid(text, errors=[text])
     pools.put_servers(tx, pool, [*urls, url])
-
-
-def _clear(tx: Transaction, config: ProrlConfig) -> None:
-    calls.locked(tx, config.namespace)
-    pool = _pool(tx.conn, config)
-    if pool is not None:
-        pools.put_servers(tx, pool, [])

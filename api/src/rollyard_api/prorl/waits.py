@@ -36,27 +36,13 @@ class _Follower:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a look at a job finds."""
-
-    ended: Mapping[str, int]
-    """The rollouts that ended after the cursor, and their places in the order of ends."""
-    there: bool
-    """Whether the job still exists."""
-
-
-def _look(conn: Connection, job_id: int, after: int) -> _Seen:
+def _look(conn: Connection, job_id: int, after: int) -> tuple[dict[str, int], bool]:
+    """Return the places of rollouts that ended after a place, and whether the job still exists."""
     query = sa.select(rollouts.c.id, rollouts.c.end_seq).where(
         rollouts.c.job_id == job_id, rollouts.c.end_seq > after
     )
     found = {row.id: row.end_seq for row in conn.execute(query)}
-    there = conn.execute(sa.select(jobs.c.id).where(jobs.c.id == job_id)).first() is not None
-    return _Seen(found, there)
-
-
-def _place(conn: Connection, job_id: int) -> int:
-    return int(conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one_or_none() or 0)
+    return found, conn.execute(sa.select(jobs.c.id).where(jobs.c.id == job_id)).first() is not None
 
 
 def _has_ended(conn: Connection, rollout: str) -> bool:
@@ -106,24 +92,25 @@ class Ends:
         return await self._plane.database.read(partial(_has_ended, rollout=rollout))
 
     async def _follow(self, job_id: int, follower: _Follower) -> None:
-        read, bus = self._plane.database.read, self._plane.bus
+        read, bus, of_job = self._plane.database.read, self._plane.bus, jobs.c.id == job_id
         after: int | None = None
         try:
             while follower.waiting and not bus.closing:
                 try:
                     if after is None:
-                        after = await read(partial(_place, job_id=job_id))
+                        place = await read(lambda conn: conn.scalar(sa.select(jobs.c.ended).where(of_job)))
+                        after = int(place or 0)
                         follower.begun.set()
                     look = partial(read, partial(_look, job_id=job_id, after=after))
-                    seen = await bus.until(
-                        job_topic(job_id), look, lambda seen: bool(seen.ended), LOOK_SECONDS, _nobody_left
+                    ended, there = await bus.until(
+                        job_topic(job_id), look, lambda seen: bool(seen[0]), LOOK_SECONDS
                     )
                 except ApiError as error:
                     log.warning("waiting for rollouts: %s: %s", error.reason, error.detail)
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
-                after = max((after, *seen.ended.values()))
-                _wake(follower, seen.ended if seen.there else list(follower.waiting))
+                after = max((after, *ended.values()))
+                _wake(follower, ended if there else list(follower.waiting))
         finally:
             # No await stands between the last check of `waiting` and this line, so that no call is missed.
             del self._followers[job_id]
@@ -136,10 +123,6 @@ class Ends:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _nobody_left() -> bool:
-    return False
 
 
 def _wake(follower: _Follower, ended: Mapping[str, int] | list[str]) -> None:

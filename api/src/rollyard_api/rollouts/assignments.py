@@ -15,13 +15,14 @@ from typing import Final, Literal
 
 import sqlalchemy as sa
 from rollyard_crds.workers import AssignmentOffer
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import ready_topic
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import assignments, jobs
 
 KEPT_SECONDS: Final = 7 * 86400.0
@@ -29,12 +30,11 @@ KEPT_SECONDS: Final = 7 * 86400.0
 
 Refusal = Literal["taken", "withdrawn"]
 
-_INSERT = {
-    name: module.insert(assignments).on_conflict_do_nothing(
+_INSERT = by_dialect(
+    lambda insert: insert(assignments).on_conflict_do_nothing(
         index_elements=[assignments.c.namespace, assignments.c.worker]
     )
-    for name, module in (("sqlite", sqlite), ("postgresql", postgresql))
-}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,7 @@ def offer(tx: Transaction, given: AssignmentOffer) -> bool:
         NotFound: There is no such job.
         Conflict: The job has ended, or the worker was offered another job.
     """
-    job = tx.conn.execute(
-        sa.select(jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at).where(
-            jobs.c.namespace == given.namespace, jobs.c.name == given.job, jobs.c.deleted_at.is_(None)
-        )
-    ).one_or_none()
+    job = job_rows.named(tx.conn, given.namespace, given.job)
     if job is None or given.uid not in (job.uid, job.object_uid):
         raise NotFound(
             f"there is no RolloutJob {given.job!r} with uid {given.uid!r} in namespace {given.namespace!r}",
@@ -75,7 +71,7 @@ def offer(tx: Transaction, given: AssignmentOffer) -> bool:
         "offered_at": tx.now,
         "taken_at": None,
     }
-    tx.conn.execute(_INSERT["sqlite" if tx.sqlite else "postgresql"], values)
+    tx.conn.execute(_INSERT[tx.sqlite], values)
     there = tx.conn.execute(
         sa.select(assignments.c.job_id, assignments.c.taken_at).where(*_key(given.namespace, given.worker))
     ).one()
@@ -107,15 +103,8 @@ def take(tx: Transaction, namespace: str, worker: str) -> Taken | Refusal:
     if row.taken_at is not None:
         return "taken"
     tx.conn.execute(sa.update(assignments).where(*here).values(taken_at=tx.now))
-    job = tx.conn.execute(
-        sa.select(jobs.c.name, jobs.c.uid, jobs.c.object_uid).where(
-            jobs.c.id == row.job_id,
-            jobs.c.namespace == namespace,
-            jobs.c.deleted_at.is_(None),
-            jobs.c.finished_at.is_(None),
-        )
-    ).one_or_none()
-    if job is None:
+    job = job_rows.by_id(tx.conn, row.job_id)
+    if job is None or job.deleted_at is not None or job.finished_at is not None:
         return "withdrawn"
     return Taken(namespace, job.name, job.object_uid or job.uid, loads(row.arguments))
 

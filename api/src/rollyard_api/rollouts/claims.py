@@ -10,7 +10,6 @@ claim is kept until the driver reports that nothing of its sandbox is left.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 import time
@@ -21,15 +20,15 @@ import orjson
 import sqlalchemy as sa
 from rollyard_crds.claims import ClaimRequest, ClaimStatus
 from sqlalchemy import bindparam
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import loads
+from rollyard_api.core.codec import loads, revision_of
 from rollyard_api.core.problems import Conflict, Invalid, NotFound
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import ClaimRow, read_all, read_one
 from rollyard_api.storage.schema import claims, jobs, rollouts
 
@@ -59,10 +58,9 @@ _COUNT = sa.select(
     sa.func.count(),
     sa.func.coalesce(sa.func.sum(sa.case((claims.c.namespace == bindparam("b_namespace"), 1), else_=0)), 0),
 ).select_from(claims)
-_INSERT = {
-    name: module.insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
-    for name, module in (("sqlite", sqlite), ("postgresql", postgresql))
-}
+_INSERT = by_dialect(
+    lambda insert: insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
+)
 _ONE = sa.select(claims).where(claims.c.id == bindparam("b_id"))
 _FORGET = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
 _RELEASE = (
@@ -133,7 +131,7 @@ def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
             "created_at": tx.now,
         }
         # Another replica may file the claim at this moment. In that case its row is the answer.
-        tx.conn.execute(_INSERT["sqlite" if tx.sqlite else "postgresql"], values)
+        tx.conn.execute(_INSERT[tx.sqlite], values)
         found = tx.conn.execute(_FILED, key).one()
         _changed(tx, [found.id])
     if loads(found.shape) != loads(shape):
@@ -251,8 +249,8 @@ def _removed(tx: Transaction, row: ClaimRow) -> None:
             _write(tx, row.id, removed=True)
     else:
         message = "the driver removed the sandbox before the claim was released"
-        told = ClaimStatus(state="Failed", reason="SandboxRemoved", message=message)
-        _fail(tx, row, told, removed=True)
+        failure = ClaimStatus(state="Failed", reason="SandboxRemoved", message=message)
+        _fail(tx, row, failure, removed=True)
 
 
 def document(row: ClaimRow, now: float) -> dict[str, Any]:
@@ -285,12 +283,10 @@ def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
         query = query.where(claims.c.namespace == namespace)
     rows = read_all(ClaimRow, conn.execute(query))
     warm = _warm(conn, namespace)
-    told = [[row.id, row.state, row.address, row.reason] for row in rows]
-    digest = hashlib.blake2b(orjson.dumps([told, warm]), digest_size=8).digest()
+    shown = [[row.id, row.state, row.address, row.reason] for row in rows]
     now = time.time()
     return {
-        # Every reader of JSON represents an integer of 53 bits exactly.
-        "revision": int.from_bytes(digest) >> 11,
+        "revision": revision_of([shown, warm]),
         "claims": [document(row, now) for row in rows],
         "warm": warm,
     }

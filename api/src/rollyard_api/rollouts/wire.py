@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from rollyard_crds.lease import CompleteRequest, FailRequest, StageResult, StageTimes
 from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes
 
-from rollyard_api.core.codec import dumps, pack
+from rollyard_api.core.codec import MAX_PROBLEMS, dumps, pack, validated
 from rollyard_api.core.problems import Invalid
-from rollyard_api.core.validation import MAX_PROBLEMS, validated
 from rollyard_api.machine import events
 from rollyard_api.machine.events import Failed, InitDone, InitSandbox, RunCounts, RunDone, Scored, Times
 from rollyard_api.trajectories import packed

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
 from starlette.responses import Response
 
-from rollyard_api.core.validation import validated
+from rollyard_api.core.codec import validated
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.rollouts import claims
 from rollyard_api.routes.common import (
@@ -21,7 +21,6 @@ from rollyard_api.routes.common import (
     body_of,
     body_schema,
     bound_of,
-    plane_of,
     refuse_other_claim,
     refuse_others,
 )
@@ -62,12 +61,11 @@ async def _refuse_other(plane: ControlPlane, request: Request, claim: str) -> No
 
 
 @router.post("", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest))
-async def file(request: Request) -> Response:
+async def file(request: Request, plane: Plane) -> Response:
     """Request a sandbox under an Init or Eval lease. A repeat with the same lease returns the same claim.
 
     The call waits up to `wait` seconds until the claim is bound or refused.
     """
-    plane = plane_of(request)
     asked = validated(ClaimRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
     op = partial(claims.file, asked=asked, room=plane.settings.claim_room)
@@ -126,9 +124,8 @@ async def release(request: Request, plane: Plane, claim: str) -> Response:
     responses={200: {"model": Claim}, 204: {"description": "Removed"}},
     openapi_extra=body_schema(ClaimStatus),
 )
-async def put_status(request: Request, claim: str) -> Response:
+async def put_status(request: Request, plane: Plane, claim: str) -> Response:
     """Take a driver's report: Bound, Failed, or Removed (answered 204). A late report changes nothing."""
-    plane = plane_of(request)
     status = validated(ClaimStatus, await body_of(request))
     claims.check_status(status)
     row = await plane.database.write(partial(claims.report, claim=claim, status=status), durable=False)

@@ -14,9 +14,9 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from rollyard_api.access import job_scope
+from rollyard_api.access import permissions
 from rollyard_api.access.bearer_tokens import Caller
-from rollyard_api.access.job_scope import BoundJob
+from rollyard_api.access.permissions import BoundJob
 from rollyard_api.core.codec import check_plain, decode, dumps
 from rollyard_api.core.problems import Forbidden, Invalid
 from rollyard_api.service import ControlPlane
@@ -75,11 +75,6 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def role_of(request: Request) -> str:
-    """Return the role of the token that the request carries."""
-    return caller_of(request).role
-
-
 def refuse_other_job(request: Request, namespace: str, name: str | None) -> None:
     """Refuse other jobs if the request's token belongs to one job's workers.
 
@@ -112,7 +107,7 @@ def others_among(
     job = bound_of(request)
 
     def query(conn: Connection) -> Forbidden | None:
-        if job is not None and job_scope.reaches_others(conn, job.identity, rollouts, sandboxes):
+        if job is not None and permissions.reaches_others(conn, job.identity, rollouts, sandboxes):
             return _of_other(job)
         return None
 
@@ -161,6 +156,11 @@ def answer(document: Any, status: int = 200, headers: dict[str, str] | None = No
     return Response(dumps(document), status_code=status, media_type="application/json", headers=headers)
 
 
+def page_answer(items: list[dict[str, Any]], more: str | None, **fields: Any) -> Response:
+    """Return a page of a list, whose `metadata.continue` begins the next page unless `more` is None."""
+    return answer({**fields, "items": items, "metadata": {} if more is None else {"continue": more}})
+
+
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a body that the route reads by itself.
 
@@ -178,17 +178,3 @@ def describe_bodies(routes: Iterable[BaseRoute]) -> None:
             model = content["schema"]
             if isinstance(model, type) and issubclass(model, BaseModel):
                 content["schema"] = model.model_json_schema()
-
-
-def client_number(request: Request) -> int:
-    """Return the number of the client's name, which says what it accepts, or 0 if it has none."""
-    name, _, number = request.headers.get("user-agent", "").partition("/")
-    return int(number) if name == "rollyard-client" and number.isdigit() and len(number) < 6 else 0
-
-
-def is_older_client(request: Request) -> bool:
-    """Return whether the answer must not hold fields that clients of older releases refuse.
-
-    Those clients name themselves without a number.
-    """
-    return request.headers.get("user-agent") == "rollyard-client"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
+from rollyard_api.core.codec import validated
 from rollyard_api.core.cursors import MAX_LENGTH
-from rollyard_api.core.validation import validated
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, body_of, body_schema
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import acknowledged
@@ -38,11 +36,10 @@ class Acknowledge(BaseModel):
 @router.get("/{name}/cursors")
 async def list_cursors(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """List the acknowledged cursors of a job: {name, kind, cursor, movedAt}."""
-
-    def query(conn: Connection) -> list[dict[str, Any]]:
-        return acknowledged.listed(conn, job_rows.find(conn, namespace, name))
-
-    return answer({"items": await plane.database.read(query)})
+    items = await plane.database.read(
+        lambda conn: acknowledged.listed(conn, job_rows.find(conn, namespace, name))
+    )
+    return answer({"items": items})
 
 
 @router.get("/{name}/cursors/{cursor}")
@@ -50,33 +47,25 @@ async def get_cursor(
     plane: Plane, name: str, cursor: CursorName, namespace: Namespace = "default"
 ) -> Response:
     """Return the cursor that was last acknowledged under this name."""
-
-    def query(conn: Connection) -> dict[str, Any]:
-        return acknowledged.one(conn, job_rows.find(conn, namespace, name), cursor)
-
-    return answer(await plane.database.read(query))
+    found = await plane.database.read(
+        lambda conn: acknowledged.one(conn, job_rows.find(conn, namespace, name), cursor)
+    )
+    return answer(found)
 
 
 @router.put("/{name}/cursors/{cursor}", openapi_extra=body_schema(Acknowledge))
 async def acknowledge(
-    request: Request, name: str, cursor: CursorName, namespace: Namespace = "default"
+    request: Request, plane: Plane, name: str, cursor: CursorName, namespace: Namespace = "default"
 ) -> Response:
     """Acknowledge the results before a cursor: 200 kept, 409 it would move backwards or was moved by another.
 
     A repeat with the same cursor changes nothing.
     """
-    plane = plane_of(request)
     asked = validated(Acknowledge, await body_of(request))
-    keep = partial(
-        acknowledged.acknowledge,
-        name=cursor,
-        cursor=asked.cursor,
-        expected=asked.expected,
-        rewind=asked.rewind,
-    )
 
     def change(tx: Transaction) -> dict[str, Any]:
-        return keep(tx, job_rows.find_locked(tx, namespace, name))
+        job = job_rows.find_locked(tx, namespace, name)
+        return acknowledged.acknowledge(tx, job, cursor, asked.cursor, asked.expected, rewind=asked.rewind)
 
     return answer(await plane.database.write(change))
 
@@ -86,9 +75,7 @@ async def delete_cursor(
     plane: Plane, name: str, cursor: CursorName, namespace: Namespace = "default"
 ) -> Response:
     """Forget a cursor."""
-
-    def change(tx: Transaction) -> None:
-        acknowledged.forget(tx, job_rows.find_locked(tx, namespace, name), cursor)
-
-    await plane.database.write(change)
+    await plane.database.write(
+        lambda tx: acknowledged.forget(tx, job_rows.find_locked(tx, namespace, name), cursor)
+    )
     return answer({"name": cursor, "job": name, "namespace": namespace, "deleted": True})

@@ -45,7 +45,7 @@ async def events(
     after = plane.events.resume_after(job, last_event_id)
     async with AsyncExitStack() as held:
         held.enter_context(plane.streams.held(namespace))
-        body = _told_when_dropped(_stream(plane, job, after))
+        body = _stream(plane, job, after)
         return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
 
 
@@ -55,32 +55,27 @@ def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None
 
 
 async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
-    told: dict[str, Any] | None = None
+    sent: dict[str, Any] | None = None
     looked = -COUNTS_SECONDS
     now = asyncio.get_running_loop().time
-    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
-        if isinstance(item, Event):
-            yield plane.events.format(job.uid, item)
-        if item is not None and now() - looked < COUNTS_SECONDS:
-            continue
-        looked = now()
-        async with plane.looks.held(job.namespace):
-            found = await plane.database.read(partial(_counts, job_id=job.id))
-        if found is None or plane.bus.closing:
-            return
-        if found[0] != told:
-            told = found[0]
-            yield b"event: counts\ndata: " + dumps(told) + b"\n\n"
-        elif item is None:
-            yield b": idle\n\n"
-        if found[1] and item is None:
-            yield b"event: end\ndata: {}\n\n"
-            return
-
-
-async def _told_when_dropped(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
-        async for chunk in stream:
-            yield chunk
+        async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+            if isinstance(item, Event):
+                yield plane.events.format(job.uid, item)
+            if item is not None and now() - looked < COUNTS_SECONDS:
+                continue
+            looked = now()
+            async with plane.looks.held(job.namespace):
+                found = await plane.database.read(partial(_counts, job_id=job.id))
+            if found is None or plane.bus.closing:
+                return
+            if found[0] != sent:
+                sent = found[0]
+                yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
+            elif item is None:
+                yield b": idle\n\n"
+            if found[1] and item is None:
+                yield b"event: end\ndata: {}\n\n"
+                return
     except SlowConsumer as error:
         yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"

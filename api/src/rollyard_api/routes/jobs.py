@@ -15,13 +15,15 @@ from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import ManifestError, parse
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+from rollyard_crds.unfinished import UnfinishedJobs
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import entrypoints
+from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
-from rollyard_api.core.validation import validated
-from rollyard_api.jobs import job_views, jobs, manifests, registration, targets, tasks
+from rollyard_api.core.wakeups import UNFINISHED
+from rollyard_api.jobs import job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
@@ -29,16 +31,18 @@ from rollyard_api.routes.common import (
     Namespace,
     Plane,
     StrictRoute,
+    Wait,
     answer,
     body_of,
     body_schema,
+    caller_of,
     plane_of,
-    role_of,
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=StrictRoute)
+of_drivers = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"], route_class=StrictRoute)
 
 
 class JobPatch(BaseModel):
@@ -174,9 +178,8 @@ async def _registered_tasks(
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob))
-async def submit(request: Request, namespace: DefaultNamespace = None) -> Response:
+async def submit(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
     """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
-    plane = plane_of(request)
     job: RolloutJob = await manifest_of(request, "RolloutJob", namespace)
     missing = entrypoints.problems(job.spec, plane.installed)
     if missing:
@@ -232,13 +235,12 @@ class Registration(BaseModel):
 
 
 @router.put("/{name}", openapi_extra=body_schema(Registration))
-async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new job of the same name, which replaces the
     old one, from a changed one. The answer omits inline tasks (`spec.tasks` then has `stream`).
     """
-    plane = plane_of(request)
     asked = validated(Registration, await body_of(request))
     job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
     for field, given in (("tasks", asked.tasks), ("skipped", asked.skipped)):
@@ -309,7 +311,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     A job that is registered for a Kubernetes object is cancelled but stays (`"deleted": false`) until its
     driver, which deletes the object, deletes the job too.
     """
-    op = registration.delete_job if role_of(request) != "driver" else jobs.delete
+    op = registration.delete_job if caller_of(request).role != "driver" else jobs.delete
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
     job = await plane.database.read(partial(job_rows.by_id, job_id=job_id))
@@ -318,9 +320,8 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
 
 
 @router.patch("/{name}", openapi_extra=body_schema(JobPatch))
-async def patch_job(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def patch_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Suspend or resume a job, or change its priority."""
-    plane = plane_of(request)
     asked = validated(JobPatch, await body_of(request))
     await plane.database.write(
         partial(jobs.patch, namespace=namespace, name=name, suspend=asked.suspend, priority=asked.priority)
@@ -329,9 +330,8 @@ async def patch_job(request: Request, name: str, namespace: Namespace = "default
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus))
-async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: phase, conditions, observedGeneration and message."""
-    plane = plane_of(request)
     given = await body_of(request)
     status = validated(RolloutJobStatus, given)
     reported = {
@@ -342,9 +342,8 @@ async def put_status(request: Request, name: str, namespace: Namespace = "defaul
 
 
 @router.post("/{name}/tasks")
-async def push_tasks(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def push_tasks(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Push tasks to a stream, as NDJSON or {"tasks": [...]}. Repeats are harmless because of task ids."""
-    plane = plane_of(request)
     if "ndjson" in request.headers.get("content-type", ""):
         try:
             text = (await request.body()).decode()
@@ -391,7 +390,7 @@ async def open_target(request: Request, name: str, namespace: Namespace = "defau
     plane = plane_of(request)
     asked = validated(Target, await body_of(request))
     unread = plane.settings.max_unread
-    step = partial(targets.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
+    step = partial(jobs.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
     told = await plane.database.write(partial(step, namespace=namespace, name=name))
     return answer(told, 201 if told["opened"] else 200)
 
@@ -404,9 +403,8 @@ async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Re
 
 
 @router.post("/{name}/cancel", openapi_extra=body_schema(Cancel))
-async def cancel(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
-    plane = plane_of(request)
     asked = validated(Cancel, await body_of(request))
     if asked.group is not None and asked.rollout is not None:
         raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
@@ -426,3 +424,26 @@ async def cancel(request: Request, name: str, namespace: Namespace = "default") 
             )
         )
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@of_drivers.get("", responses={200: {"model": UnfinishedJobs}})
+async def unfinished(
+    request: Request,
+    plane: Plane,
+    revision: Annotated[int | None, Query(ge=0)] = None,
+    wait: Wait = 0.0,
+) -> Response:
+    """List the jobs of all namespaces that drivers have to handle, by name, generation and cancel reason.
+
+    With the `revision` of the last answer, the call waits up to `wait` seconds for a change of this list.
+    """
+    return answer(
+        await plane.poll(
+            "",
+            UNFINISHED,
+            partial(plane.database.read, job_views.unfinished),
+            lambda found: revision is None or found["revision"] != revision,
+            wait,
+            request.is_disconnected,
+        )
+    )

@@ -29,11 +29,10 @@ from rollyard_crds.workers import WaitingImages
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.core.codec import encode
+from rollyard_api.core.codec import encode, validated
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
-from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE, queue_topic
-from rollyard_api.jobs import job_views, reward_services, task_images
+from rollyard_api.jobs import job_views, reward_services
 from rollyard_api.rollouts import heartbeats, leasing, outcomes, rerouting, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
@@ -44,7 +43,6 @@ from rollyard_api.routes.common import (
     body_of,
     body_schema,
     bound_of,
-    client_number,
     others_among,
     plane_of,
     refuse_other_job,
@@ -58,9 +56,6 @@ from rollyard_api.views.rollout import live
 log = logging.getLogger("rollyard.api")
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"], route_class=StrictRoute)
-
-WATCHED_SINCE = 3
-"""The number of the first client that accepts `watched` in the answer to a heartbeat."""
 
 
 def _reply(request: Request, document: Any) -> Response:
@@ -134,7 +129,7 @@ async def heartbeat(request: Request) -> Response:
     job_id = None if job is None else job.id
     # The list of one job's workers is kept apart, so it does not replace what other workers listed.
     place = beat.node if job is None else f"{beat.node} {job_id}"
-    tells = client_number(request) >= WATCHED_SINCE and plane.views.watching.possible(time.time())
+    watches = plane.views.watching.possible(time.time())
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
         lost, cancelled = heartbeats.renew(tx, held, plane.settings.lease_seconds)
@@ -142,11 +137,11 @@ async def heartbeat(request: Request) -> Response:
         heartbeats.heard(tx, beat.node, job_id)
         unused = heartbeats.give_up(tx, beat.ending) if beat.ending else []
         watched: list[str] = []
-        if tells or beat.live:
+        if watches or beat.live:
             gone = {rollout for rollout, _ in (*lost, *cancelled)}
             kept = {rollout: token for rollout, token in held if rollout not in gone}
             live.take(tx, beat.live, kept)
-            watched = live.watched(tx, kept) if tells else []
+            watched = live.watched(tx, kept) if watches else []
         return lost, cancelled, unnamed, oldest, unused, tx.now, watched
 
     plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
@@ -158,7 +153,7 @@ async def heartbeat(request: Request) -> Response:
             "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
             "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
             "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
-            **({"watched": watched} if watched else {}),
+            "watched": watched,
         },
     )
 
@@ -280,7 +275,7 @@ async def waiting_images(
     """
     refuse_other_job(request, namespace, name)
     look = partial(
-        task_images.waiting, namespace=namespace, name=name, uid=uid, max_bytes=plane.settings.page_bytes
+        job_views.waiting_images, namespace=namespace, name=name, uid=uid, max_bytes=plane.settings.page_bytes
     )
     async with plane.looks.held(namespace):
         return answer({"images": await plane.database.read(look)})

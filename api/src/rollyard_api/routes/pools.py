@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
+from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, NotFound
-from rollyard_api.core.validation import validated
 from rollyard_api.jobs import registration
 from rollyard_api.jobs.manifests import OBJECT_UID
 from rollyard_api.routes.common import (
@@ -27,8 +27,8 @@ from rollyard_api.routes.common import (
     answer,
     body_of,
     body_schema,
+    caller_of,
     plane_of,
-    role_of,
 )
 from rollyard_api.routes.jobs import manifest_of, registered
 from rollyard_api.storage import pools as pool_rows
@@ -54,9 +54,8 @@ def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
 
 
 @router.post("", openapi_extra=body_schema(BackendPool))
-async def create(request: Request, namespace: DefaultNamespace = None) -> Response:
+async def create(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
-    plane = plane_of(request)
     pool: BackendPool = await manifest_of(request, "BackendPool", namespace)
     pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
     made = await plane.database.write(partial(pools.create, pool=pool))
@@ -65,13 +64,12 @@ async def create(request: Request, namespace: DefaultNamespace = None) -> Respon
 
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool))
-async def register(request: Request, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
     old one, from a changed one.
     """
-    plane = plane_of(request)
     pool: BackendPool = registered(await body_of(request), "BackendPool", namespace, name)
     made = await plane.database.write(partial(registration.register_pool, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=name)
@@ -131,9 +129,8 @@ async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default
 
 
 @router.patch("/{name}", openapi_extra=body_schema(PoolPatch))
-async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def patch_pool(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
-    plane = plane_of(request)
     asked = validated(PoolPatch, await body_of(request))
     await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
@@ -148,7 +145,7 @@ async def delete_pool(
     A pool that is registered for a Kubernetes object stays (`"deleted": false`), with the annotation
     `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes the pool too.
     """
-    if role_of(request) == "driver":
+    if caller_of(request).role == "driver":
         await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
         deleted = True
     else:
@@ -170,9 +167,8 @@ async def put_backends(request: Request, name: str, namespace: Namespace = "defa
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus))
-async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """Take the driver's report: conditions, observedGeneration and replicas."""
-    plane = plane_of(request)
     status = validated(BackendPoolStatus, await body_of(request))
     await plane.database.write(
         partial(pools.put_status, namespace=namespace, name=name, status=status.to_json())

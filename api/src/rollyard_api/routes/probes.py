@@ -7,7 +7,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from rollyard_api.core.problems import Unavailable
 from rollyard_api.routes.common import Plane
-from rollyard_api.service import ping
 
 router = APIRouter(tags=["probes"])
 
@@ -23,7 +22,7 @@ async def readyz(plane: Plane) -> str:
     """Return "ok" if the database answers too; 503 otherwise, and while starting or shutting down."""
     if not plane.ready or plane.bus.closing:
         raise Unavailable("starting or shutting down")
-    await plane.database.read(ping)
+    await plane.database.read(lambda conn: conn.exec_driver_sql("SELECT 1").scalar())
     return "ok"
 
 

@@ -1,11 +1,13 @@
-"""The results of a job: trajectories, groups and summaries."""
+"""The results of a job: trajectories and groups, page by page after a cursor, and summaries of rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from rollyard_crds.trajectory import TrajectoryStatus
@@ -14,15 +16,16 @@ from starlette.responses import Response
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
-from rollyard_api.core.problems import Invalid, TooLarge
+from rollyard_api.core.problems import ApiError, Invalid, TooLarge
+from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, StrictRoute, Wait, answer, is_older_client, plane_of
+from rollyard_api.routes.common import Namespace, StrictRoute, Wait, page_answer, plane_of
 from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
-from rollyard_api.routes.result_pages import ResultPage, result_page
+from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
-from rollyard_api.trajectories import attempts, delivery, group_records, grouping, records
+from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
+from rollyard_api.trajectories import acknowledged, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
@@ -30,6 +33,101 @@ from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
 
 Cursor = Annotated[str, Query()]
+E = TypeVar("E", records.EndedRollouts, grouping.EndedGroups)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPage(Generic[E]):
+    """The results that one long poll found, with a place held for the answer."""
+
+    plane: ControlPlane
+    kind: cursors.Kind
+    job: JobRow
+    after: int
+    """The place of the cursor, after which results were requested."""
+    found: E
+    finished: bool
+    """Whether no results will follow those that were found."""
+    held: AsyncExitStack
+
+    async def records(self, rows: Sequence[EndedRollout], form: str) -> Sequence[Piece]:
+        """Return the records of these rows as `answer` takes them for the media type `form`."""
+        archive = self.plane.archive
+        read = archive.arrays if form == ARRAYS else archive.lines
+        return await read(rows, self.job, self.plane.settings.page_bytes)
+
+    async def answer(
+        self, lines: Sequence[Piece], form: str, reached: int | None, places: Sequence[int]
+    ) -> Response:
+        """Return the answer with these documents.
+
+        Args:
+            reached: The place of the last one, or None for all that were found.
+            places: The place of each document.
+        """
+        encode = partial(delivery.encode, lines, form)
+        data = await self.plane.archive.builds.run(encode, self.job.namespace)
+        return self.deliver(data, form, reached, places)
+
+    def deliver(
+        self, data: bytes | AsyncIterator[Piece], form: str, reached: int | None, places: Sequence[int]
+    ) -> Response:
+        """Return the answer with this body, which keeps the held place until it is sent."""
+        place = self.found.after if reached is None else reached
+        headers = {
+            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
+            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places),
+            "Rollyard-Finished": "true" if self.finished and reached is None else "false",
+        }
+        return Delivery(data, form, headers, self.held.pop_all())
+
+
+@asynccontextmanager
+async def result_page(
+    request: Request,
+    kind: cursors.Kind,
+    namespace: str,
+    name: str,
+    cursor: str,
+    wait: float,
+    look: Callable[[Connection, int, int], E],
+) -> AsyncIterator[ResultPage[E]]:
+    """Wait for results of a job after a cursor, and hold a place for the answer with them.
+
+    Args:
+        look: Reads results, given the job's number and the cursor's place.
+
+    Raises:
+        NotFound: There is no such job, or it was deleted in the meantime.
+        Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
+        TooManyWaits: No further long poll or page may be open.
+    """
+    plane = plane_of(request)
+    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
+    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=acknowledged.end_of(job, kind))
+    if acknowledged.is_ahead(job, kind, after, plane.settings.max_unread):
+        with suppress(ApiError):  # A full disk must not prevent reading.
+            await plane.database.write(partial(job_rows.note_read, job_id=job.id, kind=kind, position=after))
+
+    def query(conn: Connection) -> tuple[E, bool]:
+        now = job_rows.find(conn, namespace, name)
+        if now.uid != job.uid:
+            raise cursors.gone(name)
+        found = look(conn, job.id, after)
+        return found, now.finished_at is not None and found.after >= found.ended
+
+    async with AsyncExitStack() as held:
+        found, finished = await plane.poll(
+            namespace,
+            job_topic(job.id),
+            partial(plane.database.read, query),
+            lambda got: not got[0].empty or got[1],
+            wait,
+            request.is_disconnected,
+        )
+        # The records themselves are in memory only while a place for the answer is held.
+        await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
+        yield ResultPage(plane, kind, job, after, found, finished, held)
 
 
 @router.get("/{name}/trajectories")
@@ -53,15 +151,9 @@ async def trajectories(
     """
     plane = plane_of(request)
     wanted = [state for state in ENDED if status in (None, state.status)]
-    most = plane.settings.page_bytes
-
-    def look(conn: Connection, job_id: int, after: int) -> records.EndedRollouts:
-        return records.ended_after(conn, job_id, after, limit, wanted, most)
-
+    look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
     form = delivery.media_type(request.headers.get("accept", ""))
-    async with result_page(
-        request, "trajectories", namespace, name, cursor, wait, end=lambda job: job.ended, look=look
-    ) as page:
+    async with result_page(request, "trajectories", namespace, name, cursor, wait, look) as page:
         lines: Sequence[Piece] = []
         reached = None
         short = page.found.sizes
@@ -101,15 +193,10 @@ async def groups(
         raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
     plane = plane_of(request)
     most = plane.settings.page_bytes
-
-    def look(conn: Connection, job_id: int, after: int) -> grouping.EndedGroups:
-        return grouping.ended_after(
-            conn, job_id, after, limit, informative=informative, dropped=dropped, max_bytes=most
-        )
-
-    async with result_page(
-        request, "groups", namespace, name, cursor, wait, end=lambda job: job.groups_ended, look=look
-    ) as page:
+    look = partial(
+        grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
+    )
+    async with result_page(request, "groups", namespace, name, cursor, wait, look) as page:
         found, short = page.found.groups, page.found.sizes
         lines: list[bytes] = []
         if not page.found.large:
@@ -118,7 +205,7 @@ async def groups(
             if any(row.id not in rows for row in short):
                 raise cursors.gone(name)
             got = await page.records([rows[row.id] for row in short], form)
-            lines = group_records.whole(found, got, form)
+            lines = grouping.whole(found, got, form)
         reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
         if lines or not found:
             return await page.answer(lines, form, reached, [group.seq for group, _ in found[: len(lines)]])
@@ -140,7 +227,7 @@ async def _large_group(
     """
     plane, job = page.plane, page.job
     begin, end = delivery.frame(1, form)
-    yield begin + group_records.beginning(group, len(members), form)
+    yield begin + grouping.beginning(group, len(members), form)
     sent = 0
     while sent < len(members):
         after = members[sent - 1].sample if sent else -1
@@ -150,9 +237,9 @@ async def _large_group(
         if not rows:
             raise cursors.gone(job.name)
         for record in await page.records(rows, form):
-            yield (group_records.separator(form) if sent else b"") + bytes(record)
+            yield (grouping.separator(form) if sent else b"") + bytes(record)
             sent += 1
-    yield group_records.end(form) + end
+    yield grouping.end(form) + end
 
 
 @router.get("/{name}/rollouts")
@@ -179,22 +266,15 @@ async def list_rollouts(
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
         job = job_rows.find(conn, namespace, name)
-        begin = _rollout_after(after, job)
+        begin = ""
+        if after:
+            begin = cursors.word(after, "rollouts", uid=job.uid, job=job.name, parameter="continue")
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
     async with plane.looks.held(namespace):
         found, more = await plane.database.read(query)
-    if is_older_client(request):
-        found = [{k: v for k, v in item.items() if k not in attempts.FIELDS} for item in found]
-    return answer({"items": found, "metadata": {} if more is None else {"continue": more}})
-
-
-def _rollout_after(given: str, job: JobRow) -> str:
-    """Return the rollout's id in `continue`. Older clients give the id alone, with the job's id prefix."""
-    if not given or given.startswith(f"{job.name}-{job.uid[:8]}-"):
-        return given
-    return cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
+    return page_answer(found, more)
 
 
 @router.get("/{name}/rollouts/{rollout}")
@@ -207,19 +287,12 @@ async def get_rollout(
     """
     plane = plane_of(request)
     async with AsyncExitStack() as held:
-        _, line = await record_line(plane, held, namespace, name, rollout)
-        if is_older_client(request):
-            line = attempts.without(line)
+        line = await record_line(plane, held, namespace, name, rollout)
         if not download:
             return Delivery(line, "application/json", {}, held.pop_all())
+        file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)
         headers = {
-            "Content-Disposition": f'attachment; filename="{_file_name(rollout)}.json"',
+            "Content-Disposition": f'attachment; filename="{file_name}.json"',
             "X-Content-Type-Options": "nosniff",
         }
         return Delivery(line, "text/plain; charset=utf-8", headers, held.pop_all())
-
-
-def _file_name(rollout: str) -> str:
-    return "".join(
-        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "_" for letter in rollout
-    )

@@ -17,9 +17,8 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
-from rollyard_api.core.codec import loads
+from rollyard_api.core.codec import loads, validated
 from rollyard_api.core.problems import Conflict
-from rollyard_api.core.validation import validated
 from rollyard_api.routes.common import (
     MAX_WAIT,
     Namespace,
@@ -136,10 +135,9 @@ async def list_updates(plane: Plane, name: str, namespace: Namespace = "default"
 
 @router.get("/{name}/weights/{number}", responses={200: {"model": WeightUpdate}})
 async def get_update(
-    request: Request, name: str, number: int, namespace: Namespace = "default", wait: Wait = 0.0
+    request: Request, plane: Plane, name: str, number: int, namespace: Namespace = "default", wait: Wait = 0.0
 ) -> Response:
     """Return a weight update. The call waits up to `wait` seconds while the update is running."""
-    plane = plane_of(request)
     read = partial(records.one, namespace=namespace, name=name, number=number)
     row = await plane.poll(
         namespace,
@@ -180,10 +178,9 @@ async def pause(
 
 @router.post("/{name}/resume", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
 async def resume(
-    request: Request, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
+    request: Request, plane: Plane, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
 ) -> Response:
     """Undo `pause`: 200 once every server samples again, 202 if that takes longer than `wait` seconds."""
-    plane = plane_of(request)
     await plane.database.write(partial(records.resume, namespace=namespace, name=name))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights != "Updating"

@@ -16,11 +16,11 @@ from rollyard_crds.workers import (
 )
 from starlette.responses import Response
 
+from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Conflict, Forbidden
-from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import ready_topic
 from rollyard_api.rollouts import assignments, sweeps
-from rollyard_api.routes.common import StrictRoute, answer, body_of, body_schema, caller_of, plane_of
+from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body_schema, caller_of
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRoute)
 
@@ -30,9 +30,8 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRou
     responses={200: {"model": WorkerDeath}},
     openapi_extra=body_schema(WorkerDied),
 )
-async def died(request: Request) -> Response:
+async def died(request: Request, plane: Plane) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
-    plane = plane_of(request)
     report = validated(WorkerDied, await body_of(request))
     op = partial(
         sweeps.worker_died,
@@ -50,9 +49,8 @@ async def died(request: Request) -> Response:
     responses={200: {"model": AssignmentOffered}},
     openapi_extra=body_schema(AssignmentOffer),
 )
-async def offer(request: Request) -> Response:
+async def offer(request: Request, plane: Plane) -> Response:
     """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
-    plane = plane_of(request)
     given = validated(AssignmentOffer, await body_of(request))
     return answer({"taken": await plane.database.write(partial(assignments.offer, given=given))})
 
@@ -62,12 +60,11 @@ async def offer(request: Request) -> Response:
     responses={200: {"model": Assignment}, 204: {"description": "No job was offered in time."}},
     openapi_extra=body_schema(AssignmentRequest),
 )
-async def assignment(request: Request) -> Response:
+async def assignment(request: Request, plane: Plane) -> Response:
     """Hand a ready worker the job that it was offered, once, with the token of that job's workers.
 
     The call waits up to `wait` seconds for the offer.
     """
-    plane = plane_of(request)
     asked = validated(AssignmentRequest, await body_of(request))
     who = caller_of(request).ready
     if who is None or (who.namespace, who.worker) != (asked.namespace, asked.worker):

@@ -1,13 +1,20 @@
-"""SQL functions that the two databases call by different names."""
+"""What the two databases express in different ways: names of functions, and inserts that may meet a row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+
+
+def by_dialect(make: Callable[[Callable[[sa.Table], Any]], Any]) -> dict[bool, Any]:
+    """Return the statement that `make` builds of a dialect's `insert`, by whether the dialect is SQLite's."""
+    return {True: make(sqlite.insert), False: make(postgresql.insert)}
 
 
 class PlaceIn(FunctionElement[int]):

@@ -212,8 +212,12 @@ def count_calls(tx: Transaction, job_id: int, rollouts: int, calls: int, *, well
 
 _NEXT_PART = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
 _NOTE_READ: dict[Kind, sa.Update] = {
-    kind: _UPDATE.where(column < bindparam("b_position")).values({column: bindparam("b_position")})
-    for kind, column in (("trajectories", jobs.c.read_trajectories), ("groups", jobs.c.read_groups))
+    "trajectories": _UPDATE.where(jobs.c.read_trajectories < bindparam("b_position")).values(
+        read_trajectories=bindparam("b_position")
+    ),
+    "groups": _UPDATE.where(jobs.c.read_groups < bindparam("b_position")).values(
+        read_groups=bindparam("b_position")
+    ),
 }
 
 

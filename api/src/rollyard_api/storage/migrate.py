@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.storage import sign_in_tables, view_tables  # noqa: F401  They add tables to the metadata.
+from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.storage import view_tables  # noqa: F401  It adds tables to the metadata.
 from rollyard_api.storage.schema import metadata
 
 if TYPE_CHECKING:

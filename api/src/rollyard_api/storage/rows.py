@@ -1,14 +1,15 @@
 """Rows of the tables as typed values, with a class for each table and for each partial read of it.
 
 The fields of a class have the names of the columns, in the order in which `columns` selects them, so a
-row `row` of that query is read by `JobRow(*row)`. `schema` explains what the columns mean.
+row `row` of that query is read by `JobRow(*row)`. `schema` makes tables of the classes for whole rows, and
+explains the columns of the other tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
 from rollyard_crds.backendpool import BackendWeights, Circuit
@@ -19,6 +20,12 @@ from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import RolloutState
 
 R = TypeVar("R")
+
+Chars36 = Annotated[str, sa.String(36)]
+Chars63 = Annotated[str, sa.String(63)]
+Chars128 = Annotated[str, sa.String(128)]
+Chars1024 = Annotated[str, sa.String(1024)]
+BigInt = Annotated[int, sa.BigInteger()]
 
 
 def columns(kind: type[Any], *tables: sa.Table) -> tuple[sa.Column[Any], ...]:
@@ -47,20 +54,21 @@ class JobRow:
     """A row of `jobs`."""
 
     id: int
-    uid: str
-    namespace: str
-    name: str
+    uid: Chars36
+    namespace: Chars63
+    name: Chars63
     generation: int
     metadata: bytes
     spec: bytes
-    digest: str
+    digest: Annotated[str, sa.String(64)]
+    """The digest of the spec as first submitted, so that a repeat after a later PATCH is no conflict."""
     limits: Limits
     status: bytes
-    pool: str | None
+    pool: Chars63 | None
     priority: int
     suspended: bool
     closed: bool
-    cancel_reason: str | None
+    cancel_reason: Chars128 | None
     created_at: float
     started_at: float | None
     deadline_at: float | None
@@ -76,15 +84,23 @@ class JobRow:
     groups: int
     groups_ended: int
     parts: int
-    object_uid: str | None
+    object_uid: Chars128 | None
+    """The uid of the Kubernetes object that the job was last registered for, or null if there is none."""
     warm: bytes | None
+    """The sandboxes to keep warm beside workers on Kubernetes, as JSON ({"shape", "count"}), or null."""
     blob_id: int | None
+    """The upload that the tasks were read from, which is kept as long as the job's row, or null."""
     outage_began: float | None
+    """When the job's pool lost its last ready backend, or null while it has one."""
     holding: bool
+    """Whether no rollout may begin, because the target of the stream's last step is met."""
     read_trajectories: int
+    """The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
+    the bound on unread results, so that not every page is a write."""
     read_groups: int
     malformed_rollouts: int
-    malformed_calls: int
+    """The rollouts with tool calls and these calls, until a well-formed one came. All calls are malformed."""
+    malformed_calls: BigInt
     well_formed: bool
 
 
@@ -136,32 +152,36 @@ class BlobRow:
     """A row of `blobs`."""
 
     id: int
-    namespace: str
-    sha256: str
-    size: int
+    namespace: Chars63
+    sha256: Annotated[str, sa.String(64)]
+    size: BigInt
+    """The bytes and pieces received so far."""
     pieces: int
     complete: bool
     created_at: float
     touched_at: float
+    """When a piece was last added, or when the complete upload was last requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRow:
     """A row of `claims`."""
 
-    id: str
-    rollout_id: str
+    id: Annotated[str, sa.String(40)]
+    rollout_id: Chars128
     token: int
-    namespace: str
-    job: str
-    job_uid: str
+    """The fencing token of the lease under which the claim was filed."""
+    namespace: Chars63
+    job: Chars63
+    job_uid: Chars36
     shape: bytes
     state: ClaimState
     removed: bool
-    address: str
-    secret: str
-    reason: str
-    message: str
+    """Whether the driver has nothing left of it, so that only its worker may still ask why."""
+    address: Annotated[str, sa.String(512)]
+    secret: Chars128
+    reason: Chars128
+    message: Chars1024
     retryable: bool
     created_at: float
 
@@ -171,9 +191,9 @@ class PoolRow:
     """A row of `pools`."""
 
     id: int
-    uid: str
-    namespace: str
-    name: str
+    uid: Chars36
+    namespace: Chars63
+    name: Chars63
     generation: int
     metadata: bytes
     spec: bytes
@@ -183,11 +203,15 @@ class PoolRow:
     max_active: int
     external: bool
     created_at: float
-    policy_version: str
+    policy_version: Chars128
+    """The newest weights that every backend should have. The index orders versions and is 0 before any
+    update."""
     policy_index: int
     paused: bool
     pause_mode: PauseMode | None
+    """What happens to the requests in flight while the pool is paused: `abort`, `wait` or `keep`."""
     served_model: str | None
+    """The model name that requests must give if it is not `model`, such as a LoRA adapter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,25 +219,31 @@ class BackendRow:
     """A row of `backends`."""
 
     pool_id: int
-    url: str
+    url: Annotated[str, sa.String(2048)]
     position: int
     ready: bool
-    policy_version: str
-    message: str
+    policy_version: Chars128
+    message: Chars1024
     weights: BackendWeights
-    weights_message: str
+    """Current, Updating, Stale (behind the pool's policy_index) or Failed. Only Current gets rollouts."""
+    weights_message: Chars1024
     policy_index: int
     restart_requested: bool
     draining: bool
     circuit: Circuit
+    """The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen."""
     failures: int
     opened_at: float | None
     speed: float | None
+    """The sampled tokens per second of one rollout's model time, a moving average, or null until measured."""
     pace: float | None
+    """Moving averages of a rollout's sampled tokens per second of Run, its seconds in Run and the active
+    rollouts on the backend at that time, and when they were last measured. All are null until measured."""
     pace_seconds: float | None
     pace_load: float | None
     measured_at: float | None
     stats: bytes | None
+    """The last values of the server's own metrics, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +279,17 @@ class WeightUpdateRow:
 
     id: int
     pool_id: int
-    policy_version: str
+    policy_version: Chars128
     policy_index: int
     request: bytes
     state: UpdateState
     verified: bool
-    verified_by: str
+    verified_by: Annotated[str, sa.String(16)]
     message: str
     progress: bytes
-    owner: str | None
+    """Each backend's part of the update, as JSON."""
+    owner: Annotated[str, sa.String(64)] | None
+    """The control-plane process that carries out the update, and when its ownership expires."""
     owner_expires: float | None
     created_at: float
     finished_at: float | None

@@ -3,16 +3,20 @@
 Rollouts are narrow rows that change often. What is large and changes rarely (a task, a trajectory
 between Run and Eval) is in tables of its own, because SQLite rewrites a whole row on every update.
 Times are seconds since the epoch. JSON is kept as bytes, so it goes into a response without being
-parsed.
+parsed. The columns of a table whose rows are read as a whole are the fields of its class in `rows`.
 """
 
 from __future__ import annotations
+
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
 from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
+from rollyard_api.storage.rows import BackendRow, BlobRow, ClaimRow, JobRow, PoolRow, WeightUpdateRow
 
 metadata = sa.MetaData(
     naming_convention={
@@ -59,58 +63,35 @@ def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.I
     return sa.Index(name, *columns, unique=unique, sqlite_where=clause, postgresql_where=clause)
 
 
-jobs = sa.Table(
+_TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
+    int: sa.Integer,
+    float: sa.Double,
+    bool: sa.Boolean,
+    str: sa.Text,
+    bytes: sa.LargeBinary,
+    Limits: LimitsJson,
+}
+
+
+def _table(name: str, kind: type[Any], *constraints: sa.Constraint | sa.Index) -> sa.Table:
+    """Return the table whose rows are of a class. Its columns are null where the fields may be None."""
+    columns = []
+    for field, hint in get_type_hints(kind, include_extras=True).items():
+        kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        stored = next(one for one in kinds if one is not NoneType)
+        if get_origin(stored) is Annotated:
+            stored = stored.__metadata__[0]
+        else:
+            stored = sa.String(16) if get_origin(stored) is Literal else _TYPES[stored]
+        columns.append(sa.Column(field, stored, nullable=NoneType in kinds))
+    return sa.Table(name, metadata, *columns, *constraints)
+
+
+jobs = _table(
     "jobs",
-    metadata,
-    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("uid", sa.String(36), nullable=False, unique=True),
-    sa.Column("namespace", sa.String(63), nullable=False),
-    sa.Column("name", sa.String(63), nullable=False),
-    sa.Column("generation", sa.Integer, nullable=False),
-    sa.Column("metadata", sa.LargeBinary, nullable=False),
-    sa.Column("spec", sa.LargeBinary, nullable=False),
-    # The digest of the spec as first submitted, so that a repeat after a later PATCH is no conflict.
-    sa.Column("digest", sa.String(64), nullable=False),
-    sa.Column("limits", LimitsJson, nullable=False),
-    sa.Column("status", sa.LargeBinary, nullable=False),
-    sa.Column("pool", sa.String(63)),
-    sa.Column("priority", sa.Integer, nullable=False),
-    sa.Column("suspended", sa.Boolean, nullable=False),
-    sa.Column("closed", sa.Boolean, nullable=False),
-    sa.Column("cancel_reason", sa.String(128)),
-    sa.Column("created_at", sa.Double, nullable=False),
-    sa.Column("started_at", sa.Double),
-    sa.Column("deadline_at", sa.Double),
-    sa.Column("finished_at", sa.Double),
-    sa.Column("delete_at", sa.Double),
-    sa.Column("deleted_at", sa.Double),
-    sa.Column("total", sa.Integer, nullable=False),
-    sa.Column("ended", sa.Integer, nullable=False),
-    sa.Column("succeeded", sa.Integer, nullable=False),
-    sa.Column("failed", sa.Integer, nullable=False),
-    sa.Column("cancelled", sa.Integer, nullable=False),
-    sa.Column("reward_sum", sa.Double, nullable=False),
-    sa.Column("groups", sa.Integer, nullable=False),
-    sa.Column("groups_ended", sa.Integer, nullable=False),
-    sa.Column("parts", sa.Integer, nullable=False),
-    # The uid of the Kubernetes object that the job was last registered for, or null if there is none.
-    sa.Column("object_uid", sa.String(128)),
-    # The sandboxes to keep warm beside workers on Kubernetes, as JSON ({"shape", "count"}), or null.
-    sa.Column("warm", sa.LargeBinary),
-    # The upload that the tasks were read from, which is kept as long as the job's row, or null.
-    sa.Column("blob_id", sa.Integer),
-    # When the job's pool lost its last ready backend, or null while it has one.
-    sa.Column("outage_began", sa.Double),
-    # Whether no rollout may begin, because the target of the stream's last step is met.
-    sa.Column("holding", sa.Boolean, nullable=False, default=False),
-    # The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
-    # the bound on unread results, so that not every page is a write.
-    sa.Column("read_trajectories", sa.Integer, nullable=False, default=0),
-    sa.Column("read_groups", sa.Integer, nullable=False, default=0),
-    # The rollouts with tool calls and these calls, all of which are malformed, until a well-formed one came.
-    sa.Column("malformed_rollouts", sa.Integer, nullable=False, default=0),
-    sa.Column("malformed_calls", sa.BigInteger, nullable=False, default=0),
-    sa.Column("well_formed", sa.Boolean, nullable=False, default=False),
+    JobRow,
+    sa.PrimaryKeyConstraint("id"),
+    sa.UniqueConstraint("uid"),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
     _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
@@ -250,19 +231,10 @@ payloads = sa.Table(
 
 # Uploaded files. A row is visible to others once it is complete. An incomplete row that was last touched
 # long ago is removed, piece by piece.
-blobs = sa.Table(
+blobs = _table(
     "blobs",
-    metadata,
-    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("namespace", sa.String(63), nullable=False),
-    sa.Column("sha256", sa.String(64), nullable=False),
-    # The bytes and pieces received so far.
-    sa.Column("size", sa.BigInteger, nullable=False),
-    sa.Column("pieces", sa.Integer, nullable=False),
-    sa.Column("complete", sa.Boolean, nullable=False),
-    sa.Column("created_at", sa.Double, nullable=False),
-    # When a piece was last added, or when the complete upload was last requested.
-    sa.Column("touched_at", sa.Double, nullable=False),
+    BlobRow,
+    sa.PrimaryKeyConstraint("id"),
     sa.Index("ix_blobs_namespace", "namespace", "sha256"),
     _partial("uq_blobs_complete", "namespace", "sha256", where="complete", unique=True),
 )
@@ -285,27 +257,10 @@ nodes = sa.Table(
 )
 
 # A claim outlives the rows of its rollout and job, because the driver must still remove its sandbox.
-claims = sa.Table(
+claims = _table(
     "claims",
-    metadata,
-    sa.Column("id", sa.String(40), primary_key=True),
-    sa.Column("rollout_id", sa.String(128), nullable=False),
-    # The fencing token of the lease under which the claim was filed.
-    sa.Column("token", sa.Integer, nullable=False),
-    sa.Column("namespace", sa.String(63), nullable=False),
-    sa.Column("job", sa.String(63), nullable=False),
-    sa.Column("job_uid", sa.String(36), nullable=False),
-    sa.Column("shape", sa.LargeBinary, nullable=False),
-    # The state is Pending, Bound, Failed or Released.
-    sa.Column("state", sa.String(16), nullable=False),
-    # Whether the driver has nothing left of it, so that only its worker may still ask why.
-    sa.Column("removed", sa.Boolean, nullable=False),
-    sa.Column("address", sa.String(512), nullable=False),
-    sa.Column("secret", sa.String(128), nullable=False),
-    sa.Column("reason", sa.String(128), nullable=False),
-    sa.Column("message", sa.String(1024), nullable=False),
-    sa.Column("retryable", sa.Boolean, nullable=False),
-    sa.Column("created_at", sa.Double, nullable=False),
+    ClaimRow,
+    sa.PrimaryKeyConstraint("id"),
     sa.UniqueConstraint("rollout_id", "token"),
 )
 
@@ -324,83 +279,27 @@ assignments = sa.Table(
     sa.Column("taken_at", sa.Double),
 )
 
-pools = sa.Table(
+pools = _table(
     "pools",
-    metadata,
-    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("uid", sa.String(36), nullable=False, unique=True),
-    sa.Column("namespace", sa.String(63), nullable=False),
-    sa.Column("name", sa.String(63), nullable=False),
-    sa.Column("generation", sa.Integer, nullable=False),
-    sa.Column("metadata", sa.LargeBinary, nullable=False),
-    sa.Column("spec", sa.LargeBinary, nullable=False),
-    sa.Column("status", sa.LargeBinary, nullable=False),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("tokenizer", sa.Text, nullable=False),
-    sa.Column("max_active", sa.Integer, nullable=False),
-    sa.Column("external", sa.Boolean, nullable=False),
-    sa.Column("created_at", sa.Double, nullable=False),
-    # The newest weights that every backend should have. The index orders versions and is 0 before any update.
-    sa.Column("policy_version", sa.String(128), nullable=False, default=""),
-    sa.Column("policy_index", sa.Integer, nullable=False, default=0),
-    sa.Column("paused", sa.Boolean, nullable=False, default=False),
-    # What happens to the requests in flight while the pool is paused: `abort`, `wait` or `keep`.
-    sa.Column("pause_mode", sa.String(8)),
-    # The model name that requests must give if it is not `model`, such as a LoRA adapter's name.
-    sa.Column("served_model", sa.Text),
+    PoolRow,
+    sa.PrimaryKeyConstraint("id"),
+    sa.UniqueConstraint("uid"),
     sa.UniqueConstraint("namespace", "name"),
 )
 
-backends = sa.Table(
+backends = _table(
     "backends",
-    metadata,
-    sa.Column("pool_id", sa.Integer, sa.ForeignKey("pools.id"), primary_key=True),
-    sa.Column("url", sa.String(2048), primary_key=True),
-    sa.Column("position", sa.Integer, nullable=False),
-    sa.Column("ready", sa.Boolean, nullable=False),
-    sa.Column("policy_version", sa.String(128), nullable=False),
-    sa.Column("message", sa.String(1024), nullable=False),
-    # Current, Updating, Stale (behind the pool's policy_index) or Failed. Only Current gets rollouts.
-    sa.Column("weights", sa.String(16), nullable=False, default="Current"),
-    sa.Column("weights_message", sa.String(1024), nullable=False, default=""),
-    sa.Column("policy_index", sa.Integer, nullable=False, default=0),
-    sa.Column("restart_requested", sa.Boolean, nullable=False, default=False),
-    sa.Column("draining", sa.Boolean, nullable=False, default=False),
-    # The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen.
-    sa.Column("circuit", sa.String(16), nullable=False, default="Closed"),
-    sa.Column("failures", sa.Integer, nullable=False, default=0),
-    sa.Column("opened_at", sa.Double),
-    # The sampled tokens per second of one rollout's model time, a moving average, or null until measured.
-    sa.Column("speed", sa.Double),
-    # Moving averages of a rollout's sampled tokens per second of Run, its seconds in Run and the active
-    # rollouts on the backend at that time, and when they were last measured. All are null until measured.
-    sa.Column("pace", sa.Double),
-    sa.Column("pace_seconds", sa.Double),
-    sa.Column("pace_load", sa.Double),
-    sa.Column("measured_at", sa.Double),
-    # The last values of the server's own metrics, as JSON.
-    sa.Column("stats", sa.LargeBinary),
+    BackendRow,
+    sa.PrimaryKeyConstraint("pool_id", "url"),
+    sa.ForeignKeyConstraint(["pool_id"], ["pools.id"]),
 )
 
-weight_updates = sa.Table(
+weight_updates = _table(
     "weight_updates",
-    metadata,
-    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("pool_id", sa.Integer, sa.ForeignKey("pools.id"), nullable=False, index=True),
-    sa.Column("policy_version", sa.String(128), nullable=False),
-    sa.Column("policy_index", sa.Integer, nullable=False),
-    sa.Column("request", sa.LargeBinary, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("verified", sa.Boolean, nullable=False),
-    sa.Column("verified_by", sa.String(16), nullable=False),
-    sa.Column("message", sa.Text, nullable=False),
-    # Each backend's part of the update, as JSON.
-    sa.Column("progress", sa.LargeBinary, nullable=False),
-    # The control-plane process that carries out the update, and when its ownership expires.
-    sa.Column("owner", sa.String(64)),
-    sa.Column("owner_expires", sa.Double),
-    sa.Column("created_at", sa.Double, nullable=False),
-    sa.Column("finished_at", sa.Double),
+    WeightUpdateRow,
+    sa.PrimaryKeyConstraint("id"),
+    sa.ForeignKeyConstraint(["pool_id"], ["pools.id"]),
+    sa.Index(None, "pool_id"),
 )
 
 # What the ProRL calls of a namespace have done: whether a batch is open, and its number.
@@ -441,4 +340,43 @@ prorl_calls = sa.Table(
     sa.Column("cancelled", sa.Boolean, nullable=False),
     # Whether the client gave no job_id, so that nobody can ask for the result again.
     sa.Column("anonymous", sa.Boolean, nullable=False),
+)
+
+# One-time codes, the sessions of browsers, and the name of the installation. No secret is kept: a row is
+# found by the SHA-256 of its secret, and `proof` shows by which bearer token it was made. It is the
+# HMAC-SHA-256 of `digest` under that token.
+sign_in_codes = sa.Table(
+    "sign_in_codes",
+    metadata,
+    # The SHA-256 of the code.
+    sa.Column("digest", sa.String(64), primary_key=True),
+    # The role of the session that the code becomes, viewer or admin.
+    sa.Column("role", sa.String(16), nullable=False),
+    # The role of the token by which it was made.
+    sa.Column("maker", sa.String(16), nullable=False),
+    sa.Column("proof", sa.String(64), nullable=False),
+    sa.Column("made_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+)
+
+browser_sessions = sa.Table(
+    "browser_sessions",
+    metadata,
+    # The SHA-256 of the secret in the cookie.
+    sa.Column("digest", sa.String(64), primary_key=True),
+    sa.Column("role", sa.String(16), nullable=False),
+    sa.Column("maker", sa.String(16), nullable=False),
+    sa.Column("proof", sa.String(64), nullable=False),
+    sa.Column("made_at", sa.Double, nullable=False),
+    # When a request last used the session. It is written from time to time only.
+    sa.Column("used_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+)
+
+# The single row, with the number 1, has the name that the cookies of this installation end in.
+installation = sa.Table(
+    "installation",
+    metadata,
+    sa.Column("no", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("name", sa.String(16), nullable=False),
 )

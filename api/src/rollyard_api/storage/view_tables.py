@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from rollyard_api.storage.schema import StateNumber, metadata
 
@@ -102,3 +103,24 @@ rollout_words = sa.Table(
     sa.Column("end_seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("words", sa.LargeBinary, nullable=False),
 )
+
+_LARGE = (ended_rollouts, rollout_words)
+_SMALL = (ended_groups, job_statistics, seen_workers, watched_rollouts)
+
+
+def forget(conn: Connection, job_id: int, most: int) -> bool:
+    """Remove up to `most` rows of each kind that a deleted job has, and return whether nothing is left."""
+    left = False
+    for table in _LARGE:
+        places = (
+            sa.select(table.c.end_seq).where(table.c.job_id == job_id).order_by(table.c.end_seq).limit(most)
+        )
+        found = list(conn.scalars(places))
+        if found:
+            conn.execute(sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= found[-1]))
+        left = left or len(found) == most
+    if left:
+        return False
+    for table in _SMALL:
+        conn.execute(sa.delete(table).where(table.c.job_id == job_id))
+    return True

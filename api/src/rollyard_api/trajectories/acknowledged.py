@@ -2,6 +2,9 @@
 
 A cursor moves forward only, unless its reader asks to rewind it, and a reader may say which cursor it expects
 to replace. A trainer that was thought dead and comes back therefore never undoes what its successor did.
+
+A cursor that is acknowledged, or sent with a request, shows that all results before it were read. A trainer
+that never reads is found out by how many results of its stream nobody has read.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors as texts
 from rollyard_api.core.conditions import timestamp
+from rollyard_api.core.cursors import Kind
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
@@ -120,7 +124,7 @@ def forget_all(tx: Transaction, job_id: int) -> None:
 def _parsed(job: JobRow, given: str, parameter: str) -> tuple[texts.Kind, int]:
     """Return the kind and the position of a cursor of this job's results."""
     kind = texts.kind_of(given, KINDS, parameter)
-    end = job.ended if kind == "trajectories" else job.groups_ended
+    end = end_of(job, kind)
     return kind, texts.number(given, kind, uid=job.uid, job=job.name, end=end, parameter=parameter)
 
 
@@ -151,3 +155,46 @@ def _document(job: JobRow, row: Any) -> dict[str, Any]:
         "cursor": texts.text(row.kind, job.uid, row.position),
         "movedAt": timestamp(row.moved_at),
     }
+
+
+_PARTS: Final = 16
+"""A cursor is noted when it is this part of the bound ahead, so that few pages are followed by a write."""
+
+
+def is_ahead(job: JobRow, kind: Kind, position: int, bound: int) -> bool:
+    """Return whether a cursor is so far ahead of what is noted that it should be noted.
+
+    Args:
+        job: The job, as it was last read.
+        kind: The kind of the cursor.
+        position: The number of results before it.
+        bound: The bound on unread results.
+    """
+    noted = job.read_groups if kind == "groups" else job.read_trajectories
+    return position - noted >= max(1, bound // _PARTS)
+
+
+def end_of(job: JobRow, kind: Kind) -> int:
+    """Return the place of the job's newest result of this kind, beyond which no cursor may lie."""
+    return job.groups_ended if kind == "groups" else job.ended
+
+
+def check_unread(job: JobRow, bound: int) -> None:
+    """Refuse further rollouts of a stream while too many of its results are unread.
+
+    Args:
+        job: The job.
+        bound: The bound on unread rollouts.
+
+    Raises:
+        Conflict: The bound is reached.
+    """
+    # A trainer reads trajectories or groups, and seldom both.
+    unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * job.limits.samples)
+    if unread >= bound:
+        raise Conflict(
+            f"RolloutJob {job.name!r} has about {unread} ended rollouts that nobody has read, and {bound} is "
+            "the most: they are in the trajectory store; read them with a cursor, or acknowledge one, and "
+            "then repeat this call",
+            reason="ResultsUnread",
+        )

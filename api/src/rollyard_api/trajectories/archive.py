@@ -10,14 +10,13 @@ under the same name and therefore with the same bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.bulkhead import Bulkhead
@@ -26,13 +25,13 @@ from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavaila
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
-from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.functions import by_dialect
+from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
+from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore
-from rollyard_api.trajectories.part_places import PartRange, arrays_path, part_path, ranges_of
 
 P = TypeVar("P", bytes, Piece)
 
@@ -57,22 +56,19 @@ class Part:
 
 def begin_parts(tx: Transaction) -> list[Part]:
     """Assign parts to the waiting rollouts: at most one part of PART_RECORDS rollouts per job."""
-    ids = list(
-        tx.conn.scalars(
-            sa.select(rollouts.c.job_id)
-            .where(rollouts.c.pending.is_not(None), rollouts.c.part.is_(None))
-            .group_by(rollouts.c.job_id)
-            .order_by(rollouts.c.job_id)
-        )
+    waiting = (
+        sa.select(rollouts.c.job_id)
+        .where(rollouts.c.pending.is_not(None), rollouts.c.part.is_(None))
+        .group_by(rollouts.c.job_id)
+        .order_by(rollouts.c.job_id)
     )
-    return [Part(job_id, _begin(tx, job_id)) for job_id in ids]
-
-
-def _begin(tx: Transaction, job_id: int) -> int:
-    # The job's row is locked first, so two replicas never put one rollout into two parts.
-    number = job_rows.next_part(tx, job_id)
-    rollout_rows.begin_part(tx, job_id, number, PART_RECORDS)
-    return number
+    parts = []
+    for job_id in list(tx.conn.scalars(waiting)):
+        # The job's row is locked first, so two replicas never put one rollout into two parts.
+        number = job_rows.next_part(tx, job_id)
+        rollout_rows.begin_part(tx, job_id, number, PART_RECORDS)
+        parts.append(Part(job_id, number))
+    return parts
 
 
 def unfinished_parts(tx: Transaction) -> list[Part]:
@@ -85,22 +81,8 @@ def unfinished_parts(tx: Transaction) -> list[Part]:
     return [Part(row.job_id, row.part) for row in tx.conn.execute(query)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The members of a part, as many as fit into it."""
-
-    namespace: str
-    job: str
-    uid: str
-    rows: list[EndedRollout]
-
-
-def _content(conn: Connection, part: Part) -> _Content | None:
-    job = conn.execute(
-        sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid).where(jobs.c.id == part.job_id)
-    ).one_or_none()
-    if job is None:
-        return None
+def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRollout]]:
+    """Return the job and the members of a part, as many as fit into it."""
     members = (
         rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
     )  # fmt: skip
@@ -111,20 +93,7 @@ def _content(conn: Connection, part: Part) -> _Content | None:
     if found:
         chosen = records.select().where(*members, rollouts.c.end_seq <= found[count - 1].end_seq)
         rows = read_all(EndedRollout, conn.execute(chosen.order_by(rollouts.c.end_seq)))
-    return _Content(job.namespace, job.name, job.uid, rows)
-
-
-def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
-    """Return records, each with its newline: as many as fit, but at least one."""
-    lines: list[bytes] = []
-    total = 0
-    for row in rows:
-        line = records.record(row, job, namespace) + b"\n"
-        total += len(line)
-        if lines and total > max_bytes:
-            break
-        lines.append(line)
-    return lines
+    return job_rows.by_id(conn, part.job_id), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +108,13 @@ class _Objects:
     """The object with the raw arrays."""
 
 
-def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects:
+def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
     lines: list[bytes] = []
     hashes: list[bytes] = []
     arrays: list[bytes] = []
     total = 0
     for row in rows:
-        head = records.head_of(row, job, namespace)
+        head = records.head_of(row, job.name, job.namespace)
         line = records.line_of(head, row) + b"\n"
         total += len(line)
         if lines and total > PART_BYTES:
@@ -156,36 +125,32 @@ def _objects(rows: Sequence[EndedRollout], namespace: str, job: str) -> _Objects
     return _Objects(lines, hashes, packed.joined(lines, arrays))
 
 
-def _packed(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
-    """Return records with raw arrays: as many as fit, but at least one."""
-    found: list[bytes] = []
+def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], max_bytes: int) -> list[bytes]:
+    """Return records of the first rows, until they have more than `max_bytes` together."""
+    made: list[bytes] = []
     total = 0
     for row in rows:
-        record = packed.packed(records.head_of(row, job, namespace), row.segments)
-        total += len(record)
-        if found and total > max_bytes:
+        made.append(make(row))
+        total += len(made[-1])
+        if total > max_bytes:
             break
-        found.append(record)
-    return found
+    return made
 
 
-def _words(module: Any) -> Any:
-    return module.insert(rollout_words).on_conflict_do_nothing()
+_WORDS = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
 
 
-_WORDS = {"sqlite": _words(sqlite), "postgresql": _words(postgresql)}
-
-
-def _place(
-    tx: Transaction, part: Part, lines: Sequence[tuple[str, int]], of_words: Sequence[tuple[int, bytes]]
-) -> None:
+def _place(tx: Transaction, part: Part, rows: Sequence[EndedRollout], made: _Objects) -> None:
     kept = [
-        {"job_id": part.job_id, "end_seq": place, "words": hashes} for place, hashes in of_words if hashes
+        {"job_id": part.job_id, "end_seq": row.end_seq, "words": hashes}
+        for row, hashes in zip(rows, made.words, strict=False)
+        if hashes
     ]
     if kept:
-        tx.conn.execute(_WORDS["sqlite" if tx.sqlite else "postgresql"], kept)
-    rollout_rows.place(tx, part.job_id, part.number, lines)
-    tx.count("stored", value=len(lines))
+        tx.conn.execute(_WORDS[tx.sqlite], kept)
+    lengths = [(row.id, len(line)) for row, line in zip(rows, made.lines, strict=False)]
+    rollout_rows.place(tx, part.job_id, part.number, lengths)
+    tx.count("stored", value=len(lengths))
 
 
 class Archive:
@@ -255,30 +220,26 @@ class Archive:
             return stored
 
     async def _store_part(self, part: Part) -> int:
-        content = await self._database.read(partial(_content, part=part))
-        if content is None or not content.rows:
+        job, rows = await self._database.read(partial(_content, part=part))
+        if job is None or not rows:
             return 0
-        made = await self.builds.run(partial(_objects, content.rows, content.namespace, content.job))
-        lines, arrays = made.lines, made.arrays
-        path = part_path(content.namespace, content.job, content.uid, part.number)
+        made = await self.builds.run(partial(_objects, rows, job))
+        path = part_path(job.namespace, job.name, job.uid, part.number)
         try:
-            await self.writes.run(partial(self._store.write, path, b"".join(lines)))
-            await self.writes.run(partial(self._store.write, arrays_path(path), arrays))
+            await self.writes.run(partial(self._store.write, path, b"".join(made.lines)))
+            await self.writes.run(partial(self._store.write, arrays_path(path), made.arrays))
         except (StorageFull, TimedOut, Unavailable) as error:
             self.refused = error
             raise
-        placed = [(row.id, len(line)) for row, line in zip(content.rows, lines, strict=False)]
-        of_words = [(row.end_seq, hashes) for row, hashes in zip(content.rows, made.words, strict=False)]
-        await self._database.write(partial(_place, part=part, lines=placed, of_words=of_words))
-        return len(lines)
+        await self._database.write(partial(_place, part=part, rows=rows, made=made))
+        return len(made.lines)
 
     async def unstored(self) -> int:
         """Return the number of ended rollouts that wait for the store."""
-        return await self._database.read(_pending)
+        query = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
+        return int(await self._database.read(lambda conn: conn.execute(query).scalar_one()))
 
-    async def lines(
-        self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
-    ) -> list[bytes]:
+    async def lines(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[bytes]:
         """Return the records of ended rollouts, from the store or the database, in the order of the rows.
 
         If all together would have more than `max_bytes`, fewer are returned, but at least one.
@@ -286,41 +247,44 @@ class Archive:
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
-        waiting = [row for row in rows if row.pending is not None]
-        placed = [row for row in rows if row.pending is None]
-        made: dict[str, bytes] = {}
-        if waiting:
-            build = partial(_lines, waiting, namespace, job, max_bytes)
-            for row, line in zip(waiting, await self.builds.run(build, namespace), strict=False):
-                made[row.id] = line[:-1]
-        if placed:
-            read = partial(self._read, ranges_of(placed, namespace, job, uid))
-            for row, data in zip(placed, await self.reads.run(read, namespace), strict=True):
-                made[row.id] = data.rstrip(b"\n")
-        return _first(rows, made, max_bytes)
+        make = partial(records.record, job=job.name, namespace=job.namespace)
+        return await self._records(rows, job, max_bytes, make, self._read)
 
-    async def arrays(
-        self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
-    ) -> list[Piece]:
+    async def arrays(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
 
-        Those of a part that an older release has written, without such an object, are made of its lines.
+        Those of a part whose object with arrays was deleted to save space are made of its lines.
 
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
+
+        def make(row: EndedRollout) -> bytes:
+            return packed.packed(records.head_of(row, job.name, job.namespace), row.segments)
+
+        return await self._records(rows, job, max_bytes, make, self._read_arrays)
+
+    async def _records(
+        self,
+        rows: Sequence[EndedRollout],
+        job: JobRow,
+        max_bytes: int,
+        make: Callable[[EndedRollout], bytes],
+        read: Callable[[Sequence[PartRange]], list[P]],
+    ) -> list[P]:
+        """Return the records of rows, each made of its row while it waits for the store, or read from it."""
         waiting = [row for row in rows if row.pending is not None]
         placed = [row for row in rows if row.pending is None]
-        made: dict[str, Piece] = {}
+        found: dict[str, Any] = {}
         if waiting:
-            build = partial(_packed, waiting, namespace, job, max_bytes)
-            built = await self.builds.run(build, namespace)
-            made |= {row.id: record for row, record in zip(waiting, built, strict=False)}
+            built = await self.builds.run(partial(_made, waiting, make, max_bytes), job.namespace)
+            found |= {row.id: record for row, record in zip(waiting, built, strict=False)}
         if placed:
-            read = partial(self._read_arrays, ranges_of(placed, namespace, job, uid))
-            stored = await self.reads.run(read, namespace)
-            made |= {row.id: record for row, record in zip(placed, stored, strict=True)}
-        return _first(rows, made, max_bytes)
+            ranges = ranges_of(placed, job.namespace, job.name, job.uid)
+            stored = await self.reads.run(partial(read, ranges), job.namespace)
+            found |= {row.id: record for row, record in zip(placed, stored, strict=True)}
+        there = [found[row.id] for row in takewhile(lambda row: row.id in found, rows)]
+        return there[: records.fitting(map(len, there), max_bytes)]
 
     def _read_arrays(self, ranges: Sequence[PartRange]) -> list[Piece]:
         indexes: dict[str, dict[int, tuple[int, int]] | None] = {}
@@ -353,28 +317,9 @@ class Archive:
         for one in ranges:
             data = memoryview(self._store.read(one.path, one.start, sum(one.lengths)))
             for length in one.lengths:
-                found.append(bytes(data[:length]))
+                found.append(bytes(data[:length]).rstrip(b"\n"))
                 data = data[length:]
         return found
-
-
-def _first(rows: Sequence[EndedRollout], made: Mapping[str, P], max_bytes: int) -> list[P]:
-    """Return the records of the first rows: as many as were made and fit, but at least one."""
-    found: list[P] = []
-    total = 0
-    for row in rows:
-        if row.id not in made:
-            break
-        total += len(made[row.id])
-        if found and total > max_bytes:
-            break
-        found.append(made[row.id])
-    return found
-
-
-def _pending(conn: Connection) -> int:
-    query = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
-    return int(conn.execute(query).scalar_one())
 
 
 def _anything_pending(conn: Connection) -> bool:
@@ -382,3 +327,37 @@ def _anything_pending(conn: Connection) -> bool:
         sa.select(rollouts.c.id).where(rollouts.c.pending.is_not(None), rollouts.c.part.is_(None)).limit(1)
     )
     return conn.execute(query).first() is not None
+
+
+def part_path(namespace: str, job: str, uid: str, number: int) -> str:
+    """Return a part's path in the store; each job has a folder, with its uid to distinguish namesakes."""
+    return f"{namespace}/{job}-{uid[:8]}/part-{number:06d}.ndjson"
+
+
+def arrays_path(path: str) -> str:
+    """Return the path of the object with raw arrays that belongs to the part at `path`."""
+    return f"{path.removesuffix('.ndjson')}.arrays"
+
+
+@dataclass(frozen=True, slots=True)
+class PartRange:
+    """Consecutive bytes of one part."""
+
+    path: str
+    start: int
+    lengths: list[int]
+
+
+def ranges_of(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[PartRange]:
+    """Return the byte ranges of the records. Neighbours in a part are read together."""
+    ranges: list[PartRange] = []
+    end: tuple[int, int] | None = None
+    for row in rows:
+        assert row.part is not None
+        assert row.part_offset is not None
+        assert row.part_length is not None
+        if end != (row.part, row.part_offset):
+            ranges.append(PartRange(part_path(namespace, job, uid, row.part), row.part_offset, []))
+        ranges[-1].lengths.append(row.part_length)
+        end = (row.part, row.part_offset + row.part_length)
+    return ranges

@@ -73,14 +73,3 @@ def listing(kept: bytes | None) -> tuple[list[dict[str, Any]], int]:
         return [], 0
     document = loads(unpack(kept))
     return document["attempts"], document["dropped"]
-
-
-def without(line: bytes) -> bytes:
-    """Return a record without what older clients do not know: they refuse fields that are unknown to them."""
-    unknown = (*FIELDS, "reward_output", "tool_parser")
-    if not any(f'"{name}":'.encode() in line for name in unknown):
-        return line
-    document = loads(line)
-    for name in unknown:
-        document.pop(name, None)
-    return dumps(document)

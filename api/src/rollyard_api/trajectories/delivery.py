@@ -32,18 +32,17 @@ def frame(count: int, form: str) -> tuple[bytes, bytes]:
     return b"", b"\n"
 
 
-def encode(lines: Sequence[Piece], form: str, omitted: Sequence[str] = ()) -> bytes:
+def encode(lines: Sequence[Piece], form: str) -> bytes:
     """Encode records in the media type `form`. This call blocks, so it belongs in a thread.
 
     Args:
         lines: The records, as JSON, but for ARRAYS as msgpack in that form.
         form: The media type.
-        omitted: The columns that a Parquet file does not have.
     """
     if form == PARQUET:
         from rollyard_api.trajectories.parquet import encode
 
-        return encode([bytes(line) for line in lines], omitted)
+        return encode([bytes(line) for line in lines])
     begin, _ = frame(len(lines), form)
     if form == ARRAYS:
         return begin + b"".join(lines)

@@ -1,17 +1,22 @@
-"""Groups as a GRPO or DAPO trainer needs them: whole, or dropped with a reason."""
+"""Groups as a GRPO or DAPO trainer needs them: whole, or dropped with a reason. Each is one document."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgpack
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from rollyard_api.core.codec import dumps
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.trajectories import records
+from rollyard_api.trajectories.delivery import Piece
+from rollyard_api.trajectories.packed import ARRAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +106,53 @@ def some_members(
     last = found[records.fitting((row.bytes for row in found), max_bytes) - 1].sample
     query = records.select().where(*wanted, rollouts.c.sample <= last)
     return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.sample)))
+
+
+def beginning(group: EndedGroup, members: int, form: str) -> bytes:
+    """Return what comes before the records of a group with this many members.
+
+    Args:
+        form: The media type of the answer. The records are msgpack for ARRAYS, and else JSON.
+    """
+    head: dict[str, Any] = {
+        "group_id": group.task_id,
+        "task_id": group.task_id,
+        "delivered": bool(group.delivered),
+        "informative": bool(group.informative),
+        "reason": group.reason or "",
+    }
+    if form != ARRAYS:
+        return dumps(head)[:-1] + b',"trajectories":['
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_map_header(len(head) + 1)
+    for name, value in head.items():
+        packer.pack(name)
+        packer.pack(value)
+    packer.pack("trajectories")
+    packer.pack_array_header(members)
+    return bytes(packer.bytes())
+
+
+def separator(form: str) -> bytes:
+    """Return what comes between two records."""
+    return b"" if form == ARRAYS else b","
+
+
+def end(form: str) -> bytes:
+    """Return what comes after the last record."""
+    return b"" if form == ARRAYS else b"]}"
+
+
+def whole(
+    found: Sequence[tuple[EndedGroup, Sequence[RolloutSize]]], pieces: Sequence[Piece], form: str
+) -> list[bytes]:
+    """Return the documents of the first groups, as many as have all of their members among `pieces`."""
+    groups: list[bytes] = []
+    at = 0
+    for group, members in found:
+        if at + len(members) > len(pieces):
+            break
+        body = separator(form).join(pieces[at : at + len(members)])
+        groups.append(beginning(group, len(members), form) + body + end(form))
+        at += len(members)
+    return groups

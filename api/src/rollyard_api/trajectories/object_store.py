@@ -13,12 +13,11 @@ import fsspec
 from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 
-from rollyard_api.core.problems import StorageFull, Unavailable
+from rollyard_api.core.problems import RETRY_AFTER, StorageFull, Unavailable
 from rollyard_api.storage.database import is_storage_full
 
 LEFT_SECONDS = 600.0
 """The age in seconds from which on a scratch file counts as abandoned."""
-RETRY_AFTER = {"Retry-After": "2"}
 
 
 class ObjectMissing(Unavailable):
@@ -150,9 +149,8 @@ def _whole(data: bytes, path: str, length: int) -> bytes:
 
 
 def _unreadable(error: OSError) -> Unavailable:
-    if isinstance(error, FileNotFoundError):
-        return ObjectMissing(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
-    return Unavailable(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
+    kind = ObjectMissing if isinstance(error, FileNotFoundError) else Unavailable
+    return kind(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
 
 
 def _refusal(error: OSError, path: str) -> Exception:

@@ -88,26 +88,20 @@ GROUP_BYTES = 4 << 20
 """The JSON bytes of a row group. As Python objects, its rows take about five times as much memory."""
 
 
-def encode(lines: Sequence[bytes], omitted: Sequence[str] = ()) -> bytes:
-    """Encode trajectories, each as JSON bytes, as one Parquet file. An empty list gives no rows.
-
-    Args:
-        lines: The trajectories.
-        omitted: The columns that the file does not have.
-    """
+def encode(lines: Sequence[bytes]) -> bytes:
+    """Encode trajectories, each as JSON bytes, as one Parquet file. An empty list gives no rows."""
     file = io.BytesIO()
-    schema = pa.schema([field for field in SCHEMA if field.name not in omitted])
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
         rows: list[dict[str, Any]] = []
         size = 0
         for line in lines:
             rows.append(_row(line))
             size += len(line)
             if size >= GROUP_BYTES:
-                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
                 rows, size = [], 0
         if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     return file.getvalue()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
@@ -21,6 +22,7 @@ from rollyard_api.trajectories import attempts, packed, traces
 
 _ROW_BYTES = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
+_GROUP = sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
 _STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
 
 
@@ -28,26 +30,15 @@ def select() -> sa.Select[Any]:
     """Return a query for the rows that `record` takes."""
     return (
         sa.select(*columns(EndedRollout, rollouts, groups, payloads))
-        .join_from(
-            rollouts,
-            groups,
-            sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no),
-        )
+        .join_from(rollouts, groups, _GROUP)
         .outerjoin(payloads, payloads.c.rollout_id == rollouts.c.id)
     )
 
 
 def timings(text: str) -> dict[str, Any]:
     """Return a row's accumulated timings in the form of the record."""
-    document = {
-        "init": _STAGE,
-        "run": _STAGE,
-        "eval": _STAGE,
-        "model_seconds": 0.0,
-        "tool_seconds": 0.0,
-        "own_seconds": 0.0,
-        **loads(text),
-    }
+    seconds = dict.fromkeys(("model_seconds", "tool_seconds", "own_seconds"), 0.0)
+    document = {**dict.fromkeys(STAGES, _STAGE), **seconds, **loads(text)}
     document.pop(traces.KEY, None)
     return document
 
@@ -84,7 +75,7 @@ def head_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
         "reward_components": {} if row.components is None else loads(row.components),
         "timings": timings(row.timings),
     }
-    # These are given only if there is one, because older clients refuse fields that they do not know.
+    # As docs/trajectories.md says, these are given only if they say something.
     if row.reward_reason:
         document["reward_reason"] = row.reward_reason
     if row.reward_output:
@@ -131,11 +122,7 @@ def summaries(
             rollouts.c.backend,
             groups.c.task_id,
         )
-        .join_from(
-            rollouts,
-            groups,
-            sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no),
-        )
+        .join_from(rollouts, groups, _GROUP)
         .where(rollouts.c.job_id == job_id, rollouts.c.state.in_(wanted), rollouts.c.id > after)
         .order_by(rollouts.c.id)
         .limit(limit + 1)
@@ -148,8 +135,7 @@ def summaries(
         _ROW_BYTES + len(row.message or "") + len(row.timings) + (len(dumps(listed)) if listed else 0)
         for row, (listed, _) in zip(rows, lists, strict=True)
     )
-    room = fitting(sizes, max_bytes)
-    limit = min(limit, room)
+    limit = min(limit, fitting(sizes, max_bytes))
     more = rows[limit - 1].id if len(rows) > limit else None
     return [
         {

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_api.core.codec import loads
 from rollyard_api.machine.events import RunCounts
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 
@@ -19,7 +18,6 @@ KEY: Final = "_"
 MAX_STATES: Final = 64
 """The number of states that are kept. Of a rollout that entered more, the second and later ones are lost."""
 MAX_REASON: Final = 64
-_STAGES: Final = ("init", "run", "eval")
 
 
 def note(
@@ -60,12 +58,11 @@ class Span:
 def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
     """Return the spans of decoded timings in their order; the last ends at `end`, in seconds of the epoch.
 
-    The rows of earlier releases have no times of states. Their spans are made from the sums, one after the
-    other up to `end`, which is right for a rollout whose attempts all succeeded.
+    A rollout that has not left its first state has none yet.
     """
     kept = timings.get(KEY, {}).get("at")
     if not kept:
-        return _of_sums(timings, end)
+        return []
     first = float(kept[0])
     entered = [
         (BY_NUMBER[number], first + milliseconds / 1000)
@@ -73,25 +70,3 @@ def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
     ]
     ends = [start for _, start in entered[1:]] + [max(end, entered[-1][1])]
     return [Span(state, start, until) for (state, start), until in zip(entered, ends, strict=True)]
-
-
-def _of_sums(timings: Mapping[str, Any], end: float) -> list[Span]:
-    lengths = []
-    for place, stage in enumerate(_STAGES):
-        entry = timings.get(stage) or {}
-        lengths += [
-            (BY_NUMBER[2 * place], float(entry.get("queued_seconds", 0.0))),
-            (BY_NUMBER[2 * place + 1], float(entry.get("active_seconds", 0.0))),
-        ]
-    start, found = end - sum(seconds for _, seconds in lengths), []
-    for state, seconds in lengths:
-        if seconds > 0:
-            found.append(Span(state, start, start + seconds))
-        start += seconds
-    return found
-
-
-def last_state(timings: str) -> RolloutState | None:
-    """Return the state that a row's timings name last, or None if they name none."""
-    kept = loads(timings).get(KEY, {}).get("at")
-    return BY_NUMBER[kept[-2]] if kept else None

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 
@@ -27,6 +29,42 @@ class ListPlace:
 
     key: float | str | None
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of rows by a key and a number, in which those without a key come last."""
+
+    key: sa.ColumnElement[Any]
+    number: sa.ColumnElement[Any]
+    missing: sa.ColumnElement[bool] | None = None
+    """The condition that selects the rows without a key, which come by number; None if every row has one."""
+    falls: bool = False
+    """Whether the largest key comes first."""
+    ties_fall: bool = False
+    """Whether the largest number comes first among rows with the same key."""
+
+    def rows(self, conn: Connection, query: sa.Select[Any], limit: int, place: ListPlace | None) -> list[Any]:
+        """Return the first rows of a query after a place, up to one more than `limit`."""
+        key, number = self.key, self.number
+        rows: list[Any] = []
+        where: list[sa.ColumnElement[bool]]
+        if place is None or place.key is not None:
+            where = [] if self.missing is None else [key.is_not(None)]
+            if place is not None:
+                # The first condition alone lets an index begin at the place.
+                where.append(key <= place.key if self.falls else key >= place.key)
+                beyond = key < place.key if self.falls else key > place.key
+                further = number < place.number if self.ties_fall else number > place.number
+                where.append(sa.or_(beyond, further))
+            order = (key.desc() if self.falls else key, number.desc() if self.ties_fall else number)
+            rows += conn.execute(query.where(*where).order_by(*order).limit(limit + 1))
+        if self.missing is not None and len(rows) <= limit:
+            where = [self.missing]
+            if place is not None and place.key is None:
+                where.append(number > place.number)
+            rows += conn.execute(query.where(*where).order_by(number).limit(limit + 1 - len(rows)))
+        return rows
 
 
 def digest(asked: Any) -> str:

@@ -56,17 +56,6 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
 
 
 def _failures(client: Client, name: str, namespace: str) -> dict[tuple[str, str], int]:
-    """Return the number of failed rollouts for each reason, with the message of the newest one.
-
-    A control plane of an earlier release keeps no statistics. Its failed rollouts are counted here.
-    """
-    from collections import Counter
-
-    from rollyard_client.errors import NotFound
-
-    try:
-        kept = client.statistics(name, namespace)["failures"]
-    except NotFound:
-        failed = client.rollouts(name, status="failed", namespace=namespace)
-        return Counter((item.reason, item.message) for item in failed)
+    """Return the number of failed rollouts for each reason, with the message of the newest one."""
+    kept = client.statistics(name, namespace)["failures"]
     return {(one["reason"], one.get("message", "")): one["n"] for one in kept}

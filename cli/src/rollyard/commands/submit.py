@@ -47,10 +47,8 @@ def command(
                 client.create_pool(manifest)
                 click.echo(f"backendpool/{manifest.metadata.name} submitted")
             else:
-                job, carried = submit(client, manifest)
+                job = submit(client, manifest)
                 click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
-                if carried is not None:
-                    click.echo(f"rollyard: its tasks went along: the server does not see {carried}", err=True)
                 if job.status.skipped_rows is not None:
                     for line in job.status.skipped_rows.lines():
                         click.echo(f"rollyard: {line}", err=True)

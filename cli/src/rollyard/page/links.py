@@ -72,15 +72,14 @@ def job_link(made: OpenConnection, namespace: str, job: str, rollout: str = "") 
 
 def link_if_any(made: OpenConnection, namespace: str, job: str) -> str:
     """Return the link of a job, or what to do for one, or "" if this caller has no page."""
-    from rollyard_client.errors import NotFound, Unauthorized
+    from rollyard_client.errors import Unauthorized
 
     try:
         return job_link(made, namespace, job)
     except NoLink as error:
         return str(error) if made.is_tunnel else ""
-    except (NotFound, Unauthorized):
-        # The control plane is of an older release, or the token is that of a driver.
-        return ""
+    except Unauthorized:
+        return ""  # The token is that of a driver.
 
 
 def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:

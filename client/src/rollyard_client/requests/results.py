@@ -13,6 +13,7 @@ import orjson
 import rollyard_crds as crds
 
 from rollyard_client.call import Call, as_json, segment
+from rollyard_client.errors import AnswerInvalid
 from rollyard_client.requests.jobs import JOBS, NDJSON
 
 if TYPE_CHECKING:
@@ -31,16 +32,12 @@ class Page:
     cursor: str
     finished: bool
     cursors: list[str] = field(default_factory=list)
-    """The cursor after each line. An older server gives none."""
+    """The cursor after each line. That of the last one does not pass over what follows it on the page."""
 
-    def cursors_after(self, before: str) -> list[str]:
-        """Return the cursor after each line. The last one is the page's own.
-
-        If the server gave none for the others, these are `before`, so that a reader that resumes there reads
-        the whole page once more.
-        """
-        given = self.cursors if len(self.cursors) == len(self.lines) else [before] * len(self.lines)
-        return [*given[:-1], self.cursor] if given else []
+    @property
+    def cursors_after(self) -> list[str]:
+        """The cursor after each line. The last one is the page's own."""
+        return [*self.cursors[:-1], self.cursor] if self.cursors else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class RolloutSummary:
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
-        """Return the summary that a server sent. Fields that this release does not know are left out."""
+        """Return the summary that a server sent. Unknown fields are left out."""
         known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
         listed = [crds.Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
         return cls(**known, attempts=listed)
@@ -94,13 +91,20 @@ def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:
 
 
 def page(answer: httpx.Response) -> Page:
-    """Return the page that an answer holds."""
-    lines = answer.content.split(b"\n")
+    """Return the page that an answer holds.
+
+    Raises:
+        AnswerInvalid: It does not list one cursor for each line.
+    """
+    lines = [line for line in answer.content.split(b"\n") if line]
+    cursors = listed_cursors(answer.headers.get("rollyard-cursors", ""))
+    if len(cursors) != len(lines):
+        raise AnswerInvalid(f"a page has {len(lines)} lines, and Rollyard-Cursors lists {len(cursors)}")
     return Page(
-        [line for line in lines if line],
+        lines,
         answer.headers["rollyard-cursor"],
         answer.headers["rollyard-finished"] == "true",
-        listed_cursors(answer.headers.get("rollyard-cursors", "")),
+        cursors,
     )
 
 

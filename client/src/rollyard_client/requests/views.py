@@ -75,7 +75,7 @@ class RolloutRow:
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutRow:
-        """Return the row that a server sent. Fields that this release does not know are left out."""
+        """Return the row that a server sent. Unknown fields are left out."""
         return cls(**{one.name: item[one.name] for one in fields(cls) if one.name in item})
 
 

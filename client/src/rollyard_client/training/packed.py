@@ -1,6 +1,6 @@
 """Pages of results whose token lists arrive as raw arrays, and are looked at in numpy without a copy.
 
-The media type is described in docs/trajectories.md. A server of an older release answers with JSON lines,
+The media type is described in docs/trajectories.md. A group with more bytes than a page comes as JSON lines,
 of which the same arrays are made. numpy and msgpack are imported when they are first used.
 """
 

@@ -9,8 +9,8 @@ from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner
 
-Report = Callable[[WorkerDied], Awaitable[WorkerDeath | None]]
-"""Reports a death. The result is None if the control plane is older than such reports."""
+Report = Callable[[WorkerDied], Awaitable[WorkerDeath]]
+"""Reports a death."""
 
 
 class Deaths:
@@ -51,4 +51,4 @@ class Deaths:
 
 async def _is_useful(owner: Owner, worker: str, report: Report) -> bool:
     answer = await report(WorkerDied(namespace=owner.namespace, job=owner.name, worker=worker))
-    return answer is not None and answer.completed
+    return answer.completed

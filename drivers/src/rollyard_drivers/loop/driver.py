@@ -61,7 +61,7 @@ class Store(Protocol):
     async def cancel(self, job: RolloutJob) -> None:
         """Cancel a job."""
 
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         """Report the death of a worker, so that its leases return at once."""
 
     async def offer(self, offered: AssignmentOffer) -> str:

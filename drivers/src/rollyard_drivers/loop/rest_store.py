@@ -76,7 +76,7 @@ class RestStore:
         """Cancel a job."""
         await self._ask(self._client.cancel(job))
 
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         """Report the death of a worker, so that its leases return at once."""
         return await self._ask(self._client.worker_died(report))
 

@@ -76,7 +76,7 @@ class ControlPlaneClient(Protocol):
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool:
         """Write the driver's part of a pool's status."""
 
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         """Report the death of a worker, so that its leases return at once."""
 
     async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:

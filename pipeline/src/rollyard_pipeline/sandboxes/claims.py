@@ -104,8 +104,8 @@ class ClaimProvider:
         except SandboxProviderError:
             await self.release(claim.id)
             raise
-        # No command has run yet, so the peer is the exec server. It states whether it can prove this later.
-        token = client.proven_token or claim.secret
+        # No command has run yet, so the peer is the exec server. From now on it must prove that it is.
+        token = f"{PROVEN}{claim.secret}"
         handle = SandboxHandle(provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=token)
         return Sandbox(handle, client, WORKDIR, dict(request.env))
 
@@ -178,8 +178,7 @@ class ClaimProvider:
             if not address:
                 claim = await self._asked(claim_id)
                 # Commands have run in this sandbox, so the peer must prove that it is the exec server before
-                # it gets the secret. A server of an earlier release cannot prove it; the driver's report
-                # decides in that case.
+                # it gets the secret.
                 address, secret = claim.address, f"{PROVEN}{claim.secret}"
                 if claim.state != "Bound":
                     return claim.reason in OWN_ENDS

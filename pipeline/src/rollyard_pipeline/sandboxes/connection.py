@@ -27,8 +27,7 @@ async def connect(
             the sandbox can have caused.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await ExecClient.connect(address, token=token, secret=secret, timeout=seconds)
+        return await ExecClient.connect(address, token=token, secret=secret, timeout=seconds)
     except SandboxSabotaged:
         raise
     except (ExecError, OSError) as error:
@@ -50,11 +49,10 @@ async def apply(
     path = ""
     try:
         async with asyncio.timeout(_APPLY_SECONDS):
-            # The server answers in order, which allows both calls in one round trip.
-            calls = [client.set_env(dict(request.env))]
+            if request.env:
+                await client.set_env(dict(request.env))
             if lease_seconds is not None:
-                calls.append(client.renew(lease_seconds))
-            await asyncio.gather(*calls)
+                await client.renew(lease_seconds)
             for path, text in request.files.items():
                 await client.write_file(path if path.startswith("/") else f"{workdir}/{path}", text.encode())
     except FileError as error:

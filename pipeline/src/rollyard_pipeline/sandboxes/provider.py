@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,10 @@ CONNECT_SECONDS = 5.0
 _RENEW_AT_ONCE = 16
 _END_SECONDS = 5.0
 """The time that a process of a lost connection gets to end. Process 1 ends after all others inside."""
+
+
+Claimed = Callable[[SandboxRecord], SandboxRecord]
+"""Returns the record of a sandbox with the rollout that has claimed it."""
 
 
 class NodeProvider:
@@ -139,15 +144,16 @@ class NodeProvider:
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """Hand out a warm sandbox of the request's key, or start one."""
         self._check(request)
+        claimed = partial(_claimed, request=request, owner=owner.rollout, for_eval=for_eval)
         try:
             while (warm := self._warm.take(request.key) or await self._warm.next(request.key)) is not None:
                 try:
-                    return await self._claim(warm, request, owner, for_eval)
+                    return await self._claim(warm, request, claimed)
                 except SandboxLost as error:
                     log.warning("a warm sandbox was lost: %s", error)
         finally:
             self._warm.refill(request.key)
-        return await self._claim(await self._start_warm(request.key), request, owner, for_eval)
+        return await self._claim(await self._start_warm(request.key, claimed), request, claimed)
 
     def _check(self, request: SandboxRequest) -> None:
         """Check the request's image: first that it may be used, so nobody learns more of others.
@@ -170,7 +176,7 @@ class NodeProvider:
         record = self._folder.load(handle.id)
         if record is None or not record.alive():
             raise SandboxLost(f"sandbox {handle.id} is gone from node {self._node!r}")
-        client = await self._connect(record.id)
+        client = await self._connect(record)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._renewed(client, record.id, LEASE_SECONDS)
@@ -216,10 +222,11 @@ class NodeProvider:
 
         async def one(sandbox_id: str) -> None:
             async with at_once:
-                if self._folder.load(sandbox_id) is None:
+                record = self._folder.load(sandbox_id)
+                if record is None:
                     return
                 try:
-                    client = await self._connect(sandbox_id)
+                    client = await self._connect(record)
                     try:
                         async with asyncio.timeout(CONNECT_SECONDS):
                             await self._renewed(client, sandbox_id, seconds)
@@ -296,14 +303,18 @@ class NodeProvider:
     def _is_leased(self, sandbox_id: str) -> bool:
         return time.monotonic() < self._leases.get(sandbox_id, 0.0)
 
-    async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
+    async def _start_warm(self, key: SandboxKey, claimed: Claimed | None = None) -> WarmSandbox:
         """Start a sandbox and connect to it. After a failure nothing of it is left.
+
+        Args:
+            key: What it is started with.
+            claimed: Returns the record of a sandbox that is started for a rollout. None is for the warm pool.
 
         Raises:
             NodeDiskFull: There was no room for the sandbox. `trouble` reports this until there is room.
         """
         try:
-            warm = await self._start(key)
+            warm = await self._start(key, claimed)
         except DiskRefuses:
             raise
         except (DiskFull, ImageNotUsable, SandboxStartFailed, OSError) as error:
@@ -319,7 +330,7 @@ class NodeProvider:
         self._room.worked()
         return warm
 
-    async def _start(self, key: SandboxKey) -> WarmSandbox:
+    async def _start(self, key: SandboxKey, claimed: Claimed | None) -> WarmSandbox:
         await self._starter.prepare(key)
         async with self._starts:
             # The time is taken before the test, so no sandbox created after the disk is known to be full is
@@ -338,9 +349,11 @@ class NodeProvider:
                 created=created,
                 cgroups=tuple(str(path) for path in groups),
                 workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
+                secret=self._folder.new_secret(),
             )
+            secret = bytes.fromhex(record.secret)
             try:
-                secret = await in_thread(self._make_folder, record, key)
+                await in_thread(self._make_folder, record, key)
                 started = await self._starter.start(key, self._folder.folder(sandbox_id), groups, secret)
                 record = replace(
                     record,
@@ -349,8 +362,10 @@ class NodeProvider:
                     monitor=Process.of(started.monitor) if started.monitor else None,
                     helpers=tuple(Process.of(helper) for helper in started.helpers),
                 )
+                if claimed is not None:
+                    record = claimed(record)
                 self._folder.save(record)
-                client = await self._connect(sandbox_id)
+                client = await self._connect(record)
             except BaseException as error:
                 # The removal uses the record in memory, because on a full disk the file may hold an older
                 # one.
@@ -360,11 +375,10 @@ class NodeProvider:
                 raise
             return WarmSandbox(record, client)
 
-    def _make_folder(self, record: SandboxRecord, key: SandboxKey) -> bytes:
-        """Make a sandbox's folder and control groups, and return its secret. This blocks."""
+    def _make_folder(self, record: SandboxRecord, key: SandboxKey) -> None:
+        """Make a sandbox's folder and control groups. This blocks."""
         self._folder.create(record)
         self._make_groups(record.id, key)
-        return self._folder.new_secret(record.id)
 
     def _make_groups(self, sandbox_id: str, key: SandboxKey) -> None:
         try:
@@ -375,18 +389,14 @@ class NodeProvider:
                 f"cannot be set by control groups: {error}"
             ) from error
 
-    async def _claim(
-        self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef, for_eval: bool
-    ) -> Sandbox:
-        # A sandbox of Eval alone stays "warm". Like an unclaimed one, it is swept once its worker is dead,
-        # and no heartbeat asks the control plane about its rollout.
-        state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"
-        record = replace(warm.record, state=state, owner=owner.rollout, env=dict(request.env))
+    async def _claim(self, warm: WarmSandbox, request: SandboxRequest, claimed: Claimed) -> Sandbox:
+        record = claimed(warm.record)
         try:
             ends_at = time.monotonic() + LEASE_SECONDS
             await apply(warm.client, record.workdir, request, LEASE_SECONDS)
             self._leases[record.id] = ends_at
-            self._folder.save(record)
+            if record != warm.record:  # One that was started for this rollout was claimed then.
+                self._folder.save(record)
         except FileNotFoundError as error:
             await self._remove_warm(warm)
             raise SandboxLost(f"sandbox {record.id} was removed by another process") from error
@@ -408,9 +418,9 @@ class NodeProvider:
             await warm.client.close()
         await in_thread(self._remove, warm.record.id)
 
-    async def _connect(self, sandbox_id: str) -> ExecClient:
-        secret = self._folder.secret(sandbox_id)
-        return await connect(self._address(sandbox_id), CONNECT_SECONDS, secret=secret)
+    async def _connect(self, record: SandboxRecord) -> ExecClient:
+        secret = bytes.fromhex(record.secret)
+        return await connect(self._address(record.id), CONNECT_SECONDS, secret=secret)
 
     def _address(self, sandbox_id: str) -> str:
         return f"unix:{self._folder.socket_path(sandbox_id)}"
@@ -479,3 +489,10 @@ class NodeProvider:
                 await self.sweep()
             except OSError as error:
                 log.warning("sandbox housekeeping: %s", error)
+
+
+def _claimed(record: SandboxRecord, *, request: SandboxRequest, owner: str, for_eval: bool) -> SandboxRecord:
+    # A sandbox of Eval alone stays "warm". Like an unclaimed one, it is swept once its worker is dead, and no
+    # heartbeat asks the control plane about its rollout.
+    state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"
+    return replace(record, state=state, owner=owner, env=dict(request.env))

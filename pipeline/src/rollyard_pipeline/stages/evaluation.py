@@ -14,9 +14,8 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 from rollyard_crds.trajectory import MAX_REWARD, RewardReason
 from rollyard_sandbox.client import EvalPlace, ExecClient
-from rollyard_sandbox.client.results import variables_of
-from rollyard_sandbox.errors import LaunchError, SandboxSabotaged
 from rollyard_sandbox.errors import SandboxError as ExecError
+from rollyard_sandbox.errors import SandboxSabotaged
 
 from rollyard_pipeline import sabotage
 from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
@@ -31,7 +30,6 @@ _LOOK_SECONDS: Final = 30.0
 
 It is longer than even a busy node needs.
 """
-_VARIABLES_BYTES: Final = 1 << 20
 Lend = Callable[[], AbstractAsyncContextManager[Mapping[str, str]]]
 """Lends a sandbox a network, and provides the variables that lead programs to it."""
 _REASON: Final = TypeAdapter[str](RewardReason)
@@ -105,8 +103,7 @@ async def _begin(client: ExecClient, context: StageContext, *, networked: bool) 
         raise SandboxSabotaged("; ".join(place.sabotage))
     if networked:
         place = await _with_room(client, place)
-    shown = await _variables(client) if place.environment is None else place.environment
-    variables = {**context.env, **shown}
+    variables = {**context.env, **place.environment}
     environment = evaluation_environment(variables, place, workdir=context.workdir, author=context.env)
     # This is for commands that a handler starts by itself. No call removes a variable, so it is set to "".
     changed = {name: value for name, value in environment.items() if variables.get(name) != value}
@@ -124,25 +121,6 @@ async def _with_room(client: ExecClient, place: EvalPlace) -> EvalPlace:
         await client.write_file(f"{top}/{name}/.made", b"")
         await client.remove(f"{top}/{name}/.made")
     return replace(place, home=f"{top}/home", tmp=f"{top}/tmp")
-
-
-async def _variables(client: ExecClient) -> dict[str, str]:
-    """Return the sandbox's environment from a server that does not send it with the place.
-
-    It is empty if the sandbox has no `env` program.
-
-    Raises:
-        SandboxSabotaged: The program did not end with exit code 0.
-    """
-    try:
-        shown = await client.run(["env", "-0"], cwd="/", timeout=_LOOK_SECONDS, max_output=_VARIABLES_BYTES)
-    except LaunchError as error:
-        if error.reason == "ProgramNotFound":
-            return {}
-        raise
-    if shown.exit_code != 0:
-        raise SandboxSabotaged(f"`env` ended with {shown.exit_code}: {shown.text()[-200:]}")
-    return variables_of(shown.text())
 
 
 async def _was_at_work(client: ExecClient) -> bool:

@@ -134,15 +134,6 @@ class Outbox:
             await self._reported(item.held, "unknown")
             return
         lease = item.held.lease
-        unknown = {
-            name: ""
-            for name in ("reward_reason", "reward_output")
-            if getattr(item.outcome, name) and f"{name}: unknown field" in str(error)
-        }
-        if unknown:
-            # The control plane may be too old to know these fields. The reward counts nevertheless.
-            await self._deliver([Item(item.held, item.outcome.model_copy(update=unknown))])
-            return
         failure = StageFailure(
             rollout=lease.rollout,
             token=lease.token,

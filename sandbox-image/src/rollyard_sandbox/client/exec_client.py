@@ -9,7 +9,6 @@ from hmac import compare_digest
 from typing import Any
 
 from rollyard_sandbox import proof
-from rollyard_sandbox.client import older_servers
 from rollyard_sandbox.client.results import (
     DirEntry,
     EvalPlace,
@@ -22,7 +21,7 @@ from rollyard_sandbox.client.running_command import RunningCommand
 from rollyard_sandbox.client.tunnel import SandboxTunnel
 from rollyard_sandbox.client.wire import Wire
 from rollyard_sandbox.client.work_folder import WorkFolder
-from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
+from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
 _KERNEL_START = 60.0  # The seconds that the first cell may wait for its kernel.
@@ -37,7 +36,6 @@ class ExecClient:
     def __init__(
         self,
         wire: Wire,
-        features: frozenset[str] = frozenset(),
         secret: bytes | None = None,
         proven_token: str | None = None,
     ) -> None:
@@ -45,12 +43,10 @@ class ExecClient:
         self.proven_token = proven_token
         """The token to connect with from now on. The server must then prove each time that it knows it.
 
-        It is None if no token was shown, or if the server is older than this proof.
+        It is None if no token was shown, or if the server does not prove that it knows its token.
         """
         self.secret = secret
         """What the server must prove that it knows, or None."""
-        self.features = features
-        """The abilities that the server named."""
         self._again: Callable[[], Awaitable[ExecClient]] | None = None
         self._running: set[asyncio.Task[ExecResult]] = set()
 
@@ -67,6 +63,7 @@ class ExecClient:
 
         Raises:
             BadRequest: The address is neither.
+            ProtocolError: The server speaks another version of the protocol.
             ConnectionLost: No server answers there within `timeout` seconds.
             Unauthorized: The token is missing or wrong.
             SandboxSabotaged: The process that answers does not know the secret.
@@ -89,8 +86,7 @@ class ExecClient:
                     hello["token"] = token
                 challenge = hello["challenge"] = proof.new_challenge()
                 answer, _ = await wire.request(hello, limit=timeout)
-                features = frozenset(map(str, answer.get("features", ())))
-                if secret is None and token is not None and proof.TOKEN_PROOF in features:
+                if secret is None and token is not None and "proof" in answer:
                     proven, secret = f"{proof.PROVEN}{token}", proof.derived(token)[1]
                 _check_proof(secret, "hello", challenge, answer)
         except (OSError, TimeoutError) as error:
@@ -99,7 +95,7 @@ class ExecClient:
         except BaseException:
             wire.fail(ConnectionLost("not connected"))
             raise
-        client = cls(wire, features, secret, proven)
+        client = cls(wire, secret, proven)
         shown = proven if proven is not None else token
         client._again = lambda: cls.connect(address, token=shown, secret=secret, timeout=timeout)
         return client
@@ -194,11 +190,6 @@ class ExecClient:
         Raises:
             LaunchError: The program cannot be started.
         """
-        if clean_env and "clean_env" not in self.features:
-            argv, env = (
-                ["env", "-i", *(f"{name}={value}" for name, value in (env or {}).items()), *argv],
-                None,
-            )
         header = {
             "op": "run", "argv": argv, "env": env or {}, "cwd": cwd,
             "timeout": timeout, "max_output": max_output, "clean_env": clean_env,
@@ -218,7 +209,7 @@ class ExecClient:
         """
         header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
         return _result(
-            *await self._wire.request(header, _encoded(code), limit=timeout + 60.0 + _LIMIT_MARGIN)
+            *await self._wire.request(header, _encoded(code), limit=timeout + _KERNEL_START + _LIMIT_MARGIN)
         )
 
     # The methods below read and write files.
@@ -260,31 +251,16 @@ class ExecClient:
         await self._wire.request({"op": "remove", "path": path})
 
     def work_folder(self, folder: str | None = None) -> WorkFolder:
-        """Return the work folder, or the folder at an absolute path. Its operations follow no symbolic link.
-
-        Raises:
-            SandboxError: The server is older than these operations (reason ServerTooOld).
-        """
-        if ("beneath" if folder is None else "beneath_any") not in self.features:
-            raise SandboxError(
-                "the sandbox's exec server is older than stages.eval.carry: upgrade the sandbox image",
-                reason="ServerTooOld",
-            )
+        """Return the work folder, or the one at an absolute path. Its operations follow no symbolic link."""
         return WorkFolder(self._wire, folder)
 
     async def tunnel(self) -> SandboxTunnel:
         """Open another connection, which serves one connection of a program to the sandbox's loopback port.
 
         Raises:
-            SandboxError: The server is older than tunnels (reason ServerTooOld), or an evaluation has begun
-                in this sandbox (reason TunnelRefused).
+            SandboxError: An evaluation has begun in this sandbox (reason TunnelRefused).
             ConnectionLost: The server is gone or does not answer.
         """
-        if "tunnel" not in self.features:
-            raise SandboxError(
-                "the sandbox's exec server is older than network: allowlist; upgrade the sandbox image",
-                reason="ServerTooOld",
-            )
         if self._again is None:
             raise ConnectionLost("not connected")
         other = await self._again()
@@ -332,23 +308,19 @@ class ExecClient:
     async def end_init(self, *folders: str) -> None:
         """Have the server record the settings of all git repositories, which `begin_eval` puts back.
 
-        A server that does not know the call yet records nothing.
-
         Args:
             folders: Absolute paths outside of the work folder below which there may be repositories, too.
 
         Raises:
             FileError: There are too many files and folders to look for repositories in.
         """
-        if "end_init" in self.features:
-            await self._wire.request({"op": "end_init", "folders": list(folders)})
+        await self._wire.request({"op": "end_init", "folders": list(folders)})
 
     async def begin_eval(self, *, network: bool = False) -> EvalPlace:
         """Kill every process of the sandbox, then make a private place to which none of them could write.
 
         The settings of git repositories are then those that `end_init` has recorded, and all sessions have
         ended. All tunnels are closed. A further call makes another place and removes the earlier one.
-        For a server that does not know the call yet, the same is done through `kill_all` and `write_file`.
 
         Args:
             network: Whether `tunnel` may be called again in this sandbox.
@@ -360,15 +332,6 @@ class ExecClient:
                 to look for repositories in.
             SandboxError: Processes survive SIGKILL (reason ProcessesSurvive).
         """
-        if network and "eval_network" not in self.features:
-            raise SandboxError(
-                "the sandbox's exec server is older than stages.eval.network; upgrade the sandbox image",
-                reason="ServerTooOld",
-            )
-        if "begin_eval" not in self.features:
-            # A server that has a secret is never so old. Another process must have removed the feature.
-            _check_proof(self.secret, "begin_eval", "", {})
-            return await older_servers.begin_eval(self)
         challenge = proof.new_challenge()
         request = {"op": "begin_eval", "challenge": challenge, "network": network}
         fields, body = await self._wire.request(request)
@@ -380,7 +343,7 @@ class ExecClient:
             fields["tmp"],
             fields["reward_file"],
             sabotage,
-            variables_of(body.decode("utf-8", "replace")) if fields.get("environment") is True else None,
+            variables_of(body.decode("utf-8", "replace")),
         )
 
     async def renew(self, seconds: float) -> None:

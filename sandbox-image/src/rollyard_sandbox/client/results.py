@@ -47,15 +47,15 @@ class EvalPlace:
         reward_file: The path of an empty file.
         sabotage: The evidence that programs of the sandbox have filled or locked folders which could be
             written to when it started, one entry for each folder.
-        environment: The variables of the sandbox, or None if the server is too old to send them.
+        environment: The variables of the sandbox.
     """
 
     folder: str
     home: str
     tmp: str
     reward_file: str
-    sabotage: tuple[str, ...] = ()
-    environment: dict[str, str] | None = None
+    sabotage: tuple[str, ...]
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ import select
 import signal
 import socket
 from contextlib import contextmanager
+from functools import cache
 
 from rollyard_sandbox.isolation import small_program
 from rollyard_sandbox.isolation.syscalls import (
     Mount,
-    add_dropped_rights,
     call,
     capability_sets,
+    dropped_rights,
     limit_rights,
     proc_mounts,
 )
@@ -71,6 +72,40 @@ class NamespaceOptions:
         self.hidden = hidden
         self.eval_folder = eval_folder
         self.eval_bytes = eval_bytes
+
+
+@cache
+def first_program(hidden: tuple[str, ...]) -> bytes:
+    """Return the program of the first process (see `small_program`).
+
+    It is made once for this process and those that are forked from it.
+
+    Args:
+        hidden: The names in /proc that show nothing.
+
+    Raises:
+        ValueError: There are too many of them.
+    """
+    header, data = capability_sets(frozenset())
+    mounts = [
+        (source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None)
+        for source, target, kind, flags, options in proc_mounts(hidden)
+    ]
+    return small_program.program(
+        [
+            ("prctl", (_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
+            ("prctl", (_SET_NAME, b"init", 0, 0, 0)),
+            ("setsid", ()),
+            ("chdir", (b"/",)),
+            ("unshare", (_NEWNS,)),
+            *(("mount", arguments) for arguments in mounts),
+            ("capset", (bytes(header), bytes(data))),
+            ("write", (_CHANNEL, _READY, 1)),
+            ("recvfrom", (_CHANNEL, b" ", 1, 0, 0, 0)),
+            ("prctl", (_SET_DUMPABLE, 0, 0, 0, 0)),
+            ("close_range", (0, 0xFFFFFFFF, 0)),
+        ]
+    )
 
 
 class CommandNamespaces:
@@ -121,7 +156,7 @@ class CommandNamespaces:
         calls.add("chdir", calls.text(cwd))
         if self._users is not None:
             calls.add("setns", self._users, _NEWUSER)
-        add_dropped_rights(calls, ROOT_KEEPS if self._users is None else frozenset())
+        calls.include(dropped_rights(ROOT_KEEPS if self._users is None else frozenset()))
 
     def alive(self) -> bool:
         """Return whether the first process of the namespaces is alive."""
@@ -210,7 +245,7 @@ class CommandNamespaces:
             try:
                 high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _STANDARD)
                 opened.append(high)
-                opened.append(small_program.in_memory(self._first_calls()))
+                opened.append(small_program.in_memory(first_program(tuple(self._options.hidden))))
                 calls = Calls()
                 calls.ignore_signal(signal.SIGCHLD)  # With this the kernel reaps at once.
                 calls.add("dup3", high, _CHANNEL, 0)
@@ -243,34 +278,6 @@ class CommandNamespaces:
             os.waitpid(child, 0)
             os.close(first)
             return False
-
-    def _first_calls(self) -> list[small_program.Call]:
-        header, data = capability_sets(frozenset())
-        return [
-            ("prctl", (_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
-            ("prctl", (_SET_NAME, b"init", 0, 0, 0)),
-            ("setsid", ()),
-            ("chdir", (b"/",)),
-            ("unshare", (_NEWNS,)),
-            *(
-                (
-                    "mount",
-                    (
-                        source.encode(),
-                        target.encode(),
-                        kind.encode() or None,
-                        flags,
-                        options.encode() or None,
-                    ),
-                )
-                for source, target, kind, flags, options in proc_mounts(self._options.hidden)
-            ),
-            ("capset", (bytes(header), bytes(data))),
-            ("write", (_CHANNEL, _READY, 1)),
-            ("recvfrom", (_CHANNEL, b" ", 1, 0, 0, 0)),
-            ("prctl", (_SET_DUMPABLE, 0, 0, 0, 0)),
-            ("close_range", (0, 0xFFFFFFFF, 0)),
-        ]
 
     def _fork_first(self) -> None:
         ours, theirs = socket.socketpair()

@@ -70,16 +70,15 @@ def program(calls: Sequence[Call]) -> bytes:
     return (first + _CODE).ljust(_PAGE, b"\0") + second.ljust(_PAGE, b"\0")
 
 
-def in_memory(calls: Sequence[Call]) -> int:
+def in_memory(content: bytes) -> int:
     """Return a descriptor of the program, which no other program inherits.
 
     Raises:
         OSError: The kernel has no files in memory.
-        ValueError: The calls need more than a page.
     """
     descriptor = os.memfd_create("init")
     try:
-        os.write(descriptor, program(calls))
+        os.write(descriptor, content)
     except BaseException:
         os.close(descriptor)
         raise

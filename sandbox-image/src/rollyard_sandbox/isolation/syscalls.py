@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from functools import cache
+
+from rollyard_sandbox.isolation.system_calls import Calls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rollyard_sandbox.isolation.system_calls import Calls
 
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
@@ -49,18 +50,22 @@ def drop_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
     limit_rights(libc, kept)
 
 
-def add_dropped_rights(calls: Calls, kept: frozenset[int]) -> None:
-    """Add the calls with which a new process restricts itself as `drop_rights` does.
+@cache
+def dropped_rights(kept: frozenset[int]) -> Calls:
+    """Return the calls with which a new process restricts itself as `drop_rights` does.
+
+    They are the same for each, so they are made once for this process and those that are forked from it.
 
     Args:
-        calls: The list of calls.
         kept: The numbers of the capabilities, which are below 32.
     """
+    calls = Calls()
     for capability in range(_CAPABILITIES):
         if capability not in kept:
             # The kernel knows fewer than these, and refuses those that it does not know.
             calls.add("prctl", _CAPBSET_DROP, capability, 0, 0, 0, may_fail=True)
     calls.add("capset", *capability_sets(kept))
+    return calls
 
 
 def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:

@@ -28,6 +28,7 @@ _CLOSE_ON_EXEC = 4  # CLOSE_RANGE_CLOEXEC
 _ALL = 0xFFFFFFFF
 _WORDS = 9  # Each call has its number, six arguments, its result, and whether it may fail.
 _RESULT, _MAY_FAIL = 7, 8
+_LARGEST = 0xFFFFFFFFFFFFFFFF
 _SIGSET_WORDS = 16  # The size of libc's sigset_t in words.
 _SET_MASK, _SET_FLAGS = 2, 2  # SIG_SETMASK and F_SETFD
 STOPPED_SECONDS = 1.0
@@ -85,7 +86,9 @@ class Calls:
     def __init__(self) -> None:
         self.purpose = ""
         """What the calls are for that are added from now on."""
-        self._calls: list[tuple[str, tuple[int, ...], bool, str]] = []
+        self._names: list[str] = []
+        self._purposes: list[str] = []
+        self._words: list[int] = []  # _WORDS for each call.
         self._kept: list[object] = []  # The memory to which the arguments point.
 
     def add(self, name: str, *arguments: object, may_fail: bool = False) -> None:
@@ -96,11 +99,21 @@ class Calls:
             arguments: Numbers, or ctypes objects whose addresses are passed.
             may_fail: Whether the next call is made even if this one fails.
         """
-        self._calls.append((name, tuple(self._number(one) for one in arguments), may_fail, self.purpose))
+        self._names.append(name)
+        self._purposes.append(self.purpose)
+        numbers = [self._number(one) for one in arguments]
+        self._words += (NUMBERS[name], *numbers, *[0] * (_RESULT - len(numbers)), may_fail)
+
+    def include(self, other: Calls) -> None:
+        """Add all calls of another list, which must not change after that."""
+        self._names += other._names
+        self._purposes += [self.purpose] * len(other._names)
+        self._words += other._words
+        self._kept.append(other)
 
     def _number(self, argument: object) -> int:
         if isinstance(argument, int):
-            return argument
+            return argument & _LARGEST
         self._kept.append(argument)
         return ctypes.addressof(argument)  # type: ignore[arg-type]
 
@@ -164,9 +177,7 @@ class Calls:
             OSError: There is no room for a process.
         """
         self.add("exit_group", _LAST)
-        table = _Table([(name, *arguments) for name, arguments, _, _ in self._calls])
-        for place, (_, _, may_fail, _) in enumerate(self._calls):
-            table.words[place * _WORDS + _MAY_FAIL] = may_fail
+        table = _Table(self._names, self._words)
         child = starter().start(table, watched=watched)
         self._check(child, table)
         return child
@@ -174,8 +185,9 @@ class Calls:
     def _check(self, child: int, table: _Table) -> None:
         """Reap a child that executed nothing, and raise what kept it from that."""
         failed: tuple[int, str, str] | None = None
-        for place, (name, _, may_fail, purpose) in enumerate(self._calls):
-            result = table.result(place)
+        may_fail = self._words[_MAY_FAIL::_WORDS]
+        calls = zip(self._names, self._purposes, table.results(), may_fail, strict=True)
+        for name, purpose, result, excused in calls:
             if name in ("execve", "execveat"):
                 if result >= 0:
                     return  # The kernel never returned to the list.
@@ -185,7 +197,7 @@ class Calls:
                     failed = (-result, purpose, name)
             elif name == "exit_group":
                 break
-            elif result < 0 and not may_fail:
+            elif result < 0 and not excused:
                 failed = (-result, purpose, name)
                 break
         os.waitpid(child, 0)
@@ -196,20 +208,15 @@ class Calls:
 class _Table:
     """The calls as the machine code reads them, in memory that is shared with the new process."""
 
-    def __init__(self, calls: list[tuple[object, ...]]) -> None:
-        self.names = [str(name) for name, *_ in calls]
-        self._memory = mmap.mmap(-1, 8 * _WORDS * len(calls))
-        self.words = (ctypes.c_uint64 * (_WORDS * len(calls))).from_buffer(self._memory)
-        for place, (name, *arguments) in enumerate(calls):
-            at = place * _WORDS
-            self.words[at] = NUMBERS[str(name)]
-            for number, argument in enumerate(arguments, at + 1):
-                assert isinstance(argument, int)
-                self.words[number] = argument & 0xFFFFFFFFFFFFFFFF
+    def __init__(self, names: list[str], words: list[int]) -> None:
+        self.names = names
+        self._memory = mmap.mmap(-1, 8 * len(words))
+        self.words = (ctypes.c_uint64 * len(words)).from_buffer(self._memory)
+        self.words[:] = words
 
-    def result(self, place: int) -> int:
-        """Return what a call returned: a negative error number if it failed, and 0 if it was not made."""
-        return ctypes.c_int64(self.words[place * _WORDS + _RESULT]).value
+    def results(self) -> list[int]:
+        """Return what each call returned: a negative error number if it failed, and 0 if it was not made."""
+        return memoryview(self._memory).cast("q")[_RESULT::_WORDS].tolist()
 
     def disposition(self, place: int) -> signal.Handlers:
         """Return what a call of rt_sigaction sets."""
@@ -232,7 +239,7 @@ class Launcher:
         self._watch: tuple[int, _Watch] | None = None
         # The module `signal` makes an object of each signal in a mask.
         self._set_mask = ctypes.CDLL(None).pthread_sigmask
-        self._every_signal = (ctypes.c_uint64 * _SIGSET_WORDS)(*[0xFFFFFFFFFFFFFFFF] * _SIGSET_WORDS)
+        self._every_signal = (ctypes.c_uint64 * _SIGSET_WORDS)(*[_LARGEST] * _SIGSET_WORDS)
 
     @property
     def borrows(self) -> bool:
@@ -380,7 +387,7 @@ def _make(table: _Table) -> None:
             os._exit(arguments[0])
         elif getattr(libc, name)(*map(ctypes.c_ulong, arguments)) == -1:
             number = ctypes.get_errno()
-        table.words[place * _WORDS + _RESULT] = -number & 0xFFFFFFFFFFFFFFFF
+        table.words[place * _WORDS + _RESULT] = -number & _LARGEST
         if number and not table.words[place * _WORDS + _MAY_FAIL]:
             return
 

@@ -20,7 +20,7 @@ from rollyard_sandbox.execution.bash_session import BashSession
 from rollyard_sandbox.execution.commands import Outcome
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
 from rollyard_sandbox.isolation.syscalls import remove_segments
-from rollyard_sandbox.proof import TOKEN_PROOF, answer
+from rollyard_sandbox.proof import answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
 from rollyard_sandbox.server.git_settings import GitSettings
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
         def shutdown(self) -> None: ...
 
 
-# The requests that a client may make beyond version 1 of the protocol as it was first released.
-FEATURES = ("begin_eval", "clean_env", "beneath", "beneath_any", "tunnel", "end_init", "eval_network")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
 _MAX_IN_FLIGHT = 1024  # requests per connection
@@ -76,7 +74,6 @@ class Operations:
         self._protections = protections
         self._own_namespace = own_namespace
         self._secret = secret
-        self._features: tuple[str, ...] = FEATURES
         self._max_sessions = max_sessions
         self._max_output = max_output
         self._control = control
@@ -113,7 +110,6 @@ class Operations:
         """Let the server prove from now on that it knows `key`, unless it has a secret beside its token."""
         if self._secret is None:
             self._secret = key
-            self._features = (*FEATURES, TOKEN_PROOF)
 
     def handle(self, connection: Connection, header: dict[str, Any], body: bytes) -> None:
         """Answer one request, now or later."""
@@ -155,9 +151,12 @@ class Operations:
 
     def _hello(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         if header.get("version") != PROTOCOL_VERSION:
-            raise ProtocolError(f"version: this server speaks {PROTOCOL_VERSION}")
+            raise ProtocolError(
+                f"version: the sandbox's exec server speaks protocol {PROTOCOL_VERSION}, and this client "
+                f"{str(header.get('version'))[:20]}: use the sandbox image of the same version"
+            )
         connection.greet(MAX_BODY)
-        fields = {"version": PROTOCOL_VERSION, "pid": os.getpid(), "features": list(self._features)}
+        fields = {"version": PROTOCOL_VERSION, "pid": os.getpid()}
         connection.answer(request, fields | self._proof("hello", header))
 
     def _info(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -234,7 +233,7 @@ class Operations:
             self._git_settings.put_back()
         fields = {
             "folder": place.folder, "home": place.home, "tmp": place.tmp, "reward_file": place.reward_file,
-            "sabotage": sabotage, "environment": True,
+            "sabotage": sabotage,
         }  # fmt: skip
         environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)

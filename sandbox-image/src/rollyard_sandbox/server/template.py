@@ -20,7 +20,7 @@ import sys
 
 from rollyard_sandbox import proof
 from rollyard_sandbox.isolation import forked_sandbox
-from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions
+from rollyard_sandbox.isolation.command_namespaces import ROOT_KEEPS, NamespaceOptions, first_program
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
 from rollyard_sandbox.server.exec_server import serve
 from rollyard_sandbox.server.options import ServerOptions
@@ -77,10 +77,12 @@ def _load() -> None:
     import ptyprocess  # noqa: F401
 
     import rollyard_sandbox.execution.programs  # noqa: F401
-    from rollyard_sandbox.isolation import seccomp, system_calls
+    from rollyard_sandbox.isolation import seccomp, syscalls, system_calls
 
     seccomp.program(os.uname().machine)
     system_calls.starter()
+    for kept in (frozenset[int](), ROOT_KEEPS):
+        syscalls.dropped_rights(kept)
 
 
 def _reap() -> None:
@@ -97,6 +99,7 @@ def _fork(
     """Fork a sandbox and name its process 1 to the worker, or write the reason why there is none."""
     _, _, info, log, *_ = descriptors
     try:
+        first_program(tuple(wanted["namespaces"]["hidden"]))  # All sandboxes of a template have the same.
         child = forks.fork()
     except OSError as error:
         os.write(log, f"{NOT_CONFINED}: {error}\n".encode())

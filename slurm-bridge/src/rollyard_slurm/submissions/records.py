@@ -1,8 +1,6 @@
 """Records of the submissions of a home on disk.
 
-Each submission has one JSON file, which is written before sbatch is run. A bridge can read the files of
-earlier versions. Fields that an earlier version did not write have defaults, and fields that only an earlier
-version wrote are ignored.
+Each submission has one JSON file, which is written before sbatch is run.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter
-from pydantic.alias_generators import to_camel, to_snake
+from pydantic import AwareDatetime, BaseModel, PlainSerializer
 from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.reconcile.plan import Workload
@@ -20,64 +17,37 @@ from rollyard_drivers.reconcile.plan import Workload
 from rollyard_slurm.scheduling.time_limits import JobEnding
 from rollyard_slurm.submissions.submission import Submission, fresh
 
-_OWNER = ("kind", "namespace", "name", "uid")
-_WORKLOAD: Final = TypeAdapter(Workload)
-
-
-def _from_stored(value: Any) -> Any:
-    """Return the fields of a stored workload.
-
-    The stored names are in camelCase, and the stored owner is a list.
-    """
-    if not isinstance(value, dict):
-        return value
-    fields = {to_snake(name): part for name, part in value.items()}
-    return fields | {"owner": dict(zip(_OWNER, fields["owner"], strict=True))}
-
-
-def _stored(workload: Workload) -> dict[str, Any]:
-    """Return the fields of a workload as they are stored."""
-    fields = _WORKLOAD.dump_python(workload, mode="json")
-    owner = [fields["owner"][name] for name in _OWNER]
-    return {to_camel(name): part for name, part in fields.items()} | {"owner": owner}
-
-
 _Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]
-_StoredWorkload = Annotated[Workload, BeforeValidator(_from_stored), PlainSerializer(_stored)]
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
-
-
-class _StoredEnding(_Stored):
+class _StoredEnding(BaseModel):
     code: int | None
     message: str
     at: _Time | None
-    process_ended: bool = True
+    process_ended: bool
 
 
-class _Record(_Stored):
+class _Record(BaseModel):
     """The content of one file. Each field that has the name of a submission's field holds the same value."""
 
     launch: str
     job: int | None
     restarts: int
-    last_end: str = ""
+    last_end: str
     submitted_at: _Time
     unsure_until: _Time | None
     started_at: _Time | None
     stop_by: _Time | None
     draining_since: _Time | None
     retired: bool
-    restart_count: int | None = None
-    queued_at: str = ""
-    nodes: str = ""
-    ready: str = ""
+    restart_count: int | None
+    queued_at: str
+    nodes: str
+    ready: str
     url: str
     """The URL of a backend that serves. It is empty for all other submissions."""
     ending: _StoredEnding | None
-    workload: _StoredWorkload
+    workload: Workload
 
 
 _COPIED: Final = tuple(_Record.model_fields.keys() - {"url", "ending"})
@@ -109,7 +79,7 @@ class Records:
         Raises:
             OSError: The home cannot be written.
         """
-        write_json(self._folder / f"{one.launch}.json", _record(one).model_dump(mode="json", by_alias=True))
+        write_json(self._folder / f"{one.launch}.json", _record(one).model_dump(mode="json"))
 
     def forget(self, one: Submission) -> None:
         """Remove the file of a submission."""

@@ -40,7 +40,6 @@ def serve(connection):
             data = data[8 + head + body :]
             answer = {
                 "id": request["id"], "version": 1, "pid": 1, "count": 1,
-                "features": ["begin_eval", "clean_env"],
                 "folder": "/tmp", "home": "/tmp", "tmp": "/tmp", "reward_file": "/tmp/r", "proof": "00" * 32,
                 "exit": 0, "cwd": "/", "seconds": 0.1, "timed_out": False, "killed": False, "truncated": 0,
                 "restarted": False, "result": "", "size": 0, "mode": 0,

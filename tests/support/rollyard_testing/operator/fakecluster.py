@@ -426,7 +426,7 @@ class FakeControlPlane:
         )
         return self.all_jobs[thing_key(job)].model_copy(deep=True)
 
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         await self._enter()
         self.deaths.append(report)
         return WorkerDeath(returned=0, completed=report.worker in self.useful)

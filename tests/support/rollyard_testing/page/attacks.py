@@ -56,7 +56,7 @@ ILLEGAL_TASK_IDS: Final = (
     "\u202eeltit",
     "__proto__",
 )
-"""Ids that no request can bring, but that an older or damaged database may hold."""
+"""Ids that no request can bring, but that a damaged database may hold."""
 
 LARGE: Final = 10 << 20
 """The number of characters of a large output."""

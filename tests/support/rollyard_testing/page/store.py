@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from msgspec.structs import replace
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
-from rollyard_api.core.room import Room
+from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine import events

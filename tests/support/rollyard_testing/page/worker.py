@@ -116,8 +116,6 @@ class Puppet:
         beat = {"worker": self._name, "node": self._name, "leases": [ref]}
         if turns:
             beat["live"] = [ref | {"turns": turns}]
-        answer = self._http.post(
-            "/v1/leases/heartbeat", json=beat, headers={"User-Agent": "rollyard-client/3"}
-        )
+        answer = self._http.post("/v1/leases/heartbeat", json=beat)
         watched: list[str] = answer.raise_for_status().json().get("watched", [])
         return watched

@@ -165,7 +165,7 @@ class FakeStore:
     async def cancel(self, job: RolloutJob) -> None:
         """Do nothing, because nothing here cancels."""
 
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         self.deaths.append(report.worker)
         return WorkerDeath(returned=0, completed=False)
 

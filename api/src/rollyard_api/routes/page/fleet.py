@@ -1,18 +1,22 @@
-"""The fleet at a glance, its jobs as slim rows, and what a worker holds."""
+"""The fleet at a glance and as a stream of events, its jobs as slim rows, and what a worker holds."""
 
 from __future__ import annotations
 
-from functools import partial
+import re
+from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.routes.common import Plane, StrictRoute, answer
+from rollyard_api.core.problems import QueryRefused
+from rollyard_api.routes.common import Plane, StrictRoute, answer, page_answer
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.views.fleet import job_list
-from rollyard_api.views.fleet.job_list import JobSort, JobState
+from rollyard_api.trajectories.delivery import Delivery
+from rollyard_api.views.fleet import jobs as slim_jobs
+from rollyard_api.views.fleet.feed import JobName
+from rollyard_api.views.fleet.jobs import JobSort, JobState
 from rollyard_api.views.job import rollout_list
 
 router = APIRouter(prefix="/v1", tags=["views"], route_class=StrictRoute)
@@ -43,16 +47,10 @@ async def list_slim_jobs(
 ) -> Response:
     """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
     fleet = await plane.views.fleet.look()
-    rows, more = job_list.page(
-        fleet.jobs,
-        namespace=namespace,
-        state=state,
-        search=search,
-        sort=sort,
-        limit=limit,
-        given=after,
+    rows, more = slim_jobs.page(
+        fleet.jobs, namespace=namespace, state=state, search=search, sort=sort, limit=limit, given=after
     )
-    return answer({"items": rows, "metadata": {} if more is None else {"continue": more}})
+    return page_answer(rows, more)
 
 
 @router.get("/workers/{name}/rollouts")
@@ -73,5 +71,29 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
         return sorted(items, key=lambda row: row["since"])
 
     async with plane.looks.held(namespace or ""):
-        items = await plane.database.read(partial(query))
-    return answer({"items": items, "metadata": {}})
+        items = await plane.database.read(query)
+    return page_answer(items, None)
+
+
+_JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
+
+
+@router.get("/events")
+async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] = "") -> Response:
+    """Stream events of the fleet: `overview`, `job`, `gone` and `ended`, each at most once a second.
+
+    `job=NAMESPACE/NAME` limits `job`, `gone` and `ended` to one job. The database is read once a second at
+    most, however many streams are open. A consumer that falls behind is dropped with an event `dropped`.
+    """
+    only: JobName | None = None
+    if job:
+        if not _JOB.fullmatch(job):
+            detail = f"job: must be NAMESPACE/NAME (got {job!r})"
+            raise QueryRefused(detail, errors=[detail])
+        namespace, _, name = job.partition("/")
+        only = (namespace, name)
+    await plane.views.fleet.look()  # An error of the database is answered before the stream begins.
+    async with AsyncExitStack() as held:
+        held.enter_context(plane.streams.held("" if only is None else only[0]))
+        body = plane.views.feed.follow(only, lambda: plane.bus.closing)
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, page_answer
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow
+from rollyard_api.views.job import folding, rollout_list
 from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
-from rollyard_api.views.job import kept
 from rollyard_api.views.job.gantt import GanttSort
 from rollyard_api.views.job.grid import GridSort, GroupFilter
 from rollyard_api.views.job.rollout_list import Status
@@ -37,7 +37,7 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
 
     def query(conn: Connection) -> tuple[JobRow, bool]:
         job = job_rows.find(conn, namespace, name)
-        return job, kept.is_behind(conn, job)
+        return job, folding.is_behind(conn, job)
 
     job, behind = await plane.database.read(query)
     if behind:
@@ -65,13 +65,9 @@ async def grid(
     asked = GroupFilter(sort, informative, status, task, search)
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
-
-        def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
-            return grid_rows.page(conn, job, asked, limit, after)
-
-        items, more = await plane.database.read(query)
-    metadata = {} if more is None else {"continue": more}
-    return answer({"prefix": f"{prefix_of(job.name, job.uid)}-", "items": items, "metadata": metadata})
+        look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
+        items, more = await plane.database.read(look)
+    return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
 
 @router.get("/{name}/statistics")
@@ -82,7 +78,10 @@ async def statistics(plane: Plane, name: str, namespace: Namespace = "default") 
     """
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
-        return answer(await plane.database.read(partial(kept.statistics, job=job)))
+        found = await plane.database.read(
+            lambda conn: folding.statistics(conn, job, rollout_list.labels(conn, job))
+        )
+    return answer(found)
 
 
 @router.get("/{name}/gantt")

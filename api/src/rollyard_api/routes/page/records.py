@@ -17,7 +17,7 @@ from rollyard_api.trajectories import records
 from rollyard_api.views.rollout.records import CompactRecord, compact
 
 
-def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tuple[JobRow, RolloutSize]:
+def _find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tuple[JobRow, RolloutSize]:
     """Return a job, and the place of the record of one of its rollouts.
 
     Raises:
@@ -28,7 +28,7 @@ def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tup
     short = records.sizes().add_columns(rollouts.c.state)
     row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
     if row is None:
-        raise no_rollout(name, rollout)
+        raise NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
     if row.end_seq is None:
         raise Conflict(
             f"rollout {rollout!r} has not ended: {row.state.status} in stage "
@@ -39,24 +39,19 @@ def find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tup
     return job, RolloutSize(*size)
 
 
-def no_rollout(name: str, rollout: str) -> NotFound:
-    """Return the error for a rollout that a job does not have."""
-    return NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
-
-
 async def record_line(
     plane: ControlPlane, held: AsyncExitStack, namespace: str, name: str, rollout: str
-) -> tuple[JobRow, bytes]:
-    """Return a job and the record of one of its rollouts, as JSON. A place for it is held by `held`.
+) -> bytes:
+    """Return the record of a rollout of a job, as JSON. A place for it is held by `held`.
 
     Raises:
         NotFound: There is no such job or rollout.
         Conflict: The rollout has not ended.
         TimedOut, Unavailable: The trajectory store does not answer.
     """
-    find = partial(find_ended, namespace=namespace, name=name, rollout=rollout)
+    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
     job, short = await plane.database.read(find)
-    return job, await _line(plane, held, job, short)
+    return await _line(plane, held, job, short)
 
 
 async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize) -> bytes:
@@ -67,7 +62,7 @@ async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: R
     )
     if not rows:
         raise NotFound(f"no RolloutJob {job.name!r} in namespace {job.namespace!r}", reason="JobNotFound")
-    (line,) = await plane.archive.lines(rows, job.namespace, job.name, job.uid, plane.settings.page_bytes)
+    (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
     return line
 
 
@@ -81,7 +76,7 @@ async def compact_record(
         Conflict: The rollout has not ended.
         TimedOut, Unavailable: The trajectory store does not answer.
     """
-    find = partial(find_ended, namespace=namespace, name=name, rollout=rollout)
+    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
     async with plane.looks.held(namespace):
         job, short = await plane.database.read(find)
     kept = plane.views.kept_records.get(job.uid, short.id)

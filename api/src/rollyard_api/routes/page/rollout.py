@@ -15,10 +15,9 @@ from rollyard_api.routes.page.records import compact_record
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.views.rollout import brief as briefs
-from rollyard_api.views.rollout import differences, messages, tokens
 from rollyard_api.views.rollout import live as live_rollouts
-from rollyard_api.views.rollout.texts import Pieces, TextsMissing
+from rollyard_api.views.rollout import pieces
+from rollyard_api.views.rollout.texts import Pieces
 
 router = APIRouter(
     route_class=StrictRoute, prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"]
@@ -35,10 +34,10 @@ async def brief(plane: Plane, name: str, rollout: str, namespace: Namespace = "d
     failed rollouts before and after it.
     """
     job, record = await compact_record(plane, namespace, name, rollout)
-    look = partial(briefs.around, job_id=job.id, rollout=rollout)
+    look = partial(pieces.around, job_id=job.id, rollout=rollout)
     async with plane.looks.held(namespace):
         spans, neighbours = await plane.database.read(look)
-    return answer(briefs.brief(record, spans, neighbours))
+    return answer(pieces.brief(record, spans, neighbours))
 
 
 @router.get("/messages")
@@ -48,15 +47,15 @@ async def get_messages(
     rollout: str,
     namespace: Namespace = "default",
     start: _Number = 0,
-    limit: Annotated[int, Query(ge=1, le=messages.MAX_MESSAGES)] = 50,
-    most: Annotated[int, Query(ge=1, le=messages.MAX_CHARACTERS)] = 20_000,
+    limit: Annotated[int, Query(ge=1, le=pieces.MAX_MESSAGES)] = 50,
+    most: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
 ) -> Response:
     """Return messages of an ended rollout by range, each cut to `most` characters.
 
     An answer may hold fewer messages than `limit`, since it is bounded in characters too.
     """
     _, record = await compact_record(plane, namespace, name, rollout)
-    return answer(messages.page(record, start, limit, most))
+    return answer(pieces.messages(record, start, limit, most))
 
 
 @router.get("/messages/{number}")
@@ -67,13 +66,13 @@ async def get_message_text(
     number: int,
     namespace: Namespace = "default",
     offset: _Number = 0,
-    limit: Annotated[int, Query(ge=1, le=messages.MAX_CHARACTERS)] = 20_000,
+    limit: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
 ) -> Response:
     """Return a part of the text of one message: {text, offset, characters}."""
     if number < 0:
         raise QueryRefused("number: must be 0 or more", errors=["number: must be 0 or more"])
     _, record = await compact_record(plane, namespace, name, rollout)
-    return answer(messages.rest(record, number, offset, limit))
+    return answer(pieces.message_text(record, number, offset, limit))
 
 
 @router.get("/tokens")
@@ -84,7 +83,7 @@ async def get_tokens(
     namespace: Namespace = "default",
     segment: _Number = 0,
     start: _Number = 0,
-    limit: Annotated[int, Query(ge=1, le=tokens.MAX_TOKENS)] = tokens.MAX_TOKENS,
+    limit: Annotated[int, Query(ge=1, le=pieces.MAX_TOKENS)] = pieces.MAX_TOKENS,
     exact: bool = False,
     texts: bool = True,
 ) -> Response:
@@ -95,12 +94,12 @@ async def get_tokens(
     least -12.7. With `exact=true` it is a list of numbers.
     """
     job, record = await compact_record(plane, namespace, name, rollout)
-    document = tokens.page(record, segment, start, limit, exact=exact)
+    document = pieces.tokens(record, segment, start, limit, exact=exact)
     document |= {"texts": None, "texts_reason": ""}
     if texts:
-        pieces, document["texts_reason"] = await _pieces(plane, job)
-        if pieces is not None:
-            document["texts"] = pieces.texts(document["ids"])
+        vocabulary, document["texts_reason"] = await _vocabulary(plane, job)
+        if vocabulary is not None:
+            document["texts"] = vocabulary.texts(document["ids"])
     return answer(document)
 
 
@@ -135,21 +134,21 @@ async def difference(
     if left.head["group_id"] != right.head["group_id"]:
         detail = "other: must be a rollout of the same group, since others have another prompt"
         raise QueryRefused(detail, errors=[detail])
-    document = differences.difference(left, right)
-    pieces, reason = await _pieces(plane, job)
+    document = pieces.difference(left, right)
+    vocabulary, reason = await _vocabulary(plane, job)
     for side in (document["left"], document["right"]):
-        side["texts"] = None if pieces is None else pieces.texts(side["ids"])
+        side["texts"] = None if vocabulary is None else vocabulary.texts(side["ids"])
     return answer(document | {"texts_reason": reason})
 
 
-async def _pieces(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, str]:
+async def _vocabulary(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, str]:
     """Return the texts of the tokens of a job's pool, or None and why there are none."""
     if job.pool is None:
         return None, "the job has no pool, so no tokenizer is known"
     pool = await plane.database.read(partial(pool_rows.named, namespace=job.namespace, name=job.pool))
     if pool is None:
         return None, f"the pool {job.pool!r} of the job is gone"
-    try:
-        return await plane.views.token_texts.of(pool.tokenizer, job.namespace), ""
-    except TextsMissing as error:
-        return None, f"no texts for the tokenizer {pool.tokenizer!r}: {error}"
+    found = await plane.views.token_texts.of(pool.tokenizer, job.namespace)
+    if isinstance(found, str):
+        return None, f"no texts for the tokenizer {pool.tokenizer!r}: {found}"
+    return found, ""

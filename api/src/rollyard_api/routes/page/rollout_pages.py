@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
+import sqlalchemy as sa
 from fastapi import Query
 from rollyard_crds.rolloutjob import StageName
+from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import QueryRefused
-from rollyard_api.routes.common import answer
+from rollyard_api.routes.common import page_answer
 from rollyard_api.routes.page.job import folded
 from rollyard_api.service import ControlPlane
-from rollyard_api.storage.rows import JobRow
-from rollyard_api.trajectories import words
+from rollyard_api.storage.functions import PlaceIn
+from rollyard_api.storage.rows import EndedRollout, JobRow, read_all
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import rollout_words
+from rollyard_api.trajectories import records, words
 from rollyard_api.views import keyset
 from rollyard_api.views.job import rollout_list
-from rollyard_api.views.job import search as searches
 from rollyard_api.views.job.rollout_list import RolloutFilter, RolloutPage, Sort, Status
 from rollyard_api.views.keyset import ListPlace
 
-MAX_SEARCH = 256
+MAX_SEARCH: Final = 256
+CHUNK: Final = 2000
+"""The number of rollouts whose hashes one query looks at."""
+READ_AT_ONCE: Final = 16
+"""The number of records that are read together."""
+SECONDS: Final = 1.5
+"""The time after which a search answers with what it has found."""
+MAX_WORDS: Final = 16
 
 
 async def rollout_filter(
@@ -94,49 +106,99 @@ async def slim_page(
         job = await folded(plane, namespace, name)
         if not asked.search:
             look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
-            return _answer(await plane.database.read(look))
-    return _answer(await _searched(plane, job, asked, limit, after))
-
-
-def _answer(found: RolloutPage) -> Response:
-    return answer({"items": found.rows, "metadata": {} if found.more is None else {"continue": found.more}})
+            found = await plane.database.read(look)
+    if asked.search:
+        found = await _searched(plane, job, asked, limit, after)
+    return page_answer(found.rows, found.more)
 
 
 async def _searched(
     plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str
 ) -> RolloutPage:
-    wanted = searches.wanted(asked.search)
+    """Return the rollouts after a place whose conversations have all words of the search.
+
+    The rows of the list are taken in its order, CHUNK at a time. Those whose hashes have all words are read
+    to find out whether they really do. When the time of a request is over, it answers with what it has found,
+    and its `continue` begins there, so that a page may be empty and not the last.
+    """
+    wanted = _words(asked.search)
     place = keyset.place(after, job.uid, job.name, asdict(asked), float)
     if not asked.states:
         return RolloutPage([], None)
-    read, namespace = plane.database.read, job.namespace
+    read = plane.database.read
     group = await read(partial(rollout_list.group_of, job_id=job.id, task=asked.task))
     if group == ():
         return RolloutPage([], None)
+    end = time.monotonic() + SECONDS
+    found: list[Any] = []
+    async with plane.searches.held(job.namespace):
+        while True:
+            look = partial(_candidates, job_id=job.id, asked=asked, group=group, wanted=wanted, place=place)
+            async with plane.looks.held(job.namespace):
+                chosen, place = await read(look)
+            for at in range(0, len(chosen), READ_AT_ONCE):
+                some = chosen[at : at + READ_AT_ONCE]
+                found += await _confirmed(plane, job, some, wanted)
+                if len(found) >= limit:
+                    del found[limit:]
+                    place = rollout_list.place_of(found[-1], asked.sort)
+                    break
+                if time.monotonic() > end:
+                    place = rollout_list.place_of(some[-1], asked.sort)
+                    break
+            if len(found) == limit or place is None or time.monotonic() > end:
+                break
+    rows = await read(partial(rollout_list.slim_ended, job=job, rows=found))
+    return RolloutPage(rows, None if place is None else keyset.text(job.uid, asdict(asked), place))
 
-    async def look(place: ListPlace | None) -> tuple[list[Any], set[int], ListPlace | None]:
-        query = partial(searches.candidates, job_id=job.id, asked=asked, group=group, of=wanted, place=place)
-        async with plane.looks.held(namespace):
-            return await read(query)
 
-    async def confirmed(rows: Sequence[Any]) -> set[int]:
-        # The store is read for one batch of a few records at a time, with the bound of a page.
-        found = await read(partial(searches.rows_at, job_id=job.id, places=[row.end_seq for row in rows]))
-        true: set[int] = set()
-        while found:
-            lines = await plane.archive.lines(found, namespace, job.name, job.uid, plane.settings.page_bytes)
-            has = await plane.views.record_threads.run(partial(_having, lines, wanted), namespace)
-            true |= {row.end_seq for row, one in zip(found, has, strict=False) if one}
-            found = found[len(lines) :]
-        return true
+def _words(search: str) -> list[str]:
+    """Return the words of a search in lower case, each once.
 
-    async with plane.searches.held(namespace):
-        found = await searches.search(
-            limit, place, look, confirmed, partial(rollout_list.place_of, sort=asked.sort)
-        )
-    rows = await read(partial(rollout_list.slim_ended, job=job, rows=found.rows))
-    more = None if found.more is None else keyset.text(job.uid, asdict(asked), found.more)
-    return RolloutPage(rows, more)
+    Raises:
+        QueryRefused: It has none, or too many.
+    """
+    found = list(dict.fromkeys(words.words_in(search)))
+    if not 1 <= len(found) <= MAX_WORDS:
+        detail = f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(found)})"
+        raise QueryRefused(detail, errors=[detail])
+    return found
+
+
+def _candidates(
+    conn: Connection,
+    job_id: int,
+    asked: RolloutFilter,
+    group: tuple[int, ...] | None,
+    wanted: Sequence[str],
+    place: ListPlace | None,
+) -> tuple[list[Any], ListPlace | None]:
+    """Return those of the next rows of the list whose hashes match, and the place after these rows."""
+    rows, last = rollout_list.ended_after(conn, job_id, asked, group, CHUNK, place)
+    t = rollout_words.c
+    query = sa.select(t.end_seq).where(t.job_id == job_id, t.end_seq.in_([row.end_seq for row in rows]))
+    for word in wanted:
+        query = query.where(PlaceIn(t.words, sa.literal(words.hash_of(word), sa.LargeBinary)) > 0)
+    hits = set(conn.scalars(query)) if rows else set()
+    return [row for row in rows if row.end_seq in hits], last
+
+
+async def _confirmed(
+    plane: ControlPlane, job: JobRow, rows: Sequence[Any], wanted: Sequence[str]
+) -> list[Any]:
+    """Return those of some rows whose records really have the words."""
+    places = [row.end_seq for row in rows]
+    query = records.select().where(rollouts.c.job_id == job.id, rollouts.c.end_seq.in_(places))
+    ordered = query.order_by(rollouts.c.end_seq)
+    left = await plane.database.read(lambda conn: read_all(EndedRollout, conn.execute(ordered)))
+    true: set[int] = set()
+    while left:
+        # The store is read for a few records at a time, with the bound of a page.
+        lines = await plane.archive.lines(left, job, plane.settings.page_bytes)
+        has = await plane.views.record_threads.run(partial(_having, lines, wanted), job.namespace)
+        true |= {row.end_seq for row, one in zip(left, has, strict=False) if one}
+        left = left[len(lines) :]
+    return [row for row in rows if row.end_seq in true]
 
 
 def _having(lines: Sequence[bytes], wanted: Sequence[str]) -> list[bool]:

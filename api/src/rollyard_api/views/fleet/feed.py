@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.storage import jobs as job_table
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
-from rollyard_api.views.fleet.reader import FleetReader, FleetSnapshot
+from rollyard_api.views.fleet.overview import FleetReader, FleetSnapshot
 from rollyard_api.views.job.rollout_list import slim_ended
 
 BUFFER: Final = 256
@@ -77,7 +77,7 @@ class FleetFeed:
             self._folded = await self._database.read(_folded)
             self._last = now
             return
-        if _content(before) != _content(now):
+        if glance(before) | {"time": 0.0} != glance(now) | {"time": 0.0}:
             self._tell(event("overview", glance(now)), None)
         for number, job in now.jobs.items():
             if not _same(before.jobs.get(number), job):
@@ -155,12 +155,6 @@ def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
     return before | {"late": None} == now | {"late": None}
 
 
-def _content(fleet: FleetSnapshot) -> dict[str, Any]:
-    found = glance(fleet)
-    del found["time"]
-    return found
-
-
 def _folded(conn: Connection) -> dict[int, int]:
     """Return the number of folded rollouts of each job."""
     query = sa.select(job_statistics.c.job_id, job_statistics.c.rollouts)
@@ -172,7 +166,7 @@ def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[
     found = []
     room = MAX_ENDED_ALL
     for number, after, upto in due:
-        job = job_table.by_id(conn, number)
+        job = job_rows.by_id(conn, number)
         if job is None:
             continue
         most = min(MAX_ENDED, room)

@@ -6,6 +6,7 @@ changed into a small table every few seconds, so that each replica knows the wor
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,10 +15,10 @@ import sqlalchemy as sa
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.security.log_text import one_line
 from sqlalchemy import bindparam
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.storage.database import Database, Transaction, Trouble
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import seen_workers
 
@@ -44,16 +45,12 @@ class _Noted:
     written: float = 0.0
 
 
-def _upsert(module: Any) -> Any:
-    insert = module.insert(seen_workers)
-    names = ("node", "stages", "heard_at")
-    return insert.on_conflict_do_update(
+_HEARD = by_dialect(
+    lambda insert: (made := insert(seen_workers)).on_conflict_do_update(
         index_elements=[seen_workers.c.job_id, seen_workers.c.name],
-        set_={name: insert.excluded[name] for name in names},
+        set_={name: made.excluded[name] for name in ("node", "stages", "heard_at")},
     )
-
-
-_HEARD = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+)
 _TROUBLE = (
     sa.update(seen_workers)
     .where(seen_workers.c.job_id.in_((0, bindparam("b_job"))), seen_workers.c.name == bindparam("b_name"))
@@ -149,28 +146,19 @@ class SeenWorkers:
 
             def op(tx: Transaction) -> None:
                 if rows:
-                    tx.conn.execute(_HEARD["sqlite" if tx.sqlite else "postgresql"], rows)
+                    tx.conn.execute(_HEARD[tx.sqlite], rows)
                 if changes:
                     tx.conn.execute(_TROUBLE, changes)
                 old = seen_workers.c.heard_at < tx.now - KEPT_SECONDS
                 tx.conn.execute(sa.delete(seen_workers).where(old))
 
             await self._database.write(op, durable=False)
+        for noted in due.values():
+            noted.written = noted.heard_at
+        newest = max((noted.heard_at for noted in self._noted.values()), default=0.0)
         for key, noted in list(self._noted.items()):
-            if key in due:
-                noted.written = noted.heard_at
-            elif noted.heard_at < noted.written + self._seconds:
-                continue
-        silent = [
-            key for key, noted in self._noted.items() if key not in due and _is_silent(noted, self._noted)
-        ]
-        for key in silent:
-            del self._noted[key]
-
-
-def _is_silent(noted: _Noted, all_of_them: Mapping[Any, _Noted]) -> bool:
-    newest = max(one.heard_at for one in all_of_them.values())
-    return noted.heard_at < newest - KEPT_SECONDS
+            if key not in due and noted.heard_at < newest - KEPT_SECONDS:
+                del self._noted[key]
 
 
 _SEEN = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).outerjoin(
@@ -202,13 +190,13 @@ class WorkersView:
 
 def view(conn: Connection, now: float) -> WorkersView:
     """Return what is known of the workers at the time `now`, in seconds since the epoch."""
-    active: dict[tuple[int, str], dict[str, int]] = {}
-    of_node: dict[str, int] = {}
+    # What a worker that serves any job holds is counted under 0, beside each job's own.
+    active: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+    of_node: Counter[str] = Counter()
     for row in conn.execute(_ACTIVE):
-        stage = row.state.stage or ""
-        held = active.setdefault((row.job_id, row.worker or ""), {})
-        held[stage] = held.get(stage, 0) + row.n
-        of_node[row.node] = of_node.get(row.node, 0) + row.n
+        for job_id in (row.job_id, 0):
+            active[job_id, row.worker or ""][row.state.stage or ""] += row.n
+        of_node[row.node] += row.n
     recent = sa.or_(
         seen_workers.c.heard_at > now - ALIVE_SECONDS, seen_workers.c.error_at > now - TROUBLE_SECONDS
     )
@@ -218,17 +206,17 @@ def view(conn: Connection, now: float) -> WorkersView:
     workers = []
     alive = set()
     for row in rows:
-        held = _held(active, row)
-        busy = sum(held.values())
+        held = active[row.job_id, row.name]
         is_alive = row.heard_at > now - ALIVE_SECONDS
-        places = _places(row.stages)
+        pairs = (part.partition("=") for part in row.stages.split(",") if part)
+        places = {stage: int(number) for stage, _, number in pairs}
         if is_alive:
             alive.add(row.job_id)
             for stage in _STAGES:
-                slots[stage] += max(places.get(stage, 0), held.get(stage, 0))
+                slots[stage] += max(places.get(stage, 0), held[stage])
             node = nodes.setdefault(
                 row.node,
-                {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node.get(row.node, 0)},
+                {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node[row.node]},
             )
             node["heard_at"] = max(node["heard_at"], row.heard_at)
             node["workers"] += 1
@@ -239,9 +227,16 @@ def view(conn: Connection, now: float) -> WorkersView:
                 "namespace": row.namespace,
                 "job": row.job,
                 "stages": [stage for stage in _STAGES if stage in places or stage in held],
-                "active": busy,
+                "active": held.total(),
                 "heard_at": row.heard_at,
-                "last_error": None if row.error_at is None else _error(row),
+                "last_error": None
+                if row.error_at is None
+                else {
+                    "time": row.error_at,
+                    "reason": row.error_reason or "",
+                    "message": row.error_message or "",
+                    "rollout": row.error_rollout or "",
+                },
             }
         )
     workers.sort(key=lambda one: (-(one["last_error"] or {}).get("time", 0.0), -one["active"], one["name"]))
@@ -253,28 +248,3 @@ def view(conn: Connection, now: float) -> WorkersView:
         slots,
         frozenset(alive),
     )
-
-
-def _held(active: Mapping[tuple[int, str], dict[str, int]], row: Any) -> dict[str, int]:
-    if row.job_id:
-        return active.get((row.job_id, row.name), {})
-    held: dict[str, int] = {}
-    for (_, name), counts in active.items():
-        if name == row.name:
-            for stage, n in counts.items():
-                held[stage] = held.get(stage, 0) + n
-    return held
-
-
-def _places(stages: str) -> dict[str, int]:
-    pairs = (part.partition("=") for part in stages.split(",") if part)
-    return {stage: int(number) for stage, _, number in pairs}
-
-
-def _error(row: Any) -> dict[str, Any]:
-    return {
-        "time": row.error_at,
-        "reason": row.error_reason or "",
-        "message": row.error_message or "",
-        "rollout": row.error_rollout or "",
-    }

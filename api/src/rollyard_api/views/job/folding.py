@@ -8,17 +8,19 @@ order of the commits (see `rollouts.transitions`), so none is passed over.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.functions import by_dialect
+from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
 from rollyard_api.views.job.statistics import EndedView, Statistics
@@ -42,8 +44,8 @@ _ENDED = (
         rollouts.c.sample,
         rollouts.c.state,
         rollouts.c.reward,
-        rollouts.c.sampled_tokens,
-        rollouts.c.since,
+        sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
+        rollouts.c.since.label("ended_at"),
         (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
         rollouts.c.policy_index,
         rollouts.c.reason,
@@ -55,6 +57,7 @@ _ENDED = (
     .order_by(rollouts.c.end_seq)
     .limit(BATCH)
 )
+_PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
     sa.select(groups.c.no, groups.c.seq, groups.c.informative, groups.c.reason)
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
@@ -69,24 +72,17 @@ _MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
 _STAGES: Final = ("init", "run", "eval")
 
 
-def _first(module: Any) -> Any:
-    """Return the statement that makes a job's row of statistics unless it is there."""
-    return module.insert(job_statistics).on_conflict_do_nothing()
-
-
-def _added(module: Any) -> Any:
-    insert = module.insert(rates)
-    return insert.on_conflict_do_update(
+_FIRST = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
+"""Makes a job's row of statistics unless it is there."""
+_RATES = by_dialect(
+    lambda insert: (made := insert(rates)).on_conflict_do_update(
         index_elements=[rates.c.start],
         set_={
-            "rollouts": rates.c.rollouts + insert.excluded.rollouts,
-            "tokens": rates.c.tokens + insert.excluded.tokens,
+            "rollouts": rates.c.rollouts + made.excluded.rollouts,
+            "tokens": rates.c.tokens + made.excluded.tokens,
         },
     )
-
-
-_FIRST = {"sqlite": _first(sqlite), "postgresql": _first(postgresql)}
-_RATES = {"sqlite": _added(sqlite), "postgresql": _added(postgresql)}
+)
 
 
 def behind(conn: Connection) -> list[int]:
@@ -111,24 +107,23 @@ def fold(tx: Transaction, job_id: int) -> bool:
     job = tx.conn.execute(_JOB, {"b_job": job_id}).one_or_none()
     if job is None:
         return False
-    dialect = "sqlite" if tx.sqlite else "postgresql"
     empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
-    tx.conn.execute(_FIRST[dialect], empty)
+    tx.conn.execute(_FIRST[tx.sqlite], empty)
     kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
-    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).mappings().all()
     found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
     if not ended and not found:
         return False
     document = kept.document
     if ended:
-        document = _fold_rollouts(tx, job_id, unpack(document), ended, dialect)
+        document = _fold_rollouts(tx, job_id, unpack(document), ended)
     if found:
         _fold_groups(tx, job_id, found)
     tx.conn.execute(
         sa.update(job_statistics)
         .where(job_statistics.c.job_id == job_id)
         .values(
-            rollouts=ended[-1].end_seq if ended else kept.rollouts,
+            rollouts=ended[-1]["end_seq"] if ended else kept.rollouts,
             groups=found[-1].seq if found else kept.groups,
             document=document,
         )
@@ -136,55 +131,25 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(
-    tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any], dialect: str
-) -> bytes:
+def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
     statistics = Statistics(loads(document))
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
-        timings = loads(row.timings)
-        tokens = row.sampled_tokens or 0
-        statistics.add(
-            EndedView(
-                id=row.id,
-                state=row.state,
-                reward=row.reward,
-                reason=row.reason,
-                message=row.message,
-                tokens=tokens,
-                ended_at=row.since,
-                policy_index=row.policy_index,
-                timings=timings,
-            )
-        )
-        rows.append(
-            {
-                "job_id": job_id,
-                "end_seq": row.end_seq,
-                "id": row.id,
-                "group_no": row.group_no,
-                "sample": row.sample,
-                "state": row.state,
-                "reward": row.reward,
-                "seconds": active_seconds(timings),
-                "tokens": tokens,
-                "ended_at": row.since,
-                "attempts": row.attempts,
-                "policy_index": row.policy_index,
-                "reason": row.reason,
-                "worker": row.worker,
-            }
-        )
-        if row.since > tx.now - RATE_KEPT:
-            bucket = recent[int(row.since // RATE_SECONDS) * RATE_SECONDS]
+        timings = loads(row["timings"])
+        view = {field.name: row[field.name] for field in fields(EndedView)}
+        statistics.add(EndedView(**view | {"timings": timings}))
+        kept = {column.name: row[column.name] for column in ended_rollouts.c if column.name in row}
+        rows.append({**kept, "job_id": job_id, "seconds": active_seconds(timings)})
+        if row["ended_at"] > tx.now - RATE_KEPT:
+            bucket = recent[int(row["ended_at"] // RATE_SECONDS) * RATE_SECONDS]
             bucket[0] += 1
-            bucket[1] += tokens
+            bucket[1] += row["tokens"]
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
         # Two replicas take the buckets in the same order, since they could deadlock otherwise.
         added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
-        tx.conn.execute(_RATES[dialect], added)
+        tx.conn.execute(_RATES[tx.sqlite], added)
         tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
     return pack(dumps(statistics.document()))
 
@@ -253,3 +218,21 @@ class Folding:
         for _ in range(batches):
             if not await self._database.write(partial(fold, job_id=job_id), durable=False):
                 return
+
+
+def is_behind(conn: Connection, job: JobRow) -> bool:
+    """Return whether rollouts or groups of a job have ended that are not folded yet."""
+    row = conn.execute(_PLACES, {"b_job": job.id}).one_or_none()
+    folded, groups_folded = (0, 0) if row is None else (row.rollouts, row.groups)
+    return job.ended > folded or job.groups_ended > groups_folded
+
+
+def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict[str, Any]:
+    """Return the statistics of a job as the API answers them.
+
+    Args:
+        labels: The policy version of each index that is known.
+    """
+    row = conn.execute(_STATISTICS, {"b_job": job.id}).one_or_none()
+    kept = Statistics(None if row is None else loads(unpack(row.document)))
+    return {"upto": 0 if row is None else row.rollouts, **kept.view(labels)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import sqlalchemy as sa
@@ -37,22 +36,17 @@ def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float)
     Rollouts that have begun and not ended come with the others; what they do now ends at `now`, in seconds
     since the epoch. By `started`, the newest of both kinds are chosen and come in the order of their begins.
     """
-    items = [
-        _item(row, now) for row in [*_open(conn, job.id, sort, limit), *_ended(conn, job.id, sort, limit)]
-    ]
+    since = rollouts.c.since.desc() if sort == "started" else rollouts.c.since
+    unfinished = sa.select(*_COLUMNS).where(rollouts.c.job_id == job.id, rollouts.c.state.in_(_BEGUN))
+    found = [*conn.execute(unfinished.order_by(since).limit(limit)), *_ended(conn, job.id, sort, limit)]
+    items = [_item(row, now) for row in found]
     if sort == "started":
-        items = sorted(items, key=_begin, reverse=True)[:limit]
-        items.reverse()
+        items.sort(key=lambda item: item["spans"][0][1] if item["spans"] else 0.0, reverse=True)
+        items = items[:limit][::-1]
     else:
         items = sorted(items, key=lambda item: (-_busy(item), item["id"]))[:limit]
     tasks = task_ids(conn, job.id, {item["group_no"] for item in items})
     return [{"id": item["id"], "task_id": tasks.get(item.pop("group_no"), ""), **item} for item in items]
-
-
-def _open(conn: Connection, job_id: int, sort: GanttSort, limit: int) -> Sequence[Any]:
-    since = rollouts.c.since.desc() if sort == "started" else rollouts.c.since
-    query = sa.select(*_COLUMNS).where(rollouts.c.job_id == job_id, rollouts.c.state.in_(_BEGUN))
-    return conn.execute(query.order_by(since).limit(limit)).all()
 
 
 def _ended(conn: Connection, job_id: int, sort: GanttSort, limit: int) -> list[Any]:
@@ -81,10 +75,6 @@ def _item(row: Any, now: float) -> dict[str, Any]:
         "spans": spans,
     }
     return item if ended else item | {"open": True}
-
-
-def _begin(item: dict[str, Any]) -> float:
-    return item["spans"][0][1] if item["spans"] else 0.0
 
 
 def _busy(item: dict[str, Any]) -> float:

@@ -16,6 +16,7 @@ from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, rollouts
 from rollyard_api.storage.view_tables import ended_groups
+from rollyard_api.trajectories.records import fitting
 from rollyard_api.views import keyset
 from rollyard_api.views.job.rollout_list import Status
 from rollyard_api.views.keyset import ListPlace
@@ -52,13 +53,11 @@ def page(
     """
     kind: type[float] | type[str] = str if asked.sort == "reason" else float
     place = keyset.place(given, job.uid, job.name, asdict(asked), kind)
-    rows = _by_number(conn, job.id, asked, limit, place)
-    if asked.sort != "no":
-        rows = _by_key(conn, job.id, asked, limit, place)
+    rows = _rows(conn, job.id, asked, limit, place)
     more = len(rows) > limit
     rows = rows[:limit]
     cells = _cells(conn, job, [row.no for row in rows])
-    count = _fitting([len(cells[row.no]) for row in rows])
+    count = fitting((len(cells[row.no]) for row in rows), MAX_CELLS)
     more = more or count < len(rows)
     items = [_row(row, cells[row.no]) for row in rows[:count]]
     last = rows[count - 1] if count else None
@@ -68,16 +67,6 @@ def page(
     if isinstance(key, int):
         key = float(key)
     return items, keyset.text(job.uid, asdict(asked), ListPlace(key, last.no))
-
-
-def _fitting(sizes: Sequence[int]) -> int:
-    total = count = 0
-    for size in sizes:
-        total += size
-        if count and total > MAX_CELLS:
-            break
-        count += 1
-    return count
 
 
 _GROUP = (
@@ -106,43 +95,23 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
     return found
 
 
-def _by_number(
+def _rows(
     conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
 ) -> Sequence[Any]:
-    if asked.sort != "no":
-        return ()
-    where = _where(job_id, asked)
-    if place is not None:
-        where.append(groups.c.no > place.number)
-    query = sa.select(*_GROUP).where(*where).order_by(groups.c.no).limit(limit + 1)
-    return conn.execute(query).all()
-
-
-def _by_key(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
-) -> Sequence[Any]:
-    """Return groups in an order by what only those that have ended have."""
+    """Return groups after a place: by number, or in an order by what only those that have ended have."""
+    if asked.sort == "no":
+        query = sa.select(*_GROUP).where(*_where(job_id, asked))
+        if place is not None:
+            query = query.where(groups.c.no > place.number)
+        return conn.execute(query.order_by(groups.c.no).limit(limit + 1)).all()
     name, falls = asked.sort.lstrip("-"), asked.sort.startswith("-")
     column, number = ended_groups.c[_COLUMN[name]], ended_groups.c.no
-    kept = [ended_groups.c.mean, ended_groups.c.variance]
     both = sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no)
-    base = sa.select(*_GROUP, *kept).join_from(ended_groups, groups, both)
-    where = [ended_groups.c.job_id == job_id, *_where(job_id, asked)]
-    rows: list[Any] = []
-    if place is None or place.key is not None:
-        valued = [*where, column.is_not(None)]
-        if place is not None:
-            beyond = column < place.key if falls else column > place.key
-            valued.append(sa.or_(beyond, sa.and_(column == place.key, number > place.number)))
-        order = (column.desc() if falls else column, number)
-        rows = list(conn.execute(base.where(*valued).order_by(*order).limit(limit + 1)))
-    if len(rows) <= limit and column.nullable:
-        missing = [*where, column.is_(None)]
-        if place is not None and place.key is None:
-            missing.append(number > place.number)
-        left = limit + 1 - len(rows)
-        rows += conn.execute(base.where(*missing).order_by(number).limit(left)).all()
-    return rows
+    kept = (ended_groups.c.mean, ended_groups.c.variance)
+    base: sa.Select[Any] = sa.select(*_GROUP, *kept).join_from(ended_groups, groups, both)
+    where = (ended_groups.c.job_id == job_id, *_where(job_id, asked))
+    missing = column.is_(None) if column.nullable else None
+    return keyset.Order(column, number, missing, falls=falls).rows(conn, base.where(*where), limit, place)
 
 
 def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int, list[tuple[Any, ...]]]:

@@ -136,47 +136,26 @@ def ended_after(
             where.append(t.end_seq < place.number if falls else t.end_seq > place.number)
         order = t.end_seq.desc() if falls else t.end_seq
         rows = conn.execute(sa.select(ended_rollouts).where(*where).order_by(order).limit(limit + 1)).all()
-        return _cut(rows, limit, "end_seq")
+        return _cut(rows, limit, asked.sort)
     # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
     key: sa.ColumnElement[Any] = column if len(where) == 1 else column + 0
-    rows = []
-    if place is None or place.key is not None:
-        valued = list(where)
-        if column.nullable:
-            valued.append(key.is_not(None))
-        if place is not None:
-            beyond = key < place.key if falls else key > place.key
-            # The first condition alone lets the index begin at the place.
-            near = key <= place.key if falls else key >= place.key
-            valued += [near, sa.or_(beyond, t.end_seq < place.number if falls else t.end_seq > place.number)]
-        order_by = (key.desc(), t.end_seq.desc()) if falls else (key, t.end_seq)
-        rows = list(
-            conn.execute(sa.select(ended_rollouts).where(*valued).order_by(*order_by).limit(limit + 1))
-        )
-    if column.nullable and len(rows) <= limit:
-        missing = [*where, (column + 0).is_(None)]
-        if place is not None and place.key is None:
-            missing.append(t.end_seq > place.number)
-        left = limit + 1 - len(rows)
-        rows += conn.execute(sa.select(ended_rollouts).where(*missing).order_by(t.end_seq).limit(left)).all()
-    return _cut(rows, limit, column.name)
+    missing = (column + 0).is_(None) if column.nullable else None
+    order_by = keyset.Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
+    found = order_by.rows(conn, sa.select(ended_rollouts).where(*where), limit, place)
+    return _cut(found, limit, asked.sort)
 
 
-def _cut(rows: Sequence[Any], limit: int, name: str) -> tuple[list[Any], ListPlace | None]:
+def _cut(rows: Sequence[Any], limit: int, sort: Sort) -> tuple[list[Any], ListPlace | None]:
     if len(rows) <= limit:
         return list(rows), None
-    return list(rows[:limit]), _place(rows[limit - 1], name)
-
-
-def _place(row: Any, name: str) -> ListPlace:
-    key = getattr(row, name)
-    return ListPlace(None if key is None else float(key), row.end_seq)
+    return list(rows[:limit]), place_of(rows[limit - 1], sort)
 
 
 def place_of(row: Any, sort: Sort) -> ListPlace:
     """Return the place of a row of `ended_rollouts` in a list with this order."""
-    return _place(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
+    key = getattr(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
+    return ListPlace(None if key is None else float(key), row.end_seq)
 
 
 def _restrictions(asked: RolloutFilter, group: tuple[int, ...] | None) -> list[sa.ColumnElement[bool]]:
@@ -215,33 +194,6 @@ def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
     return {row.no: row.task_id for row in conn.execute(query)}
 
 
-def slim_ended(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of `ended_rollouts` as the API answers them."""
-    if not rows:
-        return []
-    tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
-    return [
-        {
-            "id": row.id,
-            "task_id": tasks.get(row.group_no, ""),
-            "sample": row.sample,
-            "status": row.state.status,
-            "stage": None,
-            "reason": row.reason or "",
-            "reward": row.reward,
-            "since": row.ended_at,
-            "ended_at": row.ended_at,
-            "seconds": row.seconds,
-            "tokens": row.tokens,
-            "attempts": row.attempts,
-            "worker": row.worker or "",
-            "node": "",
-            "policy_version": versions.get(row.policy_index, ""),
-        }
-        for row in rows
-    ]
-
-
 _ROWS = sa.select(
     rollouts.c.id,
     rollouts.c.group_no,
@@ -260,11 +212,24 @@ _ROWS = sa.select(
 )
 
 
+def slim_ended(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return rows of `ended_rollouts` as the API answers them."""
+    return _slim(conn, job, [(row, row.ended_at, row.seconds, row.tokens) for row in rows])
+
+
 def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
     """Return rows of `rollouts` in any state as the API answers them."""
+    of_rows = [(row, row.since, active_seconds(loads(row.timings)), row.sampled_tokens or 0) for row in rows]
+    return _slim(conn, job, of_rows)
+
+
+def _slim(
+    conn: Connection, job: JobRow, rows: Sequence[tuple[Any, float, float, int]]
+) -> list[dict[str, Any]]:
+    """Return rows of either table, each with the begin of its state, its seconds and its tokens."""
     if not rows:
         return []
-    tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
+    tasks, versions = task_ids(conn, job.id, {row.group_no for row, *_ in rows}), labels(conn, job)
     return [
         {
             "id": row.id,
@@ -274,24 +239,24 @@ def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, A
             "stage": row.state.stage,
             "reason": row.reason or "",
             "reward": row.reward,
-            "since": row.since,
-            "ended_at": row.since if row.state.has_ended else None,
-            "seconds": active_seconds(loads(row.timings)),
-            "tokens": row.sampled_tokens or 0,
+            "since": since,
+            "ended_at": since if row.state.has_ended else None,
+            "seconds": seconds,
+            "tokens": tokens,
             "attempts": row.attempts,
             # While a rollout waits in a queue, its row names the worker of the stage before.
             "worker": (row.worker or "") if row.state.is_leased or row.state.has_ended else "",
             "node": row.node if row.state.is_leased else "",
             "policy_version": versions.get(row.policy_index, ""),
         }
-        for row in rows
+        for row, since, seconds, tokens in rows
     ]
 
 
 def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
     prefix = f"{prefix_of(job.name, job.uid)}-"
-    after = given
-    if given and not given.startswith(prefix):
+    after = ""
+    if given:
         after = cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
     # The ids of a job lie together, so SQLite need not look for them by the job. PostgreSQL may order them by
     # other rules, and plans by what it knows of the table.
@@ -318,13 +283,8 @@ def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int,
         where.append(rollouts.c.group_no.in_(group))
     if asked.retried:
         where.append(rollouts.c.attempts.is_not(None))
-    if place is not None:
-        where += [
-            rollouts.c.since >= place.key,
-            sa.or_(rollouts.c.since > place.key, number > place.number),
-        ]
-    query = _ROWS.add_columns(number).where(*where).order_by(rollouts.c.since, number).limit(limit + 1)
-    rows = conn.execute(query).all()
+    order = keyset.Order(rollouts.c.since, number)
+    rows = order.rows(conn, _ROWS.add_columns(number).where(*where), limit, place)
     more = None
     if len(rows) > limit:
         last = rows[limit - 1]

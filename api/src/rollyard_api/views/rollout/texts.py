@@ -21,8 +21,7 @@ from rollyard_crds.reading.vocabulary import MAX_FILE
 from rollyard_crds.reading.vocabulary import find as find_tokenizer
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.core.problems import ApiError
+from rollyard_api.core.problems import ApiError, ControlPlaneError
 
 MAX_KEPT: Final = 4
 """The number of vocabularies in memory."""
@@ -145,30 +144,18 @@ class TokenTexts:
         self._threads = threads
         self._kept: OrderedDict[str, tuple[float, Pieces | str]] = OrderedDict()
 
-    async def of(self, tokenizer: str, namespace: str) -> Pieces:
-        """Return the pieces of a pool's tokenizer.
-
-        Raises:
-            TextsMissing: They cannot be read here.
-        """
-        found = self._known(tokenizer)
-        if found is None:
+    async def of(self, tokenizer: str, namespace: str) -> Pieces | str:
+        """Return the pieces of a pool's tokenizer, or why they cannot be read here."""
+        looked, found = self._kept.get(tokenizer, (0.0, None))
+        if found is None or (isinstance(found, str) and time.monotonic() - looked > LOOK_SECONDS):
             # Two requests at once may both read the file, which is better than one that waits for a disk that
             # the other asks for in vain.
             found = await self._look(tokenizer, namespace)
             self._kept[tokenizer] = (time.monotonic(), found)
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        if isinstance(found, str):
-            raise TextsMissing(found)
-        return found
-
-    def _known(self, tokenizer: str) -> Pieces | str | None:
-        kept = self._kept.get(tokenizer)
-        if kept is None or (isinstance(kept[1], str) and time.monotonic() - kept[0] > LOOK_SECONDS):
-            return None
         self._kept.move_to_end(tokenizer)
-        return kept[1]
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return found
 
     async def _look(self, tokenizer: str, namespace: str) -> Pieces | str:
         def look() -> Pieces | None:

@@ -33,8 +33,6 @@ def command() -> None:
 @click.option("--qos", metavar="NAME", help="Quality of service.")
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit of each job, as sbatch takes it.")
 @click.option("--constraint", metavar="FEATURES", help="Node features.")
-# The option has no effect. Scripts that were written for earlier versions may still give it.
-@click.option("--start", type=click.Choice(["sbatch", "salloc"]), hidden=True)
 @click.option(
     "--profile", type=click.Path(path_type=Path, dir_okay=False), help="YAML file with what this site needs."
 )

@@ -73,7 +73,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     variables = set_telemetry(given["otlp_endpoint"], given["trace_sample"], given["log_format"])
     telemetry = tuple(sorted(variables.items()))
-    names = ("partition", "account", "qos", "time_limit", "constraint", "start")
+    names = ("partition", "account", "qos", "time_limit", "constraint")
     chosen = {name: given[name] for name in names}
     if given["rest_url"]:
         chosen["rest"] = {"url": given["rest_url"]}

@@ -190,7 +190,7 @@ class HarborHandler(Handler):
             place = await ctx.sandbox.begin_eval()
             if place.sabotage:
                 raise SandboxSabotaged("; ".join(place.sabotage))
-            shown = {**ctx.env, **(place.environment or {})}
+            shown = {**ctx.env, **place.environment}
             env = evaluation_environment(shown, place, workdir=ctx.workdir, author=ctx.env)
             verdict = await verifier.verify(
                 ctx.sandbox, plan, step, folder, place=place, env=env, timeout=step.verifier_seconds

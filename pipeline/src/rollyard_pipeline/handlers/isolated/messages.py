@@ -35,8 +35,8 @@ class HandlerCall:
     """The context without what only the worker has."""
     agent: bool
     """Whether the context has the job's agent."""
-    sandboxes: tuple[tuple[frozenset[str], bytes | None], ...]
-    """The features and the secret of each sandbox's exec server."""
+    secrets: tuple[bytes | None, ...]
+    """The secret of each sandbox's exec server."""
 
 
 class HandlerOutcome(BaseModel):

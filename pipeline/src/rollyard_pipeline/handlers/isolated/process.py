@@ -151,7 +151,7 @@ class HandlerProcess:
             task=task,
             context=sent,
             agent=context.agent_steps is not None,
-            sandboxes=tuple((sandbox.features, sandbox.secret) for sandbox in sandboxes),
+            secrets=tuple(sandbox.secret for sandbox in sandboxes),
         )
         self._call += 1
         body = pickle.dumps(call)

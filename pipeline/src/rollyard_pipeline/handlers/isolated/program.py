@@ -171,8 +171,7 @@ def loaded(target: str) -> Handler:
 async def performed(handler: Handler, call: HandlerCall, worker: WorkerWire, number: int) -> bytes:
     """Return the outcome of a call as JSON."""
     clients = [
-        ExecClient(SandboxWire(worker, number, index), features, secret)
-        for index, (features, secret) in enumerate(call.sandboxes)
+        ExecClient(SandboxWire(worker, number, index), secret) for index, secret in enumerate(call.secrets)
     ]
     agent = AgentOfWorker(worker, number) if call.agent else None
     context = replace(

@@ -97,8 +97,7 @@ class Egress:
         Raises:
             NetworkImpossible: Sandboxes of this kind already share the network of their machine, so a list
                 of hosts could not be enforced.
-            rollyard_sandbox.errors.SandboxError: The exec server is too old (reason ServerTooOld), or does
-                not answer.
+            rollyard_sandbox.errors.SandboxError: The exec server does not answer.
         """
         rules = spec.host_rules
         if not rules:

@@ -2,29 +2,28 @@
 
     <run dir>/sandboxes/<id>/sandbox.json   the record below, replaced atomically
     <run dir>/sandboxes/<id>/exec.sock      the control socket of that sandbox
-    <run dir>/sandboxes/<id>/secret         the secret that the server on that socket must prove to know;
-                                            it is never visible inside
     <run dir>/sandboxes/.oom-<id>           a claimed sandbox that died after the kernel had killed inside it
                                             for lack of memory, and that a sweep has removed
     <run dir>/sandboxes/.crash-<id>         the same of one whose exec server ended by itself
 
 Every worker of the node reads all records. The worker that started a sandbox writes its record until the
-sandbox is claimed, and no process writes it after that.
+sandbox is claimed, and no process writes it after that. Each file that is made costs far more than what is
+in it, so the secret stands in the record, and a sandbox that starts for a rollout is claimed from the start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
 from rollyard_crds.security.private_folder import make_private_folder
 from rollyard_sandbox import folders
 from rollyard_sandbox.proof import SECRET_BYTES
@@ -34,7 +33,7 @@ from rollyard_pipeline.sandboxes.host.disk_room import is_full
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
 SOCKET_NAME = "exec.sock"
-_SECRET_NAME = "secret"
+_RECORD_NAME = "sandbox.json"
 # sockaddr_un.sun_path holds 108 bytes, of which the last is 0 (unix(7)).
 SOCKET_PATH_MAX = 107
 ID_LENGTH = 12
@@ -93,6 +92,8 @@ class SandboxRecord:
     """Further processes outside, which end after `monitor`."""
     cgroups: tuple[str, ...] = ()
     workdir: str = "/work"
+    secret: str = field(default="", repr=False)
+    """What the server must prove to know, in hexadecimal digits. It is never visible inside."""
     env: Mapping[str, str] = field(default_factory=dict)
 
     def alive(self) -> bool:
@@ -106,18 +107,18 @@ class SandboxRecord:
         """Return the record that `sandbox.json` holds.
 
         Raises:
-            ValueError: The file holds no record, only a part of one, or one of another version.
+            ValueError: The file holds no record, or only a part of one.
         """
         try:
-            document = json.loads(text)
+            document = orjson.loads(text)
             found = {
                 **document,
                 "worker": Process.from_json(document["worker"]),
-                "root": _process(document.get("root")),
-                "monitor": _process(document.get("monitor")),
-                "helpers": tuple(Process.from_json(each) for each in document.get("helpers", ())),
-                "cgroups": tuple(map(str, document.get("cgroups", ()))),
-                "env": dict(document.get("env", {})),
+                "root": _process(document["root"]),
+                "monitor": _process(document["monitor"]),
+                "helpers": tuple(Process.from_json(each) for each in document["helpers"]),
+                "cgroups": tuple(map(str, document["cgroups"])),
+                "env": dict(document["env"]),
             }
             if document["state"] not in _STATES:
                 raise ValueError(f"state {document['state']!r}")
@@ -164,6 +165,11 @@ class SandboxFolder:
         """Return a new random id for a sandbox."""
         return secrets.token_hex(ID_LENGTH // 2)
 
+    @staticmethod
+    def new_secret() -> str:
+        """Return a new random secret for a record."""
+        return secrets.token_hex(SECRET_BYTES)
+
     def create(self, record: SandboxRecord) -> None:
         """Make a sandbox's private folder with its first record.
 
@@ -172,10 +178,11 @@ class SandboxFolder:
         Raises:
             NodeDiskFull: There is no room on the run folder's disk.
         """
+        hidden = self._hidden(record.id)
         with self._disk():
-            self._hidden(record.id).mkdir(mode=0o700)
-            self._write(self._hidden(record.id), record)
-            self._hidden(record.id).rename(self.folder(record.id))
+            hidden.mkdir(mode=0o700)
+            _write(hidden / _RECORD_NAME, record)
+            hidden.rename(self.folder(record.id))
 
     def save(self, record: SandboxRecord) -> None:
         """Replace the record.
@@ -184,14 +191,20 @@ class SandboxFolder:
             FileNotFoundError: The sandbox was removed in the meantime.
             NodeDiskFull: There is no room on the run folder's disk. The old record is unchanged.
         """
+        temporary = self.folder(record.id) / f".{secrets.token_hex(4)}"
         with self._disk():
-            self._write(self.folder(record.id), record)
+            try:
+                _write(temporary, record)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            temporary.rename(self.folder(record.id) / _RECORD_NAME)
 
     def load(self, sandbox_id: str) -> SandboxRecord | None:
         """Return the record, or None if there is no such sandbox or its record is unreadable."""
         if not _is_id(sandbox_id):
             return None
-        path = f"{self.path}/{sandbox_id}/sandbox.json"
+        path = f"{self.path}/{sandbox_id}/{_RECORD_NAME}"
         try:
             # A record is never written in place, so a file with the same inode, time and size is the same.
             info = os.stat(path)
@@ -257,32 +270,6 @@ class SandboxFolder:
         """Return the path of a sandbox's control socket, which need not exist."""
         return self.folder(sandbox_id) / SOCKET_NAME
 
-    def new_secret(self, sandbox_id: str) -> bytes:
-        """Write a new secret beside the record, for every process that attaches to the sandbox later.
-
-        The secret has its own file, because workers of an older version would reject a record that contains
-        it.
-
-        Raises:
-            NodeDiskFull: There is no room on the run folder's disk.
-        """
-        secret = secrets.token_bytes(SECRET_BYTES)
-        with self._disk():
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = os.open(self.folder(sandbox_id) / _SECRET_NAME, flags, 0o600)
-            try:
-                os.write(fd, secret)
-            finally:
-                os.close(fd)
-        return secret
-
-    def secret(self, sandbox_id: str) -> bytes | None:
-        """Return the secret that the server must know, or None if an older worker started the sandbox."""
-        try:
-            return (self.folder(sandbox_id) / _SECRET_NAME).read_bytes()
-        except FileNotFoundError:
-            return None
-
     @contextmanager
     def sweeping(self) -> Iterator[bool]:
         """Hold the node's sweep lock. The value is False if another process is sweeping now."""
@@ -303,18 +290,6 @@ class SandboxFolder:
     def _hidden(self, sandbox_id: str) -> Path:
         return self.path / f".new-{sandbox_id}"
 
-    def _write(self, folder: Path, record: SandboxRecord) -> None:
-        temporary = folder / f".{secrets.token_hex(4)}"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, json.dumps(asdict(record)).encode())
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        temporary.rename(folder / "sandbox.json")
-
     @contextmanager
     def _disk(self) -> Iterator[None]:
         try:
@@ -324,6 +299,14 @@ class SandboxFolder:
                 words = f"no room left on the disk of run dir {self.run_dir}: {error.strerror}"
                 raise NodeDiskFull(words) from error
             raise
+
+
+def _write(path: Path, record: SandboxRecord) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, orjson.dumps(record))
+    finally:
+        os.close(fd)
 
 
 def _is_id(name: str) -> bool:

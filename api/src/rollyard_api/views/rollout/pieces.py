@@ -1,0 +1,303 @@
+"""Pieces of an ended rollout's record: its head, messages and tokens, and where two records differ."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any, Final
+
+import sqlalchemy as sa
+from rollyard_crds.telemetry.identity import trace_id
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.problems import NotFound
+from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import ended_rollouts
+from rollyard_api.trajectories import traces
+from rollyard_api.views.rollout.records import CompactRecord, Run, cut
+
+MAX_TURNS: Final = 2000
+"""The number of turns that are shown."""
+_ROW = sa.select(
+    rollouts.c.id,
+    rollouts.c.end_seq,
+    rollouts.c.group_no,
+    rollouts.c.sample,
+    rollouts.c.since,
+    rollouts.c.timings,
+)
+
+
+def brief(
+    record: CompactRecord, spans: list[tuple[str, float, float]], neighbours: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a record's head with the sizes of what is left out.
+
+    Args:
+        record: The record.
+        spans: The name, begin and end of each state, in seconds since the epoch.
+        neighbours: The ids of the rollouts around it.
+    """
+    head = dict(record.head)
+    turns = head.pop("turns", [])
+    head["turns"] = [
+        turn
+        | {
+            "tool_calls": [
+                {name: value for name, value in call.items() if name != "arguments"}
+                for call in turn.get("tool_calls") or ()
+            ]
+        }
+        for turn in turns[:MAX_TURNS]
+    ]
+    return {
+        **head,
+        "turns_total": len(turns),
+        "segments": [{"prompt": one.prompt, "response": one.total - one.prompt} for one in record.segments],
+        "messages": len(record.messages),
+        "spans": spans,
+        "neighbours": neighbours,
+        "trace_id": trace_id(head["id"]),
+    }
+
+
+def around(
+    conn: Connection, job_id: int, rollout: str
+) -> tuple[list[tuple[str, float, float]], dict[str, Any]]:
+    """Return the spans of an ended rollout and the ids of its neighbours, or None where there is no other.
+
+    The neighbours are the samples of its group by number, and the failed rollouts of the job in the order of
+    their ends.
+    """
+    row = conn.execute(_ROW.where(rollouts.c.job_id == job_id, rollouts.c.id == rollout)).one_or_none()
+    if row is None or row.end_seq is None:
+        return [], {}
+    spans = [(one.name, one.start, one.end) for one in traces.spans(loads(row.timings), row.since)]
+    group = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id, rollouts.c.group_no == row.group_no)
+    t = ended_rollouts.c
+    failed = sa.select(t.id).where(t.job_id == job_id, t.state == RolloutState.FAILED)
+    neighbours = {}
+    for name, query, column, place in (
+        ("sample", group, rollouts.c.sample, row.sample),
+        ("failed", failed, t.end_seq, row.end_seq),
+    ):
+        before, after = query.where(column < place), query.where(column > place)
+        neighbours[f"{name}_before"] = conn.scalar(before.order_by(column.desc()).limit(1))
+        neighbours[f"{name}_after"] = conn.scalar(after.order_by(column).limit(1))
+    return spans, neighbours
+
+
+MAX_MESSAGES: Final = 200
+MAX_CHARACTERS: Final = 200_000
+"""The number of characters of one text in an answer."""
+MAX_ANSWER: Final = 4 << 20
+"""The number of characters of all texts in an answer. Further messages come with the next range."""
+MAX_CALLS: Final = 64
+"""The number of tool calls of one message that are shown."""
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message. Content in parts is one text, in which a part that is no text is JSON."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(
+            str(part["text"])
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+            else dumps(part).decode()
+            for part in content
+        )
+    return dumps(content).decode()
+
+
+def messages(record: CompactRecord, start: int, limit: int, most: int) -> dict[str, Any]:
+    """Return {start, total, items} with at most `limit` messages of at most `most` characters each."""
+    items: list[dict[str, Any]] = []
+    room = MAX_ANSWER
+    for number in range(start, min(start + limit, len(record.messages))):
+        item = _item(record, number, most)
+        room -= (
+            len(item["content"])
+            + len(item["reasoning_content"])
+            + sum(len(call["arguments"]) for call in item["tool_calls"])
+        )
+        if items and room < 0:
+            break
+        items.append(item)
+    return {"start": start, "total": len(record.messages), "items": items}
+
+
+def _item(record: CompactRecord, number: int, most: int) -> dict[str, Any]:
+    message = record.messages[number]
+    text = text_of(message)
+    turn = record.turn_of.get(number)
+    return {
+        "no": number,
+        "role": message.get("role", ""),
+        "name": message.get("name") or "",
+        "content": text[:most],
+        "characters": len(text),
+        "cut": len(text) > most,
+        "reasoning_content": str(message.get("reasoning_content") or "")[:most],
+        "tool_calls": _calls(record, message, turn, most),
+        "tool_call_id": message.get("tool_call_id"),
+        "turn": turn,
+    }
+
+
+def _calls(
+    record: CompactRecord, message: Mapping[str, Any], turn: int | None, most: int
+) -> list[dict[str, Any]]:
+    """Return the calls of the turn that said a message, or those that the message itself has."""
+    given: list[tuple[str, Any, Mapping[str, Any]]] = []
+    if turn is not None:
+        calls = record.head["turns"][turn].get("tool_calls") or ()
+        given = [(call.get("name", ""), call.get("arguments"), call) for call in calls]
+    else:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                given.append((str(function.get("name", "")), function.get("arguments"), {}))
+    return [
+        {
+            "name": name,
+            "arguments": text[:most],
+            "cut": len(text) > most,
+            "error": call.get("error"),
+            "seconds": call.get("seconds", 0.0),
+        }
+        for name, arguments, call in given[:MAX_CALLS]
+        for text in [arguments if isinstance(arguments, str) else dumps(arguments).decode()]
+    ]
+
+
+def message_text(record: CompactRecord, number: int, offset: int, limit: int) -> dict[str, Any]:
+    """Return {text, offset, characters} of a part of one message's text.
+
+    Raises:
+        NotFound: The record has no such message.
+    """
+    if number >= len(record.messages):
+        raise NotFound(
+            f"the record has {len(record.messages)} messages, and none with number {number}",
+            reason="MessageNotFound",
+        )
+    text = text_of(record.messages[number])
+    return {"text": text[offset : offset + limit], "offset": offset, "characters": len(text)}
+
+
+MAX_TOKENS: Final = 20_000
+"""The number of tokens in one answer."""
+STEP: Final = 20
+"""A byte v from 1 to 255 stands for a log-probability of about -(v - 1) / STEP nats, so the lowest is -12.7.
+The byte 0 stands for a token without one."""
+
+
+def quantized(logprobs: list[float], mask: list[Run]) -> str:
+    """Return log-probabilities as one byte each, in base64; tokens outside the loss mask have 0."""
+    values = bytearray(len(logprobs))
+    at = 0
+    for value, n in mask:
+        if value:
+            for place in range(at, at + n):
+                logprob = min(max(logprobs[place], -12.7), 0.0)
+                values[place] = min(255, max(1, round(-logprob * STEP) + 1))
+        at += n
+    return base64.b64encode(bytes(values)).decode()
+
+
+def tokens(record: CompactRecord, number: int, start: int, limit: int, *, exact: bool) -> dict[str, Any]:
+    """Return a range of a segment's tokens without their texts. Positions count from the first of the prompt.
+
+    Raises:
+        NotFound: The record has no such segment.
+    """
+    if number >= len(record.segments):
+        raise NotFound(
+            f"the record has {len(record.segments)} segments, and none with number {number}",
+            reason="SegmentNotFound",
+        )
+    segment = record.segments[number]
+    end = min(start + limit, segment.total)
+    # The prompt is outside the loss mask and has neither log-probabilities nor versions.
+    outside = max(0, min(end, segment.prompt) - start)
+    first, last = max(0, start - segment.prompt), max(0, end - segment.prompt)
+    mask = cut(segment.mask, first, last)
+    versions = cut(segment.versions, first, last)
+    logprobs = segment.logprobs[first:last].tolist()
+    if outside:
+        mask = _after(0, outside, mask)
+        versions = _after("", outside, versions)
+        logprobs = [0.0] * outside + logprobs
+    return {
+        "segment": number,
+        "segments": len(record.segments),
+        "start": start,
+        "total": segment.total,
+        "prompt": segment.prompt,
+        "ids": segment.ids[start:end].tolist(),
+        "mask": mask,
+        "versions": versions,
+        "logprobs": logprobs if exact else quantized(logprobs, mask),
+    }
+
+
+def _after(value: Any, n: int, runs: list[Run]) -> list[Run]:
+    """Return runs after another run, with which the first of them is joined if it has the same value."""
+    if runs and runs[0][0] == value:
+        return [(value, n + runs[0][1]), *runs[1:]]
+    return [(value, n), *runs]
+
+
+AROUND: Final = 20
+"""The number of tokens that are shown before and after the place."""
+
+
+def difference(left: CompactRecord, right: CompactRecord) -> dict[str, Any]:
+    """Return {segment, position, left, right}, where each side has `ids` from `start` on.
+
+    `position` counts from the segment's first prompt token. It is None if the tokens are equal, or those of
+    one rollout are the beginning of the other's in their last common segment.
+    """
+    number = position = None
+    for place, (one, other) in enumerate(zip(left.segments, right.segments, strict=False)):
+        number = place
+        length = min(one.total, other.total)
+        if one.ids[:length] != other.ids[:length]:
+            position = _first(one.ids, other.ids, length)
+            break
+        if one.total != other.total:
+            # One of them is longer, so no later segment can be compared.
+            break
+    return {
+        "segment": number,
+        "position": position,
+        "left": _side(left, number, position),
+        "right": _side(right, number, position),
+    }
+
+
+def _first(one: Any, other: Any, length: int) -> int:
+    """Return the first place at which two arrays differ, which is below `length`."""
+    low, high = 0, length
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _side(record: CompactRecord, number: int | None, position: int | None) -> dict[str, Any]:
+    if number is None:
+        return {"start": 0, "ids": [], "total": 0}
+    segment = record.segments[number]
+    at = segment.total if position is None else position
+    start = max(0, at - AROUND)
+    return {"start": start, "ids": segment.ids[start : at + AROUND].tolist(), "total": segment.total}

@@ -15,6 +15,7 @@ from rollyard_crds.lease import Lease, StageTimes
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_testing.crds.segments import reported
 
 PATH = "/v1/rolloutjobs/job"
 
@@ -128,7 +129,7 @@ async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(served: Any, wo
     assert _told(record) == [("init", number, "LeaseExpired", False) for number in (1, 2, 3)]
 
 
-async def test_what_a_worker_says_about_attempts_in_a_trajectory_is_ignored(served: Any, worker: Any) -> None:
+async def test_what_a_worker_says_about_attempts_in_a_trajectory_is_refused(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     (lease,) = await worker.lease(run=1)
@@ -137,7 +138,12 @@ async def test_what_a_worker_says_about_attempts_in_a_trajectory_is_ignored(serv
         stage="run", number=1, reason="Forged", message="", worker="", node="",
         started=0.0, seconds=0.0, counted=True,
     )  # fmt: skip
-    run["trajectory"] |= {"attempts": [forged], "attempts_dropped": 7}
+    forgery = run | {"trajectory": run["trajectory"] | {"attempts": [forged], "attempts_dropped": 7}}
+    answer = await served.worker.post(
+        "/v1/leases/complete", json={"worker": "w", "results": [reported(forgery)]}
+    )
+    assert answer.status_code == 422
+    assert "results[0].trajectory.attempts: unknown field" in answer.json()["errors"]
     assert await worker.complete(run) == ["accepted"]
     assert await worker.finish_all() == 1
     assert not {"attempts", "attempts_dropped"} & (await _record(served)).keys()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from sqlalchemy import bindparam
 
 from rollyard_api.backends.assignment import Key, without_backend
 from rollyard_api.machine.events import BackendAwaited, LeaseLost
@@ -29,11 +28,6 @@ _WITH_POOLS = (
     sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.suspended, jobs.c.outage_began)
     .where(jobs.c.finished_at.is_(None), jobs.c.pool.is_not(None))
     .order_by(jobs.c.id)
-)
-_JOB = sa.select(jobs.c.id).where(
-    jobs.c.namespace == bindparam("b_namespace"),
-    jobs.c.name == bindparam("b_name"),
-    jobs.c.deleted_at.is_(None),
 )
 
 
@@ -77,13 +71,13 @@ def worker_died(tx: Transaction, namespace: str, job: str, worker: str, max_expi
         worker: The worker, whose process its driver saw end.
         max_expiries: The number of leases of one rollout that may be lost, as for `expire`.
     """
-    job_id = tx.conn.execute(_JOB, {"b_namespace": namespace, "b_name": job}).scalar_one_or_none()
-    if job_id is None:
+    row = job_rows.named(tx.conn, namespace, job)
+    if row is None:
         return Death(0, False)
-    completed = rollout_rows.has_completed(tx, job_id, worker)
+    completed = rollout_rows.has_completed(tx, row.id, worker)
     returned = 0
     died = LeaseLost("WorkerDied", "its driver saw the worker end", max_expiries)
-    while rows := rollout_rows.held_by(tx, job_id, worker, EXPIRY_BATCH):
+    while rows := rollout_rows.held_by(tx, row.id, worker, EXPIRY_BATCH):
         transitions.happened(tx, rows, died)
         returned += len(rows)
     return Death(returned, completed)

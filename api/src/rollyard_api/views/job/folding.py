@@ -13,11 +13,13 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads, pack, unpack
+from rollyard_api.core.codec import loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
@@ -69,8 +71,6 @@ _MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
     rollouts.c.group_no.in_(bindparam("b_nos", expanding=True)),
     rollouts.c.reward.is_not(None),
 )
-_STAGES: Final = ("init", "run", "eval")
-
 
 _FIRST = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
 """Makes a job's row of statistics unless it is there."""
@@ -132,7 +132,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
 
 
 def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
-    statistics = Statistics(loads(document))
+    statistics = msgspec.json.decode(document, type=Statistics)
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
@@ -151,12 +151,12 @@ def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequenc
         added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
         tx.conn.execute(_RATES[tx.sqlite], added)
         tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
-    return pack(dumps(statistics.document()))
+    return pack(msgspec.json.encode(statistics))
 
 
 def active_seconds(timings: dict[str, Any]) -> float:
     """Return the seconds of work in all stages of decoded timings."""
-    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in _STAGES)
+    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in STAGES)
     return round(sum(seconds), 6)
 
 
@@ -234,5 +234,5 @@ def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict
         labels: The policy version of each index that is known.
     """
     row = conn.execute(_STATISTICS, {"b_job": job.id}).one_or_none()
-    kept = Statistics(None if row is None else loads(unpack(row.document)))
+    kept = Statistics() if row is None else msgspec.json.decode(unpack(row.document), type=Statistics)
     return {"upto": 0 if row is None else row.rollouts, **kept.view(labels)}

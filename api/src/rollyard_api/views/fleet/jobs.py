@@ -26,28 +26,10 @@ STUCK_SECONDS: Final = 300.0
 """The seconds without an end of a rollout after which a job that has begun counts as late."""
 
 COLUMNS = (
-    jobs.c.id,
-    jobs.c.uid,
-    jobs.c.namespace,
-    jobs.c.name,
-    jobs.c.status,
-    jobs.c.pool,
-    jobs.c.suspended,
-    jobs.c.closed,
-    jobs.c.cancel_reason,
-    jobs.c.created_at,
-    jobs.c.started_at,
-    jobs.c.deadline_at,
-    jobs.c.finished_at,
-    jobs.c.total,
-    jobs.c.ended,
-    jobs.c.succeeded,
-    jobs.c.failed,
-    jobs.c.cancelled,
-    jobs.c.reward_sum,
-    jobs.c.outage_began,
+    *jobs.c["id", "uid", "namespace", "name", "status", "pool", "suspended", "closed", "cancel_reason"],
+    *jobs.c["created_at", "started_at", "deadline_at", "finished_at", "outage_began"],
+    *jobs.c["total", "ended", "succeeded", "failed", "cancelled", "reward_sum"],
 )
-
 _UNFINISHED = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
 _WAITING = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
 _COUNTS = (

@@ -164,12 +164,10 @@ _SEEN = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).oute
     jobs, jobs.c.id == seen_workers.c.job_id
 )
 _ACTIVE = (
-    sa.select(
-        rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state, sa.func.count().label("n")
-    )
+    sa.select(*rollouts.c["job_id", "worker", "node", "state"], sa.func.count().label("n"))
     # The comparison selects all leases, and lets the planner find their small index.
     .where(rollouts.c.lease_expires > 0)
-    .group_by(rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state)
+    .group_by(*rollouts.c["job_id", "worker", "node", "state"])
 )
 
 

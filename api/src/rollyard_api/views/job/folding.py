@@ -34,26 +34,20 @@ RATE_SECONDS: Final = 10
 RATE_KEPT: Final = 900
 """The seconds for which rates are kept."""
 
+ATTEMPTS = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts")
+"""The attempts of a rollout that did not end well, in all of its stages."""
+
 _STATISTICS = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
 _JOB = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
     jobs.c.id == bindparam("b_job"), jobs.c.deleted_at.is_(None)
 )
 _ENDED = (
     sa.select(
-        rollouts.c.end_seq,
-        rollouts.c.id,
-        rollouts.c.group_no,
-        rollouts.c.sample,
-        rollouts.c.state,
-        rollouts.c.reward,
+        *rollouts.c["id", "group_no", "sample", "state", "end_seq", "reward", "reason", "message"],
+        *rollouts.c["policy_index", "worker", "timings"],
         sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
         rollouts.c.since.label("ended_at"),
-        (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
-        rollouts.c.policy_index,
-        rollouts.c.reason,
-        rollouts.c.message,
-        rollouts.c.worker,
-        rollouts.c.timings,
+        ATTEMPTS,
     )
     .where(rollouts.c.job_id == bindparam("b_job"), rollouts.c.end_seq > bindparam("b_after"))
     .order_by(rollouts.c.end_seq)
@@ -61,7 +55,7 @@ _ENDED = (
 )
 _PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
-    sa.select(groups.c.no, groups.c.seq, groups.c.informative, groups.c.reason)
+    sa.select(*groups.c["no", "seq", "informative", "reason"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import sqlalchemy as sa
-from rollyard_crds.rolloutjob import STAGES
+from rollyard_crds.rolloutjob import STAGES, StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools as pool_rows
@@ -98,7 +98,9 @@ def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
     }
 
 
-def queues(rows: Iterable[Mapping[str, Any]], slots: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def queues(
+    rows: Iterable[Mapping[str, Any]], slots: Mapping[StageName, int]
+) -> dict[StageName, dict[str, int]]:
     """Return the rollouts that wait for and are in each stage, and the places of all workers."""
     found = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in STAGES}
     for job in rows:

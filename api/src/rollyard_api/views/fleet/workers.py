@@ -179,7 +179,7 @@ class WorkersView:
     workers: list[dict[str, Any]]
     more: int
     """The number of workers for which there was no room."""
-    slots: dict[str, int]
+    slots: dict[StageName, int]
     """The places of all workers per stage, as far as they are known."""
     jobs: frozenset[int]
     """The jobs of which a worker was heard lately. 0 stands for all jobs."""

@@ -13,11 +13,13 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads, pack, unpack
+from rollyard_api.core.codec import loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
@@ -32,26 +34,20 @@ RATE_SECONDS: Final = 10
 RATE_KEPT: Final = 900
 """The seconds for which rates are kept."""
 
+ATTEMPTS = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts")
+"""The attempts of a rollout that did not end well, in all of its stages."""
+
 _STATISTICS = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
 _JOB = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
     jobs.c.id == bindparam("b_job"), jobs.c.deleted_at.is_(None)
 )
 _ENDED = (
     sa.select(
-        rollouts.c.end_seq,
-        rollouts.c.id,
-        rollouts.c.group_no,
-        rollouts.c.sample,
-        rollouts.c.state,
-        rollouts.c.reward,
+        *rollouts.c["id", "group_no", "sample", "state", "end_seq", "reward", "reason", "message"],
+        *rollouts.c["policy_index", "worker", "timings"],
         sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
         rollouts.c.since.label("ended_at"),
-        (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
-        rollouts.c.policy_index,
-        rollouts.c.reason,
-        rollouts.c.message,
-        rollouts.c.worker,
-        rollouts.c.timings,
+        ATTEMPTS,
     )
     .where(rollouts.c.job_id == bindparam("b_job"), rollouts.c.end_seq > bindparam("b_after"))
     .order_by(rollouts.c.end_seq)
@@ -59,7 +55,7 @@ _ENDED = (
 )
 _PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
-    sa.select(groups.c.no, groups.c.seq, groups.c.informative, groups.c.reason)
+    sa.select(*groups.c["no", "seq", "informative", "reason"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)
@@ -69,8 +65,6 @@ _MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
     rollouts.c.group_no.in_(bindparam("b_nos", expanding=True)),
     rollouts.c.reward.is_not(None),
 )
-_STAGES: Final = ("init", "run", "eval")
-
 
 _FIRST = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
 """Makes a job's row of statistics unless it is there."""
@@ -132,7 +126,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
 
 
 def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
-    statistics = Statistics(loads(document))
+    statistics = msgspec.json.decode(document, type=Statistics)
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
@@ -151,12 +145,12 @@ def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequenc
         added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
         tx.conn.execute(_RATES[tx.sqlite], added)
         tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
-    return pack(dumps(statistics.document()))
+    return pack(msgspec.json.encode(statistics))
 
 
 def active_seconds(timings: dict[str, Any]) -> float:
     """Return the seconds of work in all stages of decoded timings."""
-    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in _STAGES)
+    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in STAGES)
     return round(sum(seconds), 6)
 
 
@@ -234,5 +228,5 @@ def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict
         labels: The policy version of each index that is known.
     """
     row = conn.execute(_STATISTICS, {"b_job": job.id}).one_or_none()
-    kept = Statistics(None if row is None else loads(unpack(row.document)))
+    kept = Statistics() if row is None else msgspec.json.decode(unpack(row.document), type=Statistics)
     return {"upto": 0 if row is None else row.rollouts, **kept.view(labels)}

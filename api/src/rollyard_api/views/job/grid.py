@@ -26,7 +26,7 @@ MAX_GROUPS: Final = 500
 MAX_CELLS: Final = 16_384
 """The number of samples in one answer. A page with larger groups has fewer of them, but at least one."""
 _LETTERS: Final = {"queued": "q", "leased": "l", "succeeded": "s", "failed": "f", "cancelled": "c"}
-_COLUMN: Final = {"ended": "seq", "reward": "mean", "variance": "variance", "reason": "reason"}
+_COLUMN: Final = {"no": "no", "ended": "seq", "reward": "mean", "variance": "variance", "reason": "reason"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +63,13 @@ def page(
     last = rows[count - 1] if count else None
     if not more or last is None:
         return items, None
-    key = None if asked.sort == "no" else getattr(last, _COLUMN[asked.sort.lstrip("-")])
+    key = getattr(last, _COLUMN[asked.sort.lstrip("-")])
     if isinstance(key, int):
         key = float(key)
     return items, keyset.text(job.uid, asdict(asked), ListPlace(key, last.no))
 
 
-_GROUP = (
-    groups.c.no,
-    groups.c.task_id,
-    groups.c.seq,
-    groups.c.delivered,
-    groups.c.informative,
-    groups.c.reason,
-)
+_GROUP = groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]
 
 
 def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
@@ -101,9 +94,7 @@ def _rows(
     """Return groups after a place: by number, or in an order by what only those that have ended have."""
     if asked.sort == "no":
         query = sa.select(*_GROUP).where(*_where(job_id, asked))
-        if place is not None:
-            query = query.where(groups.c.no > place.number)
-        return conn.execute(query.order_by(groups.c.no).limit(limit + 1)).all()
+        return keyset.Order(groups.c.no, groups.c.no).rows(conn, query, limit, place)
     name, falls = asked.sort.lstrip("-"), asked.sort.startswith("-")
     column, number = ended_groups.c[_COLUMN[name]], ended_groups.c.no
     both = sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no)
@@ -119,9 +110,8 @@ def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int
     found: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
     if not nos:
         return found
-    columns = (rollouts.c.group_no, rollouts.c.id, rollouts.c.state, rollouts.c.reward)
     query = (
-        sa.select(*columns)
+        sa.select(*rollouts.c["group_no", "id", "state", "reward"])
         .where(rollouts.c.job_id == job.id, rollouts.c.group_no.in_(nos))
         .order_by(rollouts.c.group_no, rollouts.c.sample)
     )

@@ -51,13 +51,9 @@ class BlobLimits:
 class BlobsFull(QueueFull):
     """The namespace has reached its limit of uploads or of bytes."""
 
-    reason = "BlobsFull"
-
 
 class BlobTooLarge(TooLarge):
     """The upload is longer than the limit for one upload."""
-
-    reason = "BlobTooLarge"
 
 
 def missing(sha256: str) -> ApiError:
@@ -67,8 +63,9 @@ def missing(sha256: str) -> ApiError:
 
 def missing_of_job(sha256: str) -> ApiError:
     """Return the error for a job that names an upload that the namespace does not have."""
-    text = f"{FIELD}: this namespace has no upload sha256:{sha256}; upload the file first"
-    return Invalid(text, reason="BlobNotFound", errors=[text])
+    return Invalid.of(
+        f"{FIELD}: this namespace has no upload sha256:{sha256}; upload the file first", reason="BlobNotFound"
+    )
 
 
 def _of(namespace: str, sha256: str) -> sa.Select[Any]:
@@ -256,7 +253,6 @@ class UploadTooSlow(ApiError):
     """The body did not arrive in time."""
 
     status = 408
-    reason = "UploadTooSlow"
 
 
 def _busy(namespace: str | None, most: int) -> ApiError:
@@ -301,8 +297,7 @@ class Uploads:
         try:
             found = await self._store(blob_id, namespace, body)
             if found != sha256:
-                text = f"the body's SHA-256 is {found}, not {sha256}"
-                raise Invalid(text, reason="BlobHashMismatch", errors=[text])
+                raise Invalid.of(f"the body's SHA-256 is {found}, not {sha256}", reason="BlobHashMismatch")
             made = await write(partial(complete, blob_id=blob_id, namespace=namespace, sha256=sha256))
             done = True
             return made

@@ -50,8 +50,6 @@ _JSON: Final[dict[bytes | str, bytes | str]] = {
 class RewardServiceNotAllowed(Invalid):
     """The job names a reward service that the installer's list does not contain."""
 
-    reason = "RewardServiceNotAllowed"
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceAllowList(AllowList):
@@ -75,11 +73,10 @@ class ServiceAllowList(AllowList):
     def refusal(self, url: str, why: str = "") -> RewardServiceNotAllowed:
         """Return the error for a URL that the list does not contain."""
         allowed = ", ".join(allowed_prefixes(self)) or "no URLs at all"
-        text = (
+        return RewardServiceNotAllowed.of(
             f"{FIELD}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; allowed "
-            f"are {allowed}"
+            f"are {allowed}",
         )
-        return RewardServiceNotAllowed(text, errors=[text])
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,6 @@ class TaskFileLimits:
 class SourcesBusy(QueueFull):
     """The namespace has too many task files that are being read; retry after Retry-After seconds."""
 
-    reason = "SourcesBusy"
-
 
 Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
 """A function that yields the bytes of an upload, which is named by its namespace and SHA-256."""
@@ -222,13 +220,11 @@ class TaskReader:
 
 
 def _refused_specs(problem: str) -> Invalid:
-    text = f"spec.tasks.specs: {problem}"
-    return Invalid(text, reason="InvalidTasks", errors=[text])
+    return Invalid.of(f"spec.tasks.specs: {problem}", reason="InvalidTasks")
 
 
 def _unreadable(url: str, why: str) -> ApiError:
-    text = f"{FIELD}: {shown(url)} cannot be read: {why}"
-    return Invalid(text, reason="InvalidTasks", errors=[text])
+    return Invalid.of(f"{FIELD}: {shown(url)} cannot be read: {why}", reason="InvalidTasks")
 
 
 async def _first_bytes(data: AsyncGenerator[bytes, None]) -> bytes:

@@ -57,7 +57,7 @@ def selected(tasks: Sequence[Task], source: TaskSource) -> list[TaskRow]:
                 selection.add(task.id, task)
         return [row(task) for task in select(selection)]
     except TaskListError as error:
-        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+        raise Invalid.of(*error.problems, reason=error.reason) from error
 
 
 class Collector:
@@ -156,7 +156,7 @@ class Collector:
     def refused(self, error: TaskListError) -> Invalid:
         """Return the answer to a file that is refused."""
         problems = [f"{FIELD}: {self._url}: {problem}" for problem in error.problems]
-        return Invalid(problems[0], reason=error.reason, errors=problems)
+        return Invalid.of(*problems, reason=error.reason)
 
 
 def read_lines(text: str) -> list[TaskRow]:
@@ -168,7 +168,7 @@ def read_lines(text: str) -> list[TaskRow]:
     try:
         return [row(task) for task in parse_lines(io.StringIO(text, newline=None))]
     except TaskListError as error:
-        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+        raise Invalid.of(*error.problems, reason=error.reason) from error
 
 
 def read_list(documents: Any) -> list[TaskRow]:

@@ -108,10 +108,9 @@ def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace
     try:
         manifest = parse(document)
     except ManifestError as error:
-        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+        raise Invalid.of(*error.problems, reason=error.reason) from error
     if manifest.kind != kind:
-        text = f"kind: this call takes a {kind} (got {manifest.kind})"
-        raise Invalid(text, reason="InvalidManifest", errors=[text])
+        raise Invalid.of(f"kind: this call takes a {kind} (got {manifest.kind})", reason="InvalidManifest")
     return manifest
 
 
@@ -152,16 +151,18 @@ async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> 
         seen: dict[str, int] = {}
         for place, task in enumerate(source.inline):
             if task.id in seen:
-                text = f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]"
-                raise Invalid(text, reason="InvalidTasks", errors=[text])
+                raise Invalid.of(
+                    f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]",
+                    reason="InvalidTasks",
+                )
             seen[task.id] = place
         return tasks.selected(source.inline, source)
     if source.config_map_ref is not None:
-        text = (
+        raise Invalid.of(
             "spec.tasks.configMapRef: only a driver on Kubernetes reads ConfigMaps: apply the job there with "
-            "kubectl, or give 'url', 'inline' or 'stream: true'"
+            "kubectl, or give 'url', 'inline' or 'stream: true'",
+            reason="InvalidTasks",
         )
-        raise Invalid(text, reason="InvalidTasks", errors=[text])
     return []
 
 
@@ -172,8 +173,10 @@ async def _registered_tasks(
     if job.spec.tasks.config_map_ref is None:
         return await _tasks(plane, job, skipped)
     if given is None:
-        text = "tasks: is required where spec.tasks is a configMapRef and the job is not there yet"
-        raise Invalid(text, reason="InvalidTasks", errors=[text])
+        raise Invalid.of(
+            "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
+            reason="InvalidTasks",
+        )
     return await plane.parsing.run(partial(tasks.read_list, given), job.metadata.namespace)
 
 
@@ -208,7 +211,7 @@ def _check_target(job: RolloutJob, rows: Sequence[TaskRow]) -> None:
     """
     problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
     if problems:
-        raise Invalid(problems[0], reason=signals.OUT_OF_REACH, errors=problems)
+        raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
 
 
 def _check_service(plane: ControlPlane, job: RolloutJob) -> None:
@@ -245,8 +248,9 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
     job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
     for field, given in (("tasks", asked.tasks), ("skipped", asked.skipped)):
         if given is not None and job.spec.tasks.config_map_ref is None:
-            text = f"{field}: belong to a job whose spec.tasks is a configMapRef"
-            raise Invalid(text, reason="InvalidTasks", errors=[text])
+            raise Invalid.of(
+                f"{field}: belong to a job whose spec.tasks is a configMapRef", reason="InvalidTasks"
+            )
     new = replace(manifests.prepare(job, []), object_uid=registration.object_uid(job.metadata))
     op = partial(registration.register_job, room=plane.settings.rollout_room)
     told = await plane.database.write(partial(op, new=new, with_tasks=False))

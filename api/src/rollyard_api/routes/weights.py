@@ -90,7 +90,7 @@ async def _require(
         asked = [group.create_task(one(row.url)) for row in rows if row.ready]
     refusals = [problem for task in asked if (problem := task.result())]
     if refusals:
-        raise Conflict(refusals[0], errors=refusals, reason="VersionsUnknown")
+        raise Conflict.of(*refusals, reason="VersionsUnknown")
 
 
 def _choice(modes: Collection[PauseMode]) -> str:

@@ -50,8 +50,6 @@ _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 class Superseded(ControlPlaneError):
     """Another update is wanted now, or another control plane owns the update."""
 
-    reason = "Superseded"
-
 
 # These are built once, because they are executed several times a second.
 _POOLS = sa.select(pools)

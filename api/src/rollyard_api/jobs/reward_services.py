@@ -75,7 +75,7 @@ class ServiceAllowList(AllowList):
         allowed = ", ".join(allowed_prefixes(self)) or "no URLs at all"
         return RewardServiceNotAllowed.of(
             f"{FIELD}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; allowed "
-            f"are {allowed}",
+            f"are {allowed}"
         )
 
 

@@ -98,11 +98,7 @@ class TaskReader:
         self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")
 
     async def read(
-        self,
-        url: str,
-        namespace: str,
-        options: TaskSource | None = None,
-        skipped: SkippedRows | None = None,
+        self, url: str, namespace: str, options: TaskSource | None = None, skipped: SkippedRows | None = None
     ) -> KeptTasks[TaskRow]:
         """Return the tasks of a file behind a URL, of any kind that `FileRows` reads, or in Parquet.
 

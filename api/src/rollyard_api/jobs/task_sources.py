@@ -243,7 +243,7 @@ class AllowList:
         allowed = allowed_prefixes(self)
         return TasksNotAllowed.of(
             f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
-            f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}",
+            f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"
         )
 
     def permits_file(self, source: Source, real: str) -> bool:

@@ -420,11 +420,7 @@ async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace
     else:
         await plane.database.write(
             partial(
-                jobs.cancel_part,
-                namespace=namespace,
-                name=name,
-                group=asked.group,
-                rollout=asked.rollout,
+                jobs.cancel_part, namespace=namespace, name=name, group=asked.group, rollout=asked.rollout
             )
         )
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
@@ -432,10 +428,7 @@ async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace
 
 @of_drivers.get("", responses={200: {"model": UnfinishedJobs}})
 async def unfinished(
-    request: Request,
-    plane: Plane,
-    revision: Annotated[int | None, Query(ge=0)] = None,
-    wait: Wait = 0.0,
+    request: Request, plane: Plane, revision: Annotated[int | None, Query(ge=0)] = None, wait: Wait = 0.0
 ) -> Response:
     """List the jobs of all namespaces that drivers have to handle, by name, generation and cancel reason.
 

@@ -115,9 +115,7 @@ def _grant(plane: ControlPlane, ask: Ask, tx: Transaction) -> tuple[list[dict[st
 
 
 @router.post(
-    "/heartbeat",
-    responses={200: {"model": HeartbeatResponse}},
-    openapi_extra=body_schema(HeartbeatRequest),
+    "/heartbeat", responses={200: {"model": HeartbeatResponse}}, openapi_extra=body_schema(HeartbeatRequest)
 )
 async def heartbeat(request: Request) -> Response:
     """Renew leases. The answer names lost and cancelled leases, and orphaned sandboxes."""
@@ -159,9 +157,7 @@ async def heartbeat(request: Request) -> Response:
 
 
 @router.post(
-    "/complete",
-    responses={200: {"model": OutcomeResponse}},
-    openapi_extra=body_schema(CompleteRequest),
+    "/complete", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(CompleteRequest)
 )
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
@@ -180,11 +176,7 @@ async def complete(request: Request) -> Response:
     return _reply(request, {"outcomes": told})
 
 
-@router.post(
-    "/fail",
-    responses={200: {"model": OutcomeResponse}},
-    openapi_extra=body_schema(FailRequest),
-)
+@router.post("/fail", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(FailRequest))
 async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
     plane = plane_of(request)
@@ -195,11 +187,7 @@ async def fail(request: Request) -> Response:
     return _reply(request, {"outcomes": told})
 
 
-@router.post(
-    "/route",
-    responses={200: {"model": RouteResponse}},
-    openapi_extra=body_schema(RouteRequest),
-)
+@router.post("/route", responses={200: {"model": RouteResponse}}, openapi_extra=body_schema(RouteRequest))
 async def route(request: Request) -> Response:
     """Return another backend for a rollout whose backend failed, or, if none has room, a time to retry."""
     plane = plane_of(request)
@@ -226,11 +214,7 @@ async def route(request: Request) -> Response:
     return _reply(request, answered)
 
 
-@router.post(
-    "/reward",
-    responses={200: {"model": RewardResponse}},
-    openapi_extra=body_schema(RewardRequest),
-)
+@router.post("/reward", responses={200: {"model": RewardResponse}}, openapi_extra=body_schema(RewardRequest))
 async def reward(request: Request) -> Response:
     """Send an episode to the reward service of its job, and return the score or why there is none.
 

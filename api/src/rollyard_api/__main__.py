@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
@@ -35,7 +34,7 @@ from rollyard_api.prorl import listener as prorl_listener
 from rollyard_api.prorl.config import ProrlConfigError
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
-from rollyard_api.settings import NO_BACKEND_SECONDS, Settings
+from rollyard_api.settings import BOUNDS, NO_BACKEND_SECONDS, Settings
 
 EXIT_USAGE = 2
 LARGE_BLOCK_BYTES = 1 << 20
@@ -87,23 +86,6 @@ def _write_atomically(path: Path, text: str) -> None:
 GARBAGE_THRESHOLD = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 STALL_SECONDS = 60
-BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
-    ("max_unstored", int, "ended rollouts awaiting the trajectory store"),
-    ("max_unread", int, "ended rollouts of a stream that nobody has read"),
-    ("store_seconds", float, "how long a request waits for the trajectory store"),
-    ("page_bytes", int, "bytes of a page of results, of a list, and of an answer with leases"),
-    ("max_queued", int, "unfinished rollouts"),
-    ("max_queued_per_namespace", int, "those of one namespace"),
-    ("max_polls", int, "long polls of trainers and drivers"),
-    ("max_polls_per_namespace", int, "those of one namespace"),
-    ("max_worker_polls", int, "long polls of workers"),
-    ("max_worker_polls_per_namespace", int, "those of one namespace"),
-    ("max_streams", int, "event streams"),
-    ("max_streams_per_namespace", int, "those of one namespace"),
-    ("max_pages", int, "pages of results in memory at the same time"),
-    ("max_pages_per_namespace", int, "those of one namespace"),
-)
-"""The settings that are command-line options, with their names, types and help texts."""
 _NETWORK = "a network in which the hosts of these prefixes may be, beside public addresses"
 ALLOWED = (
     (
@@ -154,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--tokens",
+        dest="tokens_file",
         type=Path,
         metavar="FILE",
         help="JSON object with the tokens of admin, worker, driver and metrics, a string or a list of them "
@@ -177,12 +160,12 @@ def parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     bounds = made.add_argument_group("bounds on what one namespace, or one client, may hold")
-    for name, kind, text in BOUNDS:
+    for name, bound in BOUNDS.items():
         bounds.add_argument(
             f"--{name.replace('_', '-')}",
-            type=kind,
-            default=next(field.default for field in fields(Settings) if field.name == name),
-            help=f"{text} (default: %(default)s)",
+            type=type(bound.default),
+            default=bound.default,
+            help=f"{bound.metadata['help']} (default: %(default)s)",
         )
     made.add_argument(
         "--stall-seconds",
@@ -245,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     if given.lease_seconds <= 0:
         parser().error("--lease-seconds must be more than 0")
-    for name in (*(name for name, _, _ in BOUNDS), "stall_seconds", "no_backend_seconds"):
+    for name in (*BOUNDS, "stall_seconds", "no_backend_seconds"):
         if getattr(given, name) <= 0:
             parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
@@ -268,23 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    allowed: dict[str, Any] = {name: tuple(getattr(given, name)) for name, *_ in ALLOWED}
+    values = {each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)}
     settings = Settings(
-        state_dir=given.state_dir,
-        db=given.db,
-        trajectories=given.trajectories,
-        lease_seconds=given.lease_seconds,
-        no_backend_seconds=given.no_backend_seconds,
-        sqlite_max_pages=given.sqlite_max_pages,
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()},
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
-        verify_python=given.verify_python,
-        tokens_file=given.tokens,
-        open_metrics=given.open_metrics,
-        open_docs=given.open_docs,
         browsers=shown,
-        **{name: getattr(given, name) for name, _, _ in BOUNDS},
-        **allowed,
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,

@@ -34,7 +34,7 @@ Decided = tuple[Rollout, Transition]
 CANCEL_BATCH: Final = 2000
 """The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
 nobody can lease any more."""
-METRIC_COMPLETIONS: Final = "completions"
+METRIC_COMPLETIONS: Final = "rollouts_ended"
 METRIC_REWARD: Final = "reward"
 _BACKENDS_FAULT = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
@@ -194,7 +194,7 @@ class _Batch:
         tx, event, spent = self.tx, transition.event, max(0.0, self.tx.now - rollout.since)
         match event:
             case events.Leased():
-                tx.count("leases", rollout.stage)
+                tx.count("leases_granted", rollout.stage)
                 tx.count("queue_seconds", rollout.stage, value=spent)
             case events.InitDone():
                 tx.count("stage_seconds", "init", value=spent)
@@ -206,11 +206,11 @@ class _Batch:
             case events.Scored():
                 tx.count("stage_seconds", "eval", value=spent)
             case events.Failed():
-                tx.count("failures", event.stage, event.reason)
+                tx.count("stage_failures", event.stage, event.reason)
                 if event.stage == "run" and event.reason in _BACKENDS_FAULT and rollout.backend is not None:
                     circuits.failed(tx, rollout.job_id, rollout.backend)
             case events.LeaseLost():
-                tx.count("expiries", rollout.stage)
+                tx.count("leases_expired", rollout.stage)
             case events.NewWeights():
                 tx.count("stale_rollouts", "cancelled" if event.cancel else "restarted")
             case events.Moved():

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from rollyard_crds.security.log_text import log_to
@@ -251,9 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    values = {each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)}
+    named = {each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
     settings = Settings(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()},
+        **values,
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
         browsers=shown,

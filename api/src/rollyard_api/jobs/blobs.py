@@ -309,22 +309,16 @@ class Uploads:
 
     async def _store(self, blob_id: int, namespace: str, body: AsyncIterator[bytes]) -> str:
         """Store the pieces of the body, and return its SHA-256."""
-        digest, waiting, size, no = hashlib.sha256(), bytearray(), 0, 0
+        digest, waiting, total, no = hashlib.sha256(), bytearray(), 0, 0
 
         async def put(data: bytes) -> None:
             nonlocal no
             packed = await asyncio.get_running_loop().run_in_executor(self._packers, pack, data)
-            add = partial(
-                add_piece,
-                blob_id=blob_id,
-                namespace=namespace,
-                no=no,
-                packed=packed,
-                size=len(data),
-                limits=self._limits,
-            )
+            size = len(data)
             # The last commit, which is durable, makes the commits before it durable, too.
-            await self._database.write(add, durable=False)
+            await self._database.write(
+                lambda tx: add_piece(tx, blob_id, namespace, no, packed, size, self._limits), durable=False
+            )
             no += 1
 
         while True:
@@ -332,8 +326,8 @@ class Uploads:
                 part = await anext(body, None)
             if part is None:
                 break
-            size += len(part)
-            if size > self._limits.blob_bytes:
+            total += len(part)
+            if total > self._limits.blob_bytes:
                 raise BlobTooLarge(f"the upload is longer than {self._limits.blob_bytes} bytes")
             digest.update(part)
             waiting += part

@@ -20,6 +20,7 @@ import httpcore
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.fields.reward import MAX_COMPONENTS, RewardServiceSpec
+from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
@@ -144,14 +145,14 @@ class RewardServices:
         self._tls: ssl.SSLContext | None = None
         """The context of all requests. It is read from the system once, which takes some milliseconds."""
 
-    def check(self, service: RewardServiceSpec | None, namespace: str) -> None:
-        """Check the service that a job names, without connecting to it.
+    def check(self, spec: RolloutJobSpec, namespace: str) -> None:
+        """Check the service that a job names, if it names one, without connecting to it.
 
         Raises:
             RewardServiceNotAllowed: The installer's list does not contain it.
         """
-        if service is not None:
-            self._allowed.source(service.url, namespace)
+        if spec.reward is not None and spec.reward.service is not None:
+            self._allowed.source(spec.reward.service.url, namespace)
 
     async def ask(
         self,

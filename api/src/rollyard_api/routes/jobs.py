@@ -194,7 +194,7 @@ async def submit(request: Request, plane: Plane, namespace: DefaultNamespace = N
         made = False
     else:
         plane.sandbox_hosts.check(job.spec)
-        _check_service(plane, job)
+        plane.reward_services.check(job.spec, job.metadata.namespace)
         skipped = SkippedRows()
         new: NewJob = replace(bare, tasks=await _tasks(plane, job, skipped), skipped=skipped)
         _check_target(job, new.tasks)
@@ -212,16 +212,6 @@ def _check_target(job: RolloutJob, rows: Sequence[TaskRow]) -> None:
     problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
     if problems:
         raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
-
-
-def _check_service(plane: ControlPlane, job: RolloutJob) -> None:
-    """Check that the installer allows the reward service that a job names, if it names one.
-
-    Raises:
-        RewardServiceNotAllowed: The installer does not allow it.
-    """
-    service = None if job.spec.reward is None else job.spec.reward.service
-    plane.reward_services.check(service, job.metadata.namespace)
 
 
 class Registration(BaseModel):
@@ -259,7 +249,7 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
         if missing:
             raise Invalid(missing[0], reason="NotInstalled", errors=missing)
         plane.sandbox_hosts.check(job.spec)
-        _check_service(plane, job)
+        plane.reward_services.check(job.spec, job.metadata.namespace)
         skipped = asked.skipped or SkippedRows()
         found = await _registered_tasks(plane, job, asked.tasks, skipped)
         new = replace(new, tasks=found, skipped=skipped)

@@ -193,15 +193,7 @@ async def route(request: Request) -> Response:
     plane = plane_of(request)
     asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
-    op = partial(
-        rerouting.reroute,
-        rollout=asked.rollout,
-        token=asked.token,
-        failed_url=asked.failed_url,
-        error=asked.error,
-        blame=asked.blame,
-    )
-    told = await plane.database.write(op)
+    told = await plane.database.write(partial(rerouting.reroute, asked=asked))
     if told.opened:
         log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
     if told.outcome == "unknown":
@@ -236,17 +228,9 @@ async def job_spec(
 ) -> Response:
     """Return a job's spec for workers, without inline tasks."""
     refuse_other_job(request, namespace, name)
-    return answer(
-        await plane.database.read(
-            partial(
-                job_views.worker_spec,
-                namespace=namespace,
-                name=name,
-                uid=uid,
-                pinned=plane.sandbox_hosts.pinned,
-            )
-        )
-    )
+    pinned = plane.sandbox_hosts.pinned
+    read = partial(job_views.worker_spec, namespace=namespace, name=name, uid=uid, pinned=pinned)
+    return answer(await plane.database.read(read))
 
 
 @router.get("/images", responses={200: {"model": WaitingImages}})

@@ -29,15 +29,9 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRou
 async def died(request: Request, plane: Plane) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
     report = validated(WorkerDied, await body_of(request))
-    op = partial(
-        sweeps.worker_died,
-        namespace=report.namespace,
-        job=report.job,
-        worker=report.worker,
-        max_expiries=plane.settings.max_expiries,
-    )
+    op = partial(sweeps.worker_died, report=report, max_expiries=plane.settings.max_expiries)
     death = await plane.database.write(op, durable=False)
-    return answer({"returned": death.returned, "completed": death.completed})
+    return answer(death.model_dump())
 
 
 @router.post(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rollyard_api.access import permissions
 from rollyard_api.views.job.statistics import MAX_KEYS, Sketch
@@ -241,7 +242,7 @@ def test_rewards_of_any_size_take_bounded_room() -> None:
     for number in range(20_000):
         sketch.add((-1) ** number * 1.01 ** (number % 1300))
         if number % 1000 == 0:
-            sketch = Sketch(json.loads(json.dumps(sketch.document())))
+            sketch = msgspec.json.decode(msgspec.json.encode(sketch), type=Sketch)
     assert len(sketch.counts) <= MAX_KEYS
     assert sum(sketch.histogram()["bins"]) == 20_000
 

@@ -538,6 +538,7 @@ async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
         "lost": [],
         "cancelled": [],
         "orphans": [],
+        "watched": [],
     }
     # What waited for Eval of the others begins again, too.
     assert {one["job"] for one in await worker.lease(eval=16)} == {"unbounded", "team"}

@@ -8,12 +8,12 @@ import numpy as np
 import orjson
 import pytest
 from rollyard_api.trajectories import delivery as server
-from rollyard_api.trajectories.packed import ARRAYS, packed
+from rollyard_api.trajectories.packed import ARRAYS, repacked
 from rollyard_bench import delivery
 
 
 def page(form: str, *records: Any) -> bytes:
-    made = [packed(record) if form == ARRAYS else orjson.dumps(record) for record in records]
+    made = [repacked(record) if form == ARRAYS else orjson.dumps(record) for record in records]
     return server.encode(made, form)
 
 

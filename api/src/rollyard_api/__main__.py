@@ -252,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrowserOptionInvalid, NoSocket, ProrlConfigError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+    # An option with the name of a setting is that setting.
     named = {each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)}
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
     settings = Settings(
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             namespace_count=given.max_namespace_blobs,
         ),
     )
-    for options, name in (
+    for options_of_list, name in (
         ("--allow-tasks-from, --allow-tasks-network", "task_sources"),
         ("--allow-sandbox-host, --allow-eval-host", "sandbox_hosts"),
         ("--allow-rewards-from, --allow-rewards-network", "reward_services"),
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             getattr(settings, name)
         except (PrefixError, HostPatternError) as error:
-            print(f"{options}: {error}", file=sys.stderr)
+            print(f"{options_of_list}: {error}", file=sys.stderr)
             return EXIT_USAGE
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

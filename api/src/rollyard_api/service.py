@@ -25,7 +25,7 @@ from rollyard_api.browsers.door import Door
 from rollyard_api.browsers.sessions import Guesses, Sessions
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
+from rollyard_api.core.problems import RETRY_AFTER, ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.core.quotas import Quota, Turns
 from rollyard_api.core.wakeups import Bus, Idle
 from rollyard_api.jobs import jobs
@@ -273,7 +273,7 @@ class ControlPlane:
         raise Unavailable(
             "as many trajectories as may wait in the database do, and their store takes none: "
             f"{refused.detail}",
-            headers={"Retry-After": "2"},
+            headers=RETRY_AFTER,
         )
 
     async def sweep(self) -> None:

@@ -14,8 +14,8 @@ from rollyard.errors import MissingExtra
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "parquet": ("pyarrow",),
     "api": (
-        "alembic", "fastapi", "fastapi_swagger", "fsspec", "httptools", "msgpack", "prometheus_client",
-        "pyarrow", "sqlalchemy", "uvicorn", "uvloop",
+        "alembic", "fastapi", "fastapi_swagger", "fsspec", "httptools", "msgpack", "msgspec",
+        "prometheus_client", "pyarrow", "sqlalchemy", "uvicorn", "uvloop",
     ),
     "worker": ("aiohttp", "jinja2", "markdown_it", "math_verify", "spython", "tokenizers", "uvloop"),
     "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),

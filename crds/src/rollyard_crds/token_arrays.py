@@ -26,6 +26,8 @@ _CODES: Final = {"<u1": "B", "<u2": "H", "<u4": "I", "<f4": "f", "<f8": "d"}
 _INTEGERS: Final[tuple[Dtype, ...]] = ("<u1", "<u2", "<u4")
 """The narrowest first. A list that does not fit is noticed at its first number that is too large."""
 _FLOATS: Final = ("<f4", "<f8")
+_MAX_RUN: Final = 1 << 32
+"""The largest number of tokens in a run. No list is as long, and sums of such numbers are no problem."""
 _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SWAPPED: Final = sys.byteorder == "big"
 _PARALLEL: Final = ("loss_mask", "logprobs", "policy_versions")
@@ -129,7 +131,7 @@ class VersionRuns(Record):
     @model_validator(mode="after")
     def _pairs(self) -> VersionRuns:
         for place, (version, count) in enumerate(self.runs):
-            if not isinstance(version, str) or not isinstance(count, int) or count < 1:
+            if not isinstance(version, str) or not isinstance(count, int) or not 1 <= count <= _MAX_RUN:
                 raise ValueError(f"runs[{place}]: must be [version, number of tokens]")
         return self
 

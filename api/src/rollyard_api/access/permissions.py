@@ -276,8 +276,12 @@ def refused(bound: BoundJob) -> Forbidden:
     return Forbidden(f"this token was for the workers of job {what}, which {how}", reason="JobEnded")
 
 
-def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
-    """Return the condition that selects all jobs but the token's own, even deleted jobs that have rows."""
+@lru_cache(maxsize=256)
+def _of_others(identity: JobIdentity, by: Literal["id", "sandbox_id"]) -> sa.Select[tuple[str]]:
+    """Return the query for one rollout of a job that is not the token's own, even of a deleted job with rows.
+
+    The query is kept because each report asks it.
+    """
     # A job without an object has null here. Compared as null, it would match no job and pass the check.
     object_uid = sa.func.coalesce(jobs.c.object_uid, "")
     ours = sa.and_(
@@ -285,16 +289,9 @@ def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
         jobs.c.name == identity.name,
         sa.or_(jobs.c.uid == identity.uid, object_uid == identity.uid),
     )
-    return sa.not_(ours)
-
-
-@lru_cache(maxsize=256)
-def _of_others(identity: JobIdentity, by: Literal["id", "sandbox_id"]) -> sa.Select[tuple[str]]:
-    """Return the query for one rollout of another job, which is kept because each report asks it."""
-    joined = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
-    return joined.where(rollouts.c[by].in_(sa.bindparam("b_names", expanding=True)), others(identity)).limit(
-        1
-    )
+    query = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
+    named = rollouts.c[by].in_(sa.bindparam("b_names", expanding=True))
+    return query.where(named, sa.not_(ours)).limit(1)
 
 
 def reaches_others(

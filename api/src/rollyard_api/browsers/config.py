@@ -108,18 +108,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="DNS name under which browsers may open the page, beside localhost and the address of --host; "
         "may be given several times",
     )
-    group.add_argument(
-        "--session-idle-seconds",
-        type=float,
-        default=IDLE_SECONDS,
-        help="a session that nobody uses ends after so long (default: %(default)s)",
-    )
-    group.add_argument(
-        "--session-seconds",
-        type=float,
-        default=SESSION_SECONDS,
-        help="every session ends after so long (default: %(default)s)",
-    )
+    for option, seconds, text in (
+        ("--session-idle-seconds", IDLE_SECONDS, "a session that nobody uses ends after so long"),
+        ("--session-seconds", SESSION_SECONDS, "every session ends after so long"),
+    ):
+        group.add_argument(option, type=float, default=seconds, help=f"{text} (default: %(default)s)")
 
 
 def parsed(given: argparse.Namespace) -> BrowserSettings:

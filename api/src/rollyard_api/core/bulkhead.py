@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from rollyard_crds.backoff import Backoff
 
-from rollyard_api.core.problems import TimedOut, Unavailable
+from rollyard_api.core.problems import RETRY_AFTER, TimedOut, Unavailable
 
 T = TypeVar("T")
 
@@ -26,7 +26,6 @@ SPARE = 4
 """The largest number of threads of a bulkhead, as a multiple of its places. It includes threads that hang
 for ever."""
 PROBES: Final = Backoff(first=1.0, longest=60.0)
-RETRY_AFTER = {"Retry-After": "2"}
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +92,7 @@ class Bulkhead:
             raise Unavailable("shutting down", headers=RETRY_AFTER)
         if self._blocked() and not self._may_probe(loop.time()):
             raise self._refusal()
-        if self._waiters() >= self._max_waiting:
+        if sum(map(len, self._waiting.values())) >= self._max_waiting:
             raise Unavailable(f"too many requests wait for the {self.what}", headers=RETRY_AFTER)
         future: asyncio.Future[T] = loop.create_future()
         call = _Call(function, future, key)
@@ -115,9 +114,6 @@ class Bulkhead:
         self._closed = True
         for _ in range(self._threads):
             self._work.put(None)
-
-    def _waiters(self) -> int:
-        return sum(map(len, self._waiting.values()))
 
     def _room(self) -> int:
         held = len(self._running) - len(self._written_off)

@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 TYPE_BASE = "https://rollyard.dev/problems/"
 MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER = {"Retry-After": "2"}
+"""The header of refusals that are over soon."""
 
 
 class ControlPlaneError(Exception):

@@ -15,9 +15,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from rollyard_api.core.problems import ApiError, QueueFull, TooManyWaits
+from rollyard_api.core.problems import RETRY_AFTER, ApiError, QueueFull, TooManyWaits
 
-RETRY_AFTER = {"Retry-After": "2"}
 UNBOUNDED: Final = sys.maxsize
 
 Refusal = Callable[[str | None, int], ApiError]

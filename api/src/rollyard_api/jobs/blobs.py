@@ -20,8 +20,8 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.problems import ApiError, Invalid, NotFound, QueueFull, TooLarge
-from rollyard_api.core.quotas import RETRY_AFTER, Quota
+from rollyard_api.core.problems import RETRY_AFTER, ApiError, Invalid, NotFound, QueueFull, TooLarge
+from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.task_sources import FIELD
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BlobRow

@@ -26,8 +26,9 @@ from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.groups import LeasedGroup
 from rollyard_api.storage.rollouts import Payload, Waiting
-from rollyard_api.storage.rows import LeasableJob, columns, read_all
+from rollyard_api.storage.rows import LeasableJob, columns
 from rollyard_api.storage.schema import jobs
+from rollyard_api.storage.statements import rows_of
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.records import fitting
 
@@ -66,7 +67,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
     room = max_bytes
     live = {
         row.id: row
-        for row in read_all(LeasableJob, tx.conn.execute(_LIVE))
+        for row in (LeasableJob(*row) for row in rows_of(tx.conn, _LIVE, {}))
         if (ask.job is None or row.name == ask.job)
         and (ask.namespace is None or row.namespace == ask.namespace)
         and ask.job_id in (None, row.id)
@@ -159,9 +160,8 @@ class _Grant:
                     continue
                 assignment = self.routers.assignment((job.namespace, job.pool), chosen)
             total += size
-            event = Leased(self.ask.worker, self.ask.node, tx.now + self.lease_seconds)
-            if chosen is not None:
-                event = Leased(event.worker, event.node, event.expires, chosen.url, chosen.policy_index)
+            backend = (None, None) if chosen is None else (chosen.url, chosen.policy_index)
+            event = Leased(self.ask.worker, self.ask.node, tx.now + self.lease_seconds, *backend)
             decision = decide(row, event, None, tx.now)
             assert isinstance(decision, Transition), f"{row.id} waits for {stage}"
             decided.append((row, decision))

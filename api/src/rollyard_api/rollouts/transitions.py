@@ -34,8 +34,6 @@ Decided = tuple[Rollout, Transition]
 CANCEL_BATCH: Final = 2000
 """The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
 nobody can lease any more."""
-METRIC_COMPLETIONS: Final = "rollouts_ended"
-METRIC_REWARD: Final = "reward"
 _BACKENDS_FAULT = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 
@@ -269,9 +267,9 @@ class _Batch:
             rollout, reason, reward = ending.rollout, ending.transition.reason, ending.reward
             status = ending.transition.after.status
             ending.changes["end_seq"] = place
-            tx.count(METRIC_COMPLETIONS, job.namespace, job.name, status, reason)
+            tx.count("rollouts_ended", job.namespace, job.name, status, reason)
             if reward is not None:
-                tx.count(METRIC_REWARD, job.namespace, job.name, value=reward)
+                tx.count("reward", job.namespace, job.name, value=reward)
             tx.emit(
                 job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
             )

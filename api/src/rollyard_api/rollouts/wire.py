@@ -18,22 +18,22 @@ from rollyard_api.trajectories.traces import MAX_REASON
 MAX_CARRY_BYTES = 1 << 20
 
 
-class Report(NamedTuple):
+class ReportedEvent(NamedTuple):
     """What a worker reports of one rollout."""
 
     rollout: str
     event: events.Report
 
 
-class Results(NamedTuple):
+class ReportedResults(NamedTuple):
     """The results of a CompleteRequest."""
 
-    reports: list[Report]
+    reports: list[ReportedEvent]
     sandboxes: list[str]
     """The ids of the sandboxes that the results name."""
 
 
-def check_results(document: Any) -> Results:
+def check_results(document: Any) -> ReportedResults:
     """Return the checked results of a CompleteRequest.
 
     Args:
@@ -51,10 +51,12 @@ def check_results(document: Any) -> Results:
         if len(problems) >= MAX_PROBLEMS:
             break
         if not problems:
-            reports.append(Report(result.rollout, _event(result, document["results"][place], carry)))
+            reports.append(ReportedEvent(result.rollout, _event(result, document["results"][place], carry)))
     if problems:
         raise Invalid(problems[0], errors=problems[:MAX_PROBLEMS])
-    return Results(reports, [result.sandbox.id for result in request.results if result.sandbox is not None])
+    return ReportedResults(
+        reports, [result.sandbox.id for result in request.results if result.sandbox is not None]
+    )
 
 
 def _problems(result: StageResult, carry: bytes, name: str) -> Iterator[str]:
@@ -153,7 +155,7 @@ def _times(times: StageTimes) -> Times:
     return Times(times.model_seconds, times.tool_seconds, times.own_seconds)
 
 
-def check_failures(document: Any) -> list[Report]:
+def check_failures(document: Any) -> list[ReportedEvent]:
     """Return the checked failures of a FailRequest.
 
     Args:
@@ -164,7 +166,7 @@ def check_failures(document: Any) -> list[Report]:
     """
     request = validated(FailRequest, document, strict=True)
     return [
-        Report(
+        ReportedEvent(
             failure.rollout,
             Failed(
                 token=failure.token,

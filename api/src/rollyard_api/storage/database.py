@@ -134,12 +134,13 @@ def _sqlite_engine(url: URL, max_pages: int, *, writer: bool) -> Engine:
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
         # The driver does this in a tenth of the time that SQLAlchemy needs for a statement.
-        _driver_of(connection).execute(begin).close()
+        driver_of(connection).execute(begin).close()
 
     return engine
 
 
-def _driver_of(conn: Connection) -> sqlite3.Connection:
+def driver_of(conn: Connection) -> sqlite3.Connection:
+    """Return the connection of SQLite's driver, whose transactions are those of `conn`."""
     driver = conn.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     return driver
@@ -415,7 +416,7 @@ class Database:
         level = "FULL" if durable else "NORMAL"
         if self.sqlite and level != self._synchronous:
             # The driver's connection is used, because SQLAlchemy would begin a transaction for the pragma.
-            _driver_of(conn).execute(f"PRAGMA synchronous={level}").close()
+            driver_of(conn).execute(f"PRAGMA synchronous={level}").close()
             self._synchronous = level
         return conn.begin()
 

@@ -12,6 +12,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.machine.groups import GroupResult
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import groups
+from rollyard_api.storage.statements import rows_of, run
 
 _OF_JOB = groups.c.job_id == bindparam("b_job")
 _THIS = sa.and_(_OF_JOB, groups.c.no == bindparam("b_no"))
@@ -50,8 +51,8 @@ def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
 
 def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, LeasedGroup]:
     """Return the groups of a job with these numbers, by their numbers."""
-    rows = conn.execute(_LEASED, {"b_job": job_id, "b_nos": sorted(set(numbers))}).all()
-    return {row.no: LeasedGroup(*row) for row in rows}
+    rows = rows_of(conn, _LEASED, {"b_job": job_id, "b_nos": sorted(set(numbers))})
+    return {row[0]: LeasedGroup(*row) for row in rows}
 
 
 def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str, int]:
@@ -75,8 +76,8 @@ def leave(tx: Transaction, job_id: int, ended: Mapping[int, int]) -> list[int]:
         The numbers of those groups whose members have all ended.
     """
     numbers = sorted(ended)
-    tx.conn.execute(_LEAVE, [{"b_job": job_id, "b_no": no, "b_count": ended[no]} for no in numbers])
-    return list(tx.conn.scalars(_COMPLETE, {"b_job": job_id, "b_nos": numbers}))
+    run(tx, _LEAVE, [{"b_job": job_id, "b_no": no, "b_count": ended[no]} for no in numbers])
+    return [row[0] for row in rows_of(tx.conn, _COMPLETE, {"b_job": job_id, "b_nos": numbers})]
 
 
 def end(tx: Transaction, job_id: int, first: int, results: Mapping[int, GroupResult]) -> None:
@@ -95,7 +96,7 @@ def end(tx: Transaction, job_id: int, first: int, results: Mapping[int, GroupRes
         }
         for seq, (no, result) in enumerate(results.items(), first)
     ]
-    tx.conn.execute(_END, ends)
+    run(tx, _END, ends)
 
 
 def remove(tx: Transaction, job_id: int) -> None:

@@ -22,6 +22,7 @@ from rollyard_api.machine.rollout import Rollout
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
+from rollyard_api.storage.statements import rows_of, run
 
 _IDS_AT_ONCE: Final = 500
 """The number of ids in one statement."""
@@ -77,13 +78,13 @@ class Waiting(NamedTuple):
 
 def named(tx: Transaction, ids: Iterable[str]) -> dict[str, Rollout]:
     """Return the rollouts with these ids, by their ids."""
-    return {row.id: Rollout(*row) for row in tx.conn.execute(_NAMED, {"b_ids": sorted(set(ids))}).all()}
+    return {row[0]: Rollout(*row) for row in rows_of(tx.conn, _NAMED, {"b_ids": sorted(set(ids))})}
 
 
 def waiting(tx: Transaction, job_id: int, state: RolloutState, node: str, limit: int) -> list[Waiting]:
     """Return the first rollouts of a job's queue that are for the workers of `node`, or for any with ""."""
     values = {"b_job": job_id, "b_state": state, "b_node": node, "b_limit": limit}
-    return [Waiting(Rollout(*row[:-1]), row[-1]) for row in tx.conn.execute(_WAITING, values).all()]
+    return [Waiting(Rollout(*row[:-1]), row[-1]) for row in rows_of(tx.conn, _WAITING, values)]
 
 
 def expired(tx: Transaction, limit: int) -> list[Rollout]:
@@ -237,7 +238,7 @@ def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
 def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, list[Member]]:
     """Return the rollouts of groups whose members have all ended, by the numbers of the groups."""
     ended: dict[int, list[Member]] = {no: [] for no in numbers}
-    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": numbers}).all():
+    for row in rows_of(tx.conn, _MEMBERS, {"b_job": job_id, "b_nos": list(numbers)}):
         ended[row[0]].append(Member(*row[1:]))
     return ended
 
@@ -329,7 +330,7 @@ _GRACE = (
 def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
     """Write the changed columns of rollouts, whose ids stand under "b_id"; only `transitions` calls this."""
     for some in _alike(changes).values():
-        tx.conn.execute(_UPDATE, some)
+        run(tx, _UPDATE, some)
 
 
 def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
@@ -344,7 +345,7 @@ def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> N
     """Renew the leases with these rollouts and tokens until `expires`, in seconds since the epoch."""
     changes = [{"b_id": id, "b_token": token, "lease_expires": expires} for id, token in sorted(held)]
     if changes:
-        tx.conn.execute(_RENEW, changes)
+        run(tx, _RENEW, changes)
 
 
 def grace(tx: Transaction, lease_seconds: float) -> None:
@@ -384,13 +385,13 @@ class Payload(NamedTuple):
 
 def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
     """Return what the leases of these rollouts carry."""
-    return {row.rollout_id: Payload(*row) for row in conn.execute(_PAYLOADS, {"b_ids": ids}).all()}
+    return {row[0]: Payload(*row) for row in rows_of(conn, _PAYLOADS, {"b_ids": list(ids)})}
 
 
 def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
     """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
     for names, some in _alike(kept).items():
-        tx.conn.execute(_upsert(tx.sqlite, names), some)
+        run(tx, _upsert(tx.sqlite, names), some)
 
 
 @lru_cache

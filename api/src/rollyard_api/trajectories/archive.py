@@ -236,7 +236,8 @@ class Archive:
 
     async def unstored(self) -> int:
         """Return the number of ended rollouts that wait for the store."""
-        return await self._database.read(_pending)
+        query = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
+        return int(await self._database.read(lambda conn: conn.execute(query).scalar_one()))
 
     async def lines(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[bytes]:
         """Return the records of ended rollouts, from the store or the database, in the order of the rows.
@@ -319,11 +320,6 @@ class Archive:
                 found.append(bytes(data[:length]).rstrip(b"\n"))
                 data = data[length:]
         return found
-
-
-def _pending(conn: Connection) -> int:
-    query = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
-    return int(conn.execute(query).scalar_one())
 
 
 def _anything_pending(conn: Connection) -> bool:

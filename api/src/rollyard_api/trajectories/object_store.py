@@ -13,12 +13,11 @@ import fsspec
 from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 
-from rollyard_api.core.problems import StorageFull, Unavailable
+from rollyard_api.core.problems import RETRY_AFTER, StorageFull, Unavailable
 from rollyard_api.storage.database import is_storage_full
 
 LEFT_SECONDS = 600.0
 """The age in seconds from which on a scratch file counts as abandoned."""
-RETRY_AFTER = {"Retry-After": "2"}
 
 
 class ObjectMissing(Unavailable):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rollyard_crds.trajectory import Trajectory
 
 from rollyard_api.core.codec import dumps, loads
 
@@ -67,23 +68,10 @@ SCHEMA = pa.schema(
 )
 _JSON = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
 _DEFAULTS: dict[str, Any] = {
-    "attempts": [],
-    "attempts_dropped": 0,
-    "reward_reason": "",
-    "reward_output": "",
-    "segments": [],
-    "backend": "",
-    "tool_parser": "",
-    "truncated": False,
-    "truncated_reason": "",
-    "template_breaks": 0,
-    "messages": [],
-    "turns": [],
-    "sampling": None,
-    "metadata": {},
+    name: field.get_default(call_default_factory=True)
+    for name, field in Trajectory.model_fields.items()
+    if name in SCHEMA.names and not field.is_required()
 }
-
-
 GROUP_BYTES = 4 << 20
 """The JSON bytes of a row group. As Python objects, its rows take about five times as much memory."""
 

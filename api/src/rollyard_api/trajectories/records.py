@@ -107,19 +107,8 @@ def summaries(
     """
     query = (
         sa.select(
-            rollouts.c.id,
-            rollouts.c.state,
-            rollouts.c.worker,
-            rollouts.c.timings,
-            rollouts.c.reward,
-            rollouts.c.reason,
-            rollouts.c.message,
-            rollouts.c.failures_init,
-            rollouts.c.failures_run,
-            rollouts.c.failures_eval,
-            rollouts.c.attempts,
-            rollouts.c.sample,
-            rollouts.c.backend,
+            *rollouts.c["id", "sample", "state", "reward", "reason", "message", "timings", "worker"],
+            *rollouts.c["failures_init", "failures_run", "failures_eval", "attempts", "backend"],
             groups.c.task_id,
         )
         .join_from(rollouts, groups, _GROUP)
@@ -172,14 +161,9 @@ def _bytes() -> sa.ColumnElement[int]:
 
 def sizes() -> sa.Select[Any]:
     """Return a query for short rows of `select`: where each belongs and how many bytes it adds to a page."""
-    return sa.select(
-        rollouts.c.id,
-        rollouts.c.end_seq,
-        rollouts.c.group_no,
-        rollouts.c.sample,
-        rollouts.c.pending,
-        _bytes().label("bytes"),
-    ).outerjoin(payloads, payloads.c.rollout_id == rollouts.c.id)
+    row = rollouts.c["id", "end_seq", "group_no", "sample", "pending"]
+    query = sa.select(*row, _bytes().label("bytes"))
+    return query.outerjoin(payloads, payloads.c.rollout_id == rollouts.c.id)
 
 
 def fitting(sizes: Iterable[int], max_bytes: int) -> int:

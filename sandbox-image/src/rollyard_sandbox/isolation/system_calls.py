@@ -212,7 +212,7 @@ class _Table:
         self.names = names
         self._memory = mmap.mmap(-1, 8 * len(words))
         self.words = (ctypes.c_uint64 * len(words)).from_buffer(self._memory)
-        self.words[:] = words
+        self.words[:] = [*words]
 
     def results(self) -> list[int]:
         """Return what each call returned: a negative error number if it failed, and 0 if it was not made."""

@@ -40,7 +40,7 @@ from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_api.trajectories.packed import of_segments
 from rollyard_crds.backendpool import BackendPool
-from rollyard_crds.rolloutjob import STAGES, RolloutJob
+from rollyard_crds.rolloutjob import STAGES, RolloutJob, StageName
 from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_testing.crds.segments import kept as kept_record
@@ -90,7 +90,7 @@ class Result:
     components: Mapping[str, float] = field(default_factory=dict)
     reward_reason: str | None = None
     reward_output: str | None = None
-    stage: str = "eval"
+    stage: StageName = "eval"
     """The stage in which it ended."""
     reason: str | None = None
     message: str | None = None

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import orjson
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
@@ -23,30 +24,26 @@ FINAL: Final = ("Succeeded", "Failed", "Cancelled")
 """The phases that do not change any more."""
 STUCK_SECONDS: Final = 300.0
 """The seconds without an end of a rollout after which a job that has begun counts as late."""
-_STAGES: Final = ("init", "run", "eval")
-_LOOKED_UP: Final = 500
 
 COLUMNS = (
-    jobs.c.id,
-    jobs.c.uid,
-    jobs.c.namespace,
-    jobs.c.name,
-    jobs.c.status,
-    jobs.c.pool,
-    jobs.c.suspended,
-    jobs.c.closed,
-    jobs.c.cancel_reason,
-    jobs.c.created_at,
-    jobs.c.started_at,
-    jobs.c.deadline_at,
-    jobs.c.finished_at,
-    jobs.c.total,
-    jobs.c.ended,
-    jobs.c.succeeded,
-    jobs.c.failed,
-    jobs.c.cancelled,
-    jobs.c.reward_sum,
-    jobs.c.outage_began,
+    *jobs.c["id", "uid", "namespace", "name", "status", "pool", "suspended", "closed", "cancel_reason"],
+    *jobs.c["created_at", "started_at", "deadline_at", "finished_at", "outage_began"],
+    *jobs.c["total", "ended", "succeeded", "failed", "cancelled", "reward_sum"],
+)
+_UNFINISHED = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
+_WAITING = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
+_COUNTS = (
+    sa.select(rollouts.c.job_id, rollouts.c.state, sa.func.count().label("n"))
+    .where(rollouts.c.job_id.in_(_UNFINISHED), rollouts.c.state.in_(_WAITING))
+    .group_by(rollouts.c.job_id, rollouts.c.state)
+)
+_LAST_ENDS = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
+    job_statistics,
+    sa.and_(
+        job_statistics.c.job_id == ended_rollouts.c.job_id,
+        job_statistics.c.rollouts == ended_rollouts.c.end_seq,
+        job_statistics.c.job_id.in_(_UNFINISHED),
+    ),
 )
 
 
@@ -56,15 +53,8 @@ def counts(conn: Connection, rows: list[Any]) -> dict[int, dict[RolloutState, in
     Those that wait for Init, who may be a million, are what remains of the total.
     """
     found: dict[int, dict[RolloutState, int]] = {row.id: {} for row in rows}
-    ids = [row.id for row in rows]
-    waiting = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
-    for at in range(0, len(ids), _LOOKED_UP):
-        query = (
-            sa.select(rollouts.c.job_id, rollouts.c.state, sa.func.count().label("n"))
-            .where(rollouts.c.job_id.in_(ids[at : at + _LOOKED_UP]), rollouts.c.state.in_(waiting))
-            .group_by(rollouts.c.job_id, rollouts.c.state)
-        )
-        for row in conn.execute(query):
+    for row in conn.execute(_COUNTS):
+        if row.job_id in found:
             found[row.job_id][row.state] = row.n
     for row in rows:
         left = row.total - row.ended - sum(found[row.id].values())
@@ -72,25 +62,9 @@ def counts(conn: Connection, rows: list[Any]) -> dict[int, dict[RolloutState, in
     return found
 
 
-def last_ends(conn: Connection, rows: list[Any]) -> dict[int, float]:
+def last_ends(conn: Connection) -> dict[int, float]:
     """Return when the last folded rollout of each unfinished job ended, in seconds since the epoch."""
-    found: dict[int, float] = {}
-    ids = [row.id for row in rows]
-    for at in range(0, len(ids), _LOOKED_UP):
-        some = ids[at : at + _LOOKED_UP]
-        query = (
-            sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at)
-            .join(
-                job_statistics,
-                sa.and_(
-                    job_statistics.c.job_id == ended_rollouts.c.job_id,
-                    job_statistics.c.rollouts == ended_rollouts.c.end_seq,
-                ),
-            )
-            .where(job_statistics.c.job_id.in_(some))
-        )
-        found.update((row.job_id, row.ended_at) for row in conn.execute(query))
-    return found
+    return {row.job_id: row.ended_at for row in conn.execute(_LAST_ENDS)}
 
 
 def slim(
@@ -107,7 +81,7 @@ def slim(
     """
     status = loads(row.status)
     stages: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"queued": 0, "active": 0})
-    for stage in _STAGES:
+    for stage in STAGES:
         stages[stage]["queued"] = states.get(RolloutState.queued(stage), 0)
         stages[stage]["active"] = states.get(RolloutState.leased(stage), 0)
     active = sum(one["active"] for one in stages.values())

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools as pool_rows
@@ -29,7 +30,6 @@ from rollyard_api.views.job.folding import RATE_KEPT, RATE_SECONDS
 
 PHASES: Final = ("Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled")
 MAX_POOLS: Final = 500
-_STAGES: Final = ("init", "run", "eval")
 _POOLS = sa.select(*columns(PoolRow, pools)).order_by(pools.c.namespace, pools.c.name).limit(MAX_POOLS)
 _BACKENDS = sa.select(*columns(BackendRow, backends)).order_by(backends.c.pool_id, backends.c.position)
 
@@ -100,10 +100,10 @@ def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
 
 def queues(rows: Iterable[Mapping[str, Any]], slots: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return the rollouts that wait for and are in each stage, and the places of all workers."""
-    found = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in _STAGES}
+    found = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in STAGES}
     for job in rows:
         if job["finished_at"] is None:
-            for stage in _STAGES:
+            for stage in STAGES:
                 for name in ("queued", "active"):
                     found[stage][name] += job["stages"][stage][name]
     for one in found.values():
@@ -183,7 +183,7 @@ def _look(
     seen = workers.view(conn, now)
     open_rows = [row for row in rows if row.finished_at is None]
     states = job_rows.counts(conn, open_rows)
-    ends = job_rows.last_ends(conn, open_rows)
+    ends = job_rows.last_ends(conn)
     found = dict(kept)
     for row in rows:
         held = row.id in seen.jobs or 0 in seen.jobs

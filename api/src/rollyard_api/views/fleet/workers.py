@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import sqlalchemy as sa
-from rollyard_crds.rolloutjob import StageName
+from rollyard_crds.rolloutjob import STAGES, StageName
 from rollyard_crds.security.log_text import one_line
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
@@ -33,7 +33,6 @@ KEPT_SECONDS: Final = 3600.0
 MAX_SHOWN: Final = 500
 """The number of workers and of nodes in an answer."""
 _MAX_MESSAGE: Final = 512
-_STAGES: Final = ("init", "run", "eval")
 
 
 @dataclass(slots=True)
@@ -127,7 +126,7 @@ class SeenWorkers:
                     "job_id": job_id,
                     "name": name,
                     "node": noted.node,
-                    "stages": ",".join(f"{s}={noted.places[s]}" for s in _STAGES if s in noted.places),
+                    "stages": ",".join(f"{s}={noted.places[s]}" for s in STAGES if s in noted.places),
                     "heard_at": noted.heard_at,
                 }
                 for (job_id, name), noted in sorted(due.items())
@@ -165,12 +164,10 @@ _SEEN = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).oute
     jobs, jobs.c.id == seen_workers.c.job_id
 )
 _ACTIVE = (
-    sa.select(
-        rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state, sa.func.count().label("n")
-    )
+    sa.select(*rollouts.c["job_id", "worker", "node", "state"], sa.func.count().label("n"))
     # The comparison selects all leases, and lets the planner find their small index.
     .where(rollouts.c.lease_expires > 0)
-    .group_by(rollouts.c.job_id, rollouts.c.worker, rollouts.c.node, rollouts.c.state)
+    .group_by(*rollouts.c["job_id", "worker", "node", "state"])
 )
 
 
@@ -201,7 +198,7 @@ def view(conn: Connection, now: float) -> WorkersView:
         seen_workers.c.heard_at > now - ALIVE_SECONDS, seen_workers.c.error_at > now - TROUBLE_SECONDS
     )
     rows = conn.execute(_SEEN.where(recent)).all()
-    slots = dict.fromkeys(_STAGES, 0)
+    slots = dict.fromkeys(STAGES, 0)
     nodes: dict[str, dict[str, Any]] = {}
     workers = []
     alive = set()
@@ -212,11 +209,10 @@ def view(conn: Connection, now: float) -> WorkersView:
         places = {stage: int(number) for stage, _, number in pairs}
         if is_alive:
             alive.add(row.job_id)
-            for stage in _STAGES:
+            for stage in STAGES:
                 slots[stage] += max(places.get(stage, 0), held[stage])
             node = nodes.setdefault(
-                row.node,
-                {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node[row.node]},
+                row.node, {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node[row.node]}
             )
             node["heard_at"] = max(node["heard_at"], row.heard_at)
             node["workers"] += 1
@@ -226,7 +222,7 @@ def view(conn: Connection, now: float) -> WorkersView:
                 "node": row.node,
                 "namespace": row.namespace,
                 "job": row.job,
-                "stages": [stage for stage in _STAGES if stage in places or stage in held],
+                "stages": [stage for stage in STAGES if stage in places or stage in held],
                 "active": held.total(),
                 "heard_at": row.heard_at,
                 "last_error": None
@@ -242,9 +238,5 @@ def view(conn: Connection, now: float) -> WorkersView:
     workers.sort(key=lambda one: (-(one["last_error"] or {}).get("time", 0.0), -one["active"], one["name"]))
     found = sorted(nodes.values(), key=lambda one: one["name"])
     return WorkersView(
-        found[:MAX_SHOWN],
-        workers[:MAX_SHOWN],
-        max(0, len(workers) - MAX_SHOWN),
-        slots,
-        frozenset(alive),
+        found[:MAX_SHOWN], workers[:MAX_SHOWN], max(0, len(workers) - MAX_SHOWN), slots, frozenset(alive)
     )

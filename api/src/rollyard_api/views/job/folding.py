@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import sqlalchemy as sa
+from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.codec import dumps, loads, pack, unpack
+from rollyard_api.core.codec import loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
@@ -31,26 +34,20 @@ RATE_SECONDS: Final = 10
 RATE_KEPT: Final = 900
 """The seconds for which rates are kept."""
 
+ATTEMPTS = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts")
+"""The attempts of a rollout that did not end well, in all of its stages."""
+
 _STATISTICS = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
 _JOB = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
     jobs.c.id == bindparam("b_job"), jobs.c.deleted_at.is_(None)
 )
 _ENDED = (
     sa.select(
-        rollouts.c.end_seq,
-        rollouts.c.id,
-        rollouts.c.group_no,
-        rollouts.c.sample,
-        rollouts.c.state,
-        rollouts.c.reward,
-        rollouts.c.sampled_tokens,
-        rollouts.c.since,
-        (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
-        rollouts.c.policy_index,
-        rollouts.c.reason,
-        rollouts.c.message,
-        rollouts.c.worker,
-        rollouts.c.timings,
+        *rollouts.c["id", "group_no", "sample", "state", "end_seq", "reward", "reason", "message"],
+        *rollouts.c["policy_index", "worker", "timings"],
+        sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
+        rollouts.c.since.label("ended_at"),
+        ATTEMPTS,
     )
     .where(rollouts.c.job_id == bindparam("b_job"), rollouts.c.end_seq > bindparam("b_after"))
     .order_by(rollouts.c.end_seq)
@@ -58,7 +55,7 @@ _ENDED = (
 )
 _PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
-    sa.select(groups.c.no, groups.c.seq, groups.c.informative, groups.c.reason)
+    sa.select(*groups.c["no", "seq", "informative", "reason"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)
@@ -68,8 +65,6 @@ _MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
     rollouts.c.group_no.in_(bindparam("b_nos", expanding=True)),
     rollouts.c.reward.is_not(None),
 )
-_STAGES: Final = ("init", "run", "eval")
-
 
 _FIRST = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
 """Makes a job's row of statistics unless it is there."""
@@ -109,7 +104,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
     empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
     tx.conn.execute(_FIRST[tx.sqlite], empty)
     kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
-    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).mappings().all()
     found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
     if not ended and not found:
         return False
@@ -122,7 +117,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
         sa.update(job_statistics)
         .where(job_statistics.c.job_id == job_id)
         .values(
-            rollouts=ended[-1].end_seq if ended else kept.rollouts,
+            rollouts=ended[-1]["end_seq"] if ended else kept.rollouts,
             groups=found[-1].seq if found else kept.groups,
             document=document,
         )
@@ -130,60 +125,32 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any]) -> bytes:
-    statistics = Statistics(loads(document))
+def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
+    statistics = msgspec.json.decode(document, type=Statistics)
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
-        timings = loads(row.timings)
-        tokens = row.sampled_tokens or 0
-        statistics.add(
-            EndedView(
-                id=row.id,
-                state=row.state,
-                reward=row.reward,
-                reason=row.reason,
-                message=row.message,
-                tokens=tokens,
-                ended_at=row.since,
-                policy_index=row.policy_index,
-                timings=timings,
-            )
-        )
-        rows.append(
-            {
-                "job_id": job_id,
-                "end_seq": row.end_seq,
-                "id": row.id,
-                "group_no": row.group_no,
-                "sample": row.sample,
-                "state": row.state,
-                "reward": row.reward,
-                "seconds": active_seconds(timings),
-                "tokens": tokens,
-                "ended_at": row.since,
-                "attempts": row.attempts,
-                "policy_index": row.policy_index,
-                "reason": row.reason,
-                "worker": row.worker,
-            }
-        )
-        if row.since > tx.now - RATE_KEPT:
-            bucket = recent[int(row.since // RATE_SECONDS) * RATE_SECONDS]
+        timings = loads(row["timings"])
+        view = {field.name: row[field.name] for field in fields(EndedView)}
+        statistics.add(EndedView(**view | {"timings": timings}))
+        kept = {column.name: row[column.name] for column in ended_rollouts.c if column.name in row}
+        rows.append({**kept, "job_id": job_id, "seconds": active_seconds(timings)})
+        if row["ended_at"] > tx.now - RATE_KEPT:
+            bucket = recent[int(row["ended_at"] // RATE_SECONDS) * RATE_SECONDS]
             bucket[0] += 1
-            bucket[1] += tokens
+            bucket[1] += row["tokens"]
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
         # Two replicas take the buckets in the same order, since they could deadlock otherwise.
         added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
         tx.conn.execute(_RATES[tx.sqlite], added)
         tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
-    return pack(dumps(statistics.document()))
+    return pack(msgspec.json.encode(statistics))
 
 
 def active_seconds(timings: dict[str, Any]) -> float:
     """Return the seconds of work in all stages of decoded timings."""
-    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in _STAGES)
+    seconds = (float((timings.get(stage) or {}).get("active_seconds", 0.0)) for stage in STAGES)
     return round(sum(seconds), 6)
 
 
@@ -261,5 +228,5 @@ def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict
         labels: The policy version of each index that is known.
     """
     row = conn.execute(_STATISTICS, {"b_job": job.id}).one_or_none()
-    kept = Statistics(None if row is None else loads(unpack(row.document)))
+    kept = Statistics() if row is None else msgspec.json.decode(unpack(row.document), type=Statistics)
     return {"upto": 0 if row is None else row.rollouts, **kept.view(labels)}

@@ -17,17 +17,8 @@ from rollyard_api.views.job.rollout_list import task_ids
 
 GanttSort = Literal["-duration", "started"]
 MAX_ROWS: Final = 500
-_LOOKED_UP: Final = 500
 _BEGUN = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
-_COLUMNS = (
-    rollouts.c.id,
-    rollouts.c.group_no,
-    rollouts.c.sample,
-    rollouts.c.state,
-    rollouts.c.reward,
-    rollouts.c.since,
-    rollouts.c.timings,
-)
+_COLUMNS = rollouts.c["id", "group_no", "sample", "state", "reward", "since", "timings"]
 
 
 def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float) -> list[dict[str, Any]]:
@@ -53,11 +44,7 @@ def _ended(conn: Connection, job_id: int, sort: GanttSort, limit: int) -> list[A
     t = ended_rollouts.c
     order = (t.end_seq.desc(),) if sort == "started" else (t.seconds.desc(), t.end_seq.desc())
     chosen = sa.select(t.id).where(t.job_id == job_id).order_by(*order).limit(limit)
-    ids = list(conn.scalars(chosen))
-    found: list[Any] = []
-    for at in range(0, len(ids), _LOOKED_UP):
-        found += conn.execute(sa.select(*_COLUMNS).where(rollouts.c.id.in_(ids[at : at + _LOOKED_UP])))
-    return found
+    return list(conn.execute(sa.select(*_COLUMNS).where(rollouts.c.id.in_(list(conn.scalars(chosen))))))
 
 
 def _item(row: Any, now: float) -> dict[str, Any]:

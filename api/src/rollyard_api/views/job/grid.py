@@ -69,14 +69,7 @@ def page(
     return items, keyset.text(job.uid, asdict(asked), ListPlace(key, last.no))
 
 
-_GROUP = (
-    groups.c.no,
-    groups.c.task_id,
-    groups.c.seq,
-    groups.c.delivered,
-    groups.c.informative,
-    groups.c.reason,
-)
+_GROUP = groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]
 
 
 def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
@@ -119,9 +112,8 @@ def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int
     found: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
     if not nos:
         return found
-    columns = (rollouts.c.group_no, rollouts.c.id, rollouts.c.state, rollouts.c.reward)
     query = (
-        sa.select(*columns)
+        sa.select(*rollouts.c["group_no", "id", "state", "reward"])
         .where(rollouts.c.job_id == job.id, rollouts.c.group_no.in_(nos))
         .order_by(rollouts.c.group_no, rollouts.c.sample)
     )

@@ -23,7 +23,7 @@ from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.views import keyset
-from rollyard_api.views.job.folding import active_seconds
+from rollyard_api.views.job.folding import ATTEMPTS, active_seconds
 from rollyard_api.views.keyset import ListPlace
 
 Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"]
@@ -195,20 +195,9 @@ def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
 
 
 _ROWS = sa.select(
-    rollouts.c.id,
-    rollouts.c.group_no,
-    rollouts.c.sample,
-    rollouts.c.state,
-    rollouts.c.reason,
-    rollouts.c.reward,
-    rollouts.c.since,
-    rollouts.c.timings,
-    rollouts.c.sampled_tokens,
-    (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts"),
-    rollouts.c.worker,
-    rollouts.c.node,
-    rollouts.c.policy_index,
-    rollouts.c.job_id,
+    *rollouts.c["id", "job_id", "group_no", "sample", "state", "reason", "reward", "since", "timings"],
+    *rollouts.c["sampled_tokens", "worker", "node", "policy_index"],
+    ATTEMPTS,
 )
 
 

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import Struct, field, structs
+from rollyard_crds.rolloutjob import STAGES
+
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 from rollyard_api.trajectories import traces
 
@@ -19,28 +22,24 @@ FIRST_STEP: Final = 2.0**-10
 BINS: Final = 20
 
 
-class Sketch:
+class Sketch(Struct):
     """A histogram of any numbers in bounded room, which needs no range before it sees them.
 
     Numbers are counted by the nearest multiple of a step, a power of two. The step doubles whenever more than
     MAX_KEYS multiples are in use, and the counts are merged. Rewards are usually a few values from 0 to 1,
     which the first step separates. The minimum, the maximum, the sum, and the numbers of zeros and ones are
     exact.
-
-    Args:
-        kept: What `document` of an earlier sketch returned, or None for an empty one.
     """
 
-    def __init__(self, kept: dict[str, Any] | None = None) -> None:
-        given = kept or {}
-        self.step: float = given.get("step", FIRST_STEP)
-        self.counts: Counter[int] = Counter({int(key): n for key, n in given.get("counts", ())})
-        self.n: int = given.get("n", 0)
-        self.sum: float = given.get("sum", 0.0)
-        self.min: float | None = given.get("min")
-        self.max: float | None = given.get("max")
-        self.zeros: int = given.get("zeros", 0)
-        self.ones: int = given.get("ones", 0)
+    step: float = FIRST_STEP
+    counts: dict[int, int] = field(default_factory=dict)
+    """How many numbers are nearest to each multiple of the step."""
+    n: int = 0
+    sum: float = 0.0
+    min: float | None = None
+    max: float | None = None
+    zeros: int = 0
+    ones: int = 0
 
     def add(self, value: float) -> None:
         """Count a finite number."""
@@ -50,7 +49,8 @@ class Sketch:
         self.max = value if self.max is None else max(self.max, value)
         self.zeros += value == 0.0
         self.ones += value == 1.0
-        self.counts[round(value / self.step)] += 1
+        key = round(value / self.step)
+        self.counts[key] = self.counts.get(key, 0) + 1
         while len(self.counts) > MAX_KEYS:
             self._coarsen()
 
@@ -60,19 +60,6 @@ class Sketch:
             merged[round(key / 2)] += n
         self.step *= 2
         self.counts = merged
-
-    def document(self) -> dict[str, Any]:
-        """Return the sketch as a JSON object."""
-        return {
-            "step": self.step,
-            "counts": sorted(self.counts.items()),
-            "n": self.n,
-            "sum": self.sum,
-            "min": self.min,
-            "max": self.max,
-            "zeros": self.zeros,
-            "ones": self.ones,
-        }
 
     def histogram(self) -> dict[str, Any]:
         """Return {bins, min, max, n, mean, zeros, ones}: BINS counts of equal parts of min..max.
@@ -108,7 +95,6 @@ MAX_MESSAGE: Final = 256
 """The number of characters of the newest failure's message that are kept for each reason."""
 OTHER: Final = "Other"
 """The reason under which those beyond MAX_REASONS are counted."""
-_STAGES: Final = ("init", "run", "eval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,28 +113,58 @@ class EndedView:
     """The decoded timings of its row, with what `traces` keeps."""
 
 
-class Statistics:
-    """The statistics of one job.
+class VersionSums(Struct):
+    """The rollouts with a reward of one policy version, and the sum of their rewards."""
 
-    Args:
-        kept: What `document` returned before, or None at the beginning.
-    """
+    n: int = 0
+    total: float = 0.0
 
-    def __init__(self, kept: dict[str, Any] | None = None) -> None:
-        given = kept or {}
-        self.rewards = Sketch(given.get("rewards"))
-        self.versions: dict[int, list[float]] = {int(k): v for k, v in given.get("versions", ())}
-        self.width: int = given.get("width", FIRST_BUCKET)
-        self.times: dict[int, list[float]] = {int(k): v for k, v in given.get("times", ())}
-        self.failures: dict[str, list[Any]] = given.get("failures", {})
-        self.truncated: dict[str, int] = given.get("truncated", {})
-        self.stages: dict[str, list[float]] = given.get("stages", {stage: [0.0, 0.0, 0] for stage in _STAGES})
-        self.seconds: list[float] = given.get("seconds", [0.0, 0.0, 0.0])
-        self.tokens: int = given.get("tokens", 0)
-        self.calls: int = given.get("calls", 0)
-        self.turns: int = given.get("turns", 0)
-        self.last: float | None = given.get("last")
-        """When the last rollout ended."""
+
+class TimeSums(Struct):
+    """What ended within one bucket of time."""
+
+    n: int = 0
+    rewarded: int = 0
+    total: float = 0.0
+    tokens: int = 0
+
+
+class StageSums(Struct):
+    """The seconds of all rollouts in the queue of a stage and in the stage itself, and its attempts."""
+
+    queued: float = 0.0
+    active: float = 0.0
+    n: int = 0
+
+
+class Failures(Struct):
+    """The failures of one reason, with the stage, the id and the message of the newest."""
+
+    n: int
+    stage: str
+    example: str
+    message: str
+
+
+class Statistics(Struct):
+    """The statistics of one job, which the database keeps as JSON."""
+
+    rewards: Sketch = field(default_factory=Sketch)
+    versions: dict[int, VersionSums] = field(default_factory=dict)
+    width: int = FIRST_BUCKET
+    """The seconds of each bucket of time."""
+    times: dict[int, TimeSums] = field(default_factory=dict)
+    failures: dict[str, Failures] = field(default_factory=dict)
+    truncated: dict[str, int] = field(default_factory=dict)
+    stages: dict[str, StageSums] = field(default_factory=lambda: {stage: StageSums() for stage in STAGES})
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    own_seconds: float = 0.0
+    tokens: int = 0
+    calls: int = 0
+    turns: int = 0
+    last: float | None = None
+    """When the last rollout ended."""
 
     def add(self, one: EndedView) -> None:
         """Add an ended rollout."""
@@ -162,39 +178,41 @@ class Statistics:
         if cut := kept.get("cut"):
             name = cut if cut in self.truncated or len(self.truncated) < MAX_REASONS else OTHER
             self.truncated[name] = self.truncated.get(name, 0) + 1
-        for stage in _STAGES:
+        for stage, sums in self.stages.items():
             if entry := one.timings.get(stage):
-                sums = self.stages[stage]
-                sums[0] += entry.get("queued_seconds", 0.0)
-                sums[1] += entry.get("active_seconds", 0.0)
-                sums[2] += entry.get("attempts", 0)
-        for place, name in enumerate(("model_seconds", "tool_seconds", "own_seconds")):
-            self.seconds[place] += one.timings.get(name, 0.0)
+                sums.queued += entry.get("queued_seconds", 0.0)
+                sums.active += entry.get("active_seconds", 0.0)
+                sums.n += entry.get("attempts", 0)
+        self.model_seconds += one.timings.get("model_seconds", 0.0)
+        self.tool_seconds += one.timings.get("tool_seconds", 0.0)
+        self.own_seconds += one.timings.get("own_seconds", 0.0)
         self.tokens += one.tokens
         self.calls += kept.get("calls", 0)
         self.turns += kept.get("turns", 0)
         self.last = one.ended_at if self.last is None else max(self.last, one.ended_at)
 
     def _add_version(self, index: int, reward: float) -> None:
-        sums = self.versions.setdefault(index, [0, 0.0])
-        sums[0] += 1
-        sums[1] += reward
+        sums = self.versions.setdefault(index, VersionSums())
+        sums.n += 1
+        sums.total += reward
         if len(self.versions) > MAX_VERSIONS:
             del self.versions[min(self.versions)]
 
     def _add_time(self, one: EndedView) -> None:
-        sums = self.times.setdefault(int(one.ended_at // self.width), [0, 0, 0.0, 0])
-        sums[0] += 1
-        sums[3] += one.tokens
+        sums = self.times.setdefault(int(one.ended_at // self.width), TimeSums())
+        sums.n += 1
+        sums.tokens += one.tokens
         if one.reward is not None:
-            sums[1] += 1
-            sums[2] += one.reward
+            sums.rewarded += 1
+            sums.total += one.reward
         while len(self.times) > MAX_BUCKETS:
-            merged: dict[int, list[float]] = {}
+            merged: dict[int, TimeSums] = {}
             for key, value in self.times.items():
-                into = merged.setdefault(key // 2, [0, 0, 0.0, 0])
-                for place, number in enumerate(value):
-                    into[place] += number
+                into = merged.setdefault(key // 2, TimeSums())
+                into.n += value.n
+                into.rewarded += value.rewarded
+                into.total += value.total
+                into.tokens += value.tokens
             self.width *= 2
             self.times = merged
 
@@ -204,26 +222,9 @@ class Statistics:
         reason = one.reason or ""
         if reason not in self.failures and len(self.failures) >= MAX_REASONS:
             reason = OTHER
-        before = self.failures.get(reason, [0])
+        n = self.failures[reason].n + 1 if reason in self.failures else 1
         # The newest example is the one whose pod, log and node are most likely still there.
-        self.failures[reason] = [before[0] + 1, stage, one.id, (one.message or "")[:MAX_MESSAGE]]
-
-    def document(self) -> dict[str, Any]:
-        """Return the statistics as a JSON object for the database."""
-        return {
-            "rewards": self.rewards.document(),
-            "versions": sorted(self.versions.items()),
-            "width": self.width,
-            "times": sorted(self.times.items()),
-            "failures": self.failures,
-            "truncated": self.truncated,
-            "stages": self.stages,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "calls": self.calls,
-            "turns": self.turns,
-            "last": self.last,
-        }
+        self.failures[reason] = Failures(n, stage or "", one.id, (one.message or "")[:MAX_MESSAGE])
 
     def view(self, labels: Mapping[int, str]) -> dict[str, Any]:
         """Return the statistics as the API answers them.
@@ -231,38 +232,35 @@ class Statistics:
         Args:
             labels: The policy version of each index that is known.
         """
-        by_count = sorted(self.failures.items(), key=lambda item: (-item[1][0], item[0]))
+        by_count = sorted(self.failures.items(), key=lambda item: (-item[1].n, item[0]))
         return {
             "rewards": self.rewards.histogram(),
             "by_version": [
-                {"version": labels.get(index, ""), "index": index, "n": n, "mean": total / n}
-                for index, (n, total) in sorted(self.versions.items())
+                {"version": labels.get(index, ""), "index": index, "n": sums.n, "mean": sums.total / sums.n}
+                for index, sums in sorted(self.versions.items())
             ],
             "by_time": [
                 {
                     "start": key * self.width,
                     "seconds": self.width,
-                    "n": n,
-                    "mean": total / rewarded if rewarded else None,
-                    "tokens": tokens,
+                    "n": sums.n,
+                    "mean": sums.total / sums.rewarded if sums.rewarded else None,
+                    "tokens": sums.tokens,
                 }
-                for key, (n, rewarded, total, tokens) in sorted(self.times.items())
+                for key, sums in sorted(self.times.items())
             ],
-            "failures": [
-                {"reason": reason, "n": n, "stage": stage, "example": example, "message": message}
-                for reason, (n, stage, example, message) in by_count
-            ],
+            "failures": [{"reason": reason, **structs.asdict(one)} for reason, one in by_count],
             "truncated": [
                 {"reason": reason, "n": n}
                 for reason, n in sorted(self.truncated.items(), key=lambda item: (-item[1], item[0]))
             ],
             "stages": {
-                stage: {"queued": round(queued, 3), "active": round(active, 3), "n": n}
-                for stage, (queued, active, n) in self.stages.items()
+                stage: {"queued": round(sums.queued, 3), "active": round(sums.active, 3), "n": sums.n}
+                for stage, sums in self.stages.items()
             },
-            "model_seconds": round(self.seconds[0], 3),
-            "tool_seconds": round(self.seconds[1], 3),
-            "own_seconds": round(self.seconds[2], 3),
+            "model_seconds": round(self.model_seconds, 3),
+            "tool_seconds": round(self.tool_seconds, 3),
+            "own_seconds": round(self.own_seconds, 3),
             "tokens": self.tokens,
             "tool_calls": self.calls,
             "turns": self.turns,

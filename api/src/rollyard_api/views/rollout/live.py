@@ -32,7 +32,7 @@ MAX_BYTES: Final = 64 << 10
 _W = watched_rollouts.c
 _WATCHED = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
 _KEPT = (
-    sa.select(_W.rollout_id, _W.job_id, _W.token, _W.turns)
+    sa.select(*_W["rollout_id", "job_id", "token", "turns"])
     .where(_W.until > bindparam("b_now"), _W.rollout_id.in_(bindparam("b_ids", expanding=True)))
     .order_by(_W.rollout_id)
     .with_for_update()
@@ -43,15 +43,7 @@ _STORE = (
     .values(token=bindparam("b_token"), turns=bindparam("b_turns"))
 )
 _FIND = (
-    sa.select(
-        rollouts.c.id,
-        rollouts.c.job_id,
-        rollouts.c.state,
-        rollouts.c.since,
-        rollouts.c.worker,
-        rollouts.c.token,
-        rollouts.c.end_seq,
-    )
+    sa.select(*rollouts.c["id", "job_id", "state", "since", "worker", "token", "end_seq"])
     .join(jobs, jobs.c.id == rollouts.c.job_id)
     .where(
         rollouts.c.id == bindparam("b_id"),

@@ -20,14 +20,7 @@ from rollyard_api.views.rollout.records import CompactRecord, Run, cut
 
 MAX_TURNS: Final = 2000
 """The number of turns that are shown."""
-_ROW = sa.select(
-    rollouts.c.id,
-    rollouts.c.end_seq,
-    rollouts.c.group_no,
-    rollouts.c.sample,
-    rollouts.c.since,
-    rollouts.c.timings,
-)
+_ROW = sa.select(*rollouts.c["id", "end_seq", "group_no", "sample", "since", "timings"])
 
 
 def brief(

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -56,11 +56,6 @@ class BlobTooLarge(TooLarge):
     """The upload is longer than the limit for one upload."""
 
 
-def missing(sha256: str) -> ApiError:
-    """Return the error for an upload that the namespace does not have; other namespaces do not matter."""
-    return NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
-
-
 def missing_of_job(sha256: str) -> ApiError:
     """Return the error for a job that names an upload that the namespace does not have."""
     return Invalid.of(
@@ -68,31 +63,26 @@ def missing_of_job(sha256: str) -> ApiError:
     )
 
 
-def _of(namespace: str, sha256: str) -> sa.Select[Any]:
-    return sa.select(blobs).where(
-        blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True)
-    )
-
-
-def find(conn: Connection, namespace: str, sha256: str) -> BlobRow:
-    """Return the row of an upload.
+def find(conn: Connection, namespace: str, sha256: str, *, lock: bool = False) -> BlobRow:
+    """Return the row of an upload; `lock` locks it until the commit.
 
     Raises:
         NotFound: The namespace has no upload with this content.
     """
-    row = conn.execute(_of(namespace, sha256)).one_or_none()
+    query = sa.select(blobs).where(
+        blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True)
+    )
+    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
-        raise missing(sha256)
+        raise NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
     return BlobRow(*row)
 
 
 def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
     """Return what `find` returns, and restart the time for which an upload that no job holds is kept."""
-    row = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
-    if row is None:
-        raise missing(sha256)
+    row = find(tx.conn, namespace, sha256, lock=True)
     tx.conn.execute(sa.update(blobs).where(blobs.c.id == row.id).values(touched_at=tx.now))
-    return BlobRow(*row)
+    return row
 
 
 def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
@@ -174,13 +164,14 @@ def complete(tx: Transaction, blob_id: int, namespace: str, sha256: str) -> bool
     Returns:
         False if the namespace already had this content; the new upload is then given up.
     """
-    there = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
-    if there is not None:
-        tx.conn.execute(sa.update(blobs).where(blobs.c.id == there.id).values(touched_at=tx.now))
-        give_up(tx, blob_id)
-        return False
-    tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(complete=True, touched_at=tx.now))
-    return True
+    try:
+        touch(tx, namespace, sha256)
+    except NotFound:
+        values = {"complete": True, "touched_at": tx.now}
+        tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(values))
+        return True
+    give_up(tx, blob_id)
+    return False
 
 
 def give_up(tx: Transaction, blob_id: int) -> None:

@@ -260,7 +260,7 @@ class ProrlCalls:
 
         document = await self._plane.parsing.run(decoded, self._config.namespace)
         del request._body  # The call may wait for hours, and nobody reads the body again.
-        request.state.body_read()
+        await request.state.body_read()
         return model.model_validate(document)
 
 

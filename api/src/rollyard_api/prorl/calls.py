@@ -60,13 +60,9 @@ def locked(tx: Transaction, namespace: str) -> ProrlBatch:
     return batch(tx.conn, namespace, lock=True)
 
 
-def _put(tx: Transaction, namespace: str, **values: Any) -> None:
+def put(tx: Transaction, namespace: str, **values: Any) -> None:
+    """Change columns of a namespace's state, whose row is locked."""
     tx.conn.execute(sa.update(prorl_state).where(prorl_state.c.namespace == namespace).values(**values))
-
-
-def put_pool(tx: Transaction, namespace: str, uid: str) -> None:
-    """Record that the calls made the pool with this uid."""
-    _put(tx, namespace, pool_uid=uid)
 
 
 def start(tx: Transaction, namespace: str) -> bool:
@@ -77,7 +73,7 @@ def start(tx: Transaction, namespace: str) -> bool:
     state = locked(tx, namespace)
     if state.running:
         return False
-    _put(tx, namespace, batch=state.number + 1, running=True)
+    put(tx, namespace, batch=state.number + 1, running=True)
     tx.conn.execute(sa.delete(prorl_calls).where(prorl_calls.c.namespace == namespace))
     gone = sa.select(job_table.c.id).where(job_table.c.deleted_at.is_(None))
     tx.conn.execute(
@@ -95,7 +91,7 @@ def stop(tx: Transaction, namespace: str) -> bool:
     """Close the batch and return True, or return False if none is open. Its rollouts are ended afterwards."""
     if not locked(tx, namespace).running:
         return False
-    _put(tx, namespace, running=False)
+    put(tx, namespace, running=False)
     return True
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from starlette.responses import JSONResponse
@@ -45,14 +46,13 @@ class BodyGate:
         self._app = app
         self._hosts = hosts
         self._held = 0
-        self._room = asyncio.Event()
+        self._freed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as ASGI specifies it."""
         if scope["type"] != "http":
             return
-        held = _Held(self)
-        try:
+        async with AsyncExitStack() as held:
             try:
                 body = await self._body(scope, receive, held)
             except RequestRefused as refusal:
@@ -61,12 +61,29 @@ class BodyGate:
                 answer = JSONResponse({"detail": refusal.detail}, refusal.status, headers)
                 await answer(scope, receive, send)
                 return
-            scope.setdefault("state", {})["body_read"] = held.release
-            await self._app(scope, _Replay(body, receive), send)
-        finally:
-            held.release()
+            messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+            del body
 
-    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes:
+            async def replayed() -> Message:
+                return next(messages, None) or await receive()
+
+            scope.setdefault("state", {})["body_read"] = held.aclose
+            await self._app(scope, replayed, send)
+
+    @asynccontextmanager
+    async def _room(self, count: int) -> AsyncIterator[None]:
+        """Hold room in memory for so many bytes within the block, which begins once there is as much."""
+        while self._held + count > MAX_HELD_BYTES:
+            self._freed.clear()
+            await self._freed.wait()
+        self._held += count
+        try:
+            yield
+        finally:
+            self._held -= count
+            self._freed.set()
+
+    async def _body(self, scope: Scope, receive: Receive, held: AsyncExitStack) -> bytes:
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value)
@@ -82,7 +99,8 @@ class BodyGate:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 # A body without a length may become as long as any.
-                await held.reserve(most if b"transfer-encoding" in headers else int(length))
+                count = most if b"transfer-encoding" in headers else int(length)
+                await held.enter_async_context(self._room(count))
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
@@ -109,39 +127,3 @@ class BodyGate:
             raise RequestRefused(
                 403, "the Host header names another host than this listener; see its setting 'hosts'"
             )
-
-
-class _Held:
-    """The room in memory that one body takes."""
-
-    def __init__(self, gate: BodyGate) -> None:
-        self._gate = gate
-        self._bytes = 0
-
-    async def reserve(self, count: int) -> None:
-        """Wait until there is room for so many bytes, and take it."""
-        while self._gate._held + count > MAX_HELD_BYTES:
-            self._gate._room.clear()
-            await self._gate._room.wait()
-        self._bytes = count
-        self._gate._held += count
-
-    def release(self) -> None:
-        """Give the room back: the body has been read, or its request has ended."""
-        self._gate._held -= self._bytes
-        self._bytes = 0
-        self._gate._room.set()
-
-
-class _Replay:
-    """The body of a request that has arrived, once, and then whatever the connection brings."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await self._receive()

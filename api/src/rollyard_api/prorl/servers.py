@@ -154,7 +154,8 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
         }
         metadata = {"name": config.pool, "namespace": config.namespace}
         pools.create(tx, BackendPool.model_validate({"metadata": metadata, "spec": spec}))
-        calls.put_pool(tx, config.namespace, pool_rows.find(tx.conn, config.namespace, config.pool).uid)
+        made = pool_rows.find(tx.conn, config.namespace, config.pool)
+        calls.put(tx, config.namespace, pool_uid=made.uid)
         return
     urls = pool_rows.servers(tx.conn, pool.id)
     if url in urls:

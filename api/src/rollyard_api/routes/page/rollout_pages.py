@@ -124,14 +124,11 @@ async def _searched(
     if not asked.states:
         return RolloutPage([], None)
     read = plane.database.read
-    group = await read(partial(rollout_list.group_of, job_id=job.id, task=asked.task))
-    if group == ():
-        return RolloutPage([], None)
     end = time.monotonic() + SECONDS
     found: list[Any] = []
     async with plane.searches.held(job.namespace):
         while True:
-            look = partial(_candidates, job_id=job.id, asked=asked, group=group, wanted=wanted, place=place)
+            look = partial(_candidates, job_id=job.id, asked=asked, wanted=wanted, place=place)
             async with plane.looks.held(job.namespace):
                 chosen, place = await read(look)
             for at in range(0, len(chosen), READ_AT_ONCE):
@@ -165,15 +162,10 @@ def _words(search: str) -> list[str]:
 
 
 def _candidates(
-    conn: Connection,
-    job_id: int,
-    asked: RolloutFilter,
-    group: tuple[int, ...] | None,
-    wanted: Sequence[str],
-    place: ListPlace | None,
+    conn: Connection, job_id: int, asked: RolloutFilter, wanted: Sequence[str], place: ListPlace | None
 ) -> tuple[list[Any], ListPlace | None]:
     """Return those of the next rows of the list whose hashes match, and the place after these rows."""
-    rows, last = rollout_list.ended_after(conn, job_id, asked, group, CHUNK, place)
+    rows, last = rollout_list.ended_after(conn, job_id, asked, CHUNK, place)
     t = rollout_words.c
     query = sa.select(t.end_seq).where(t.job_id == job_id, t.end_seq.in_([row.end_seq for row in rows]))
     for word in wanted:

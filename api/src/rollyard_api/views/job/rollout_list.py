@@ -100,56 +100,27 @@ def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given:
     if asked.sort == "since":
         return _unfinished(conn, job, asked, limit, given)
     place = keyset.place(given, job.uid, job.name, asdict(asked), float)
-    group = group_of(conn, job.id, asked.task)
-    if group == ():
-        return RolloutPage([], None)
-    rows, last = ended_after(conn, job.id, asked, group, limit, place)
+    rows, last = ended_after(conn, job.id, asked, limit, place)
     more = None if last is None else keyset.text(job.uid, asdict(asked), last)
     return RolloutPage(slim_ended(conn, job, rows), more)
 
 
-def group_of(conn: Connection, job_id: int, task: str | None) -> tuple[int, ...] | None:
-    """Return the number of a task's group in a tuple, () if there is no such task, or None for all groups."""
-    if task is None:
-        return None
-    query = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == task)
-    return tuple(conn.scalars(query))
-
-
 def ended_after(
-    conn: Connection,
-    job_id: int,
-    asked: RolloutFilter,
-    group: tuple[int, ...] | None,
-    limit: int,
-    place: ListPlace | None,
+    conn: Connection, job_id: int, asked: RolloutFilter, limit: int, place: ListPlace | None
 ) -> tuple[list[Any], ListPlace | None]:
     """Return rows of `ended_rollouts` after a place, and the place of the last one if there are more."""
     t = ended_rollouts.c
-    where: list[sa.ColumnElement[bool]] = [t.job_id == job_id, *_restrictions(asked, group)]
-    name = asked.sort.lstrip("-")
+    where = [t.job_id == job_id, *_restrictions(job_id, asked)]
     falls = asked.sort.startswith("-")
     # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
-    column = t[_COLUMN.get(name, "end_seq")]
-    if column is t.end_seq:
-        if place is not None:
-            where.append(t.end_seq < place.number if falls else t.end_seq > place.number)
-        order = t.end_seq.desc() if falls else t.end_seq
-        rows = conn.execute(sa.select(ended_rollouts).where(*where).order_by(order).limit(limit + 1)).all()
-        return _cut(rows, limit, asked.sort)
+    column = t[_COLUMN.get(asked.sort.lstrip("-"), "end_seq")]
     # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
-    key: sa.ColumnElement[Any] = column if len(where) == 1 else column + 0
+    key: sa.ColumnElement[Any] = column if len(where) == 1 or column is t.end_seq else column + 0
     missing = (column + 0).is_(None) if column.nullable else None
-    order_by = keyset.Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
-    found = order_by.rows(conn, sa.select(ended_rollouts).where(*where), limit, place)
-    return _cut(found, limit, asked.sort)
-
-
-def _cut(rows: Sequence[Any], limit: int, sort: Sort) -> tuple[list[Any], ListPlace | None]:
-    if len(rows) <= limit:
-        return list(rows), None
-    return list(rows[:limit]), place_of(rows[limit - 1], sort)
+    order = keyset.Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
+    rows = order.rows(conn, sa.select(ended_rollouts).where(*where), limit, place)
+    return rows[:limit], place_of(rows[limit - 1], asked.sort) if len(rows) > limit else None
 
 
 def place_of(row: Any, sort: Sort) -> ListPlace:
@@ -158,13 +129,19 @@ def place_of(row: Any, sort: Sort) -> ListPlace:
     return ListPlace(None if key is None else float(key), row.end_seq)
 
 
-def _restrictions(asked: RolloutFilter, group: tuple[int, ...] | None) -> list[sa.ColumnElement[bool]]:
+def _of_task(table: sa.Table, job_id: int, task: str) -> sa.ColumnElement[bool]:
+    """Select the rows of a job's task, which has one group."""
+    group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == task)
+    return table.c.group_no == group.scalar_subquery()
+
+
+def _restrictions(job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
     t = ended_rollouts.c
     found: list[sa.ColumnElement[bool]] = []
     if set(asked.states) != set(ENDED):
         found.append(t.state.in_(asked.states))
-    if group is not None:
-        found.append(t.group_no.in_(group))
+    if asked.task is not None:
+        found.append(_of_task(ended_rollouts, job_id, asked.task))
     if asked.reason is not None:
         found.append(t.reason == asked.reason)
     if asked.min_reward is not None:
@@ -242,6 +219,12 @@ def _slim(
     ]
 
 
+def _conditions(job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
+    """Return what lists of rollouts in any state can be restricted to, beside the states."""
+    found = [] if asked.task is None else [_of_task(rollouts, job_id, asked.task)]
+    return [*found, rollouts.c.attempts.is_not(None)] if asked.retried else found
+
+
 def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
     prefix = f"{prefix_of(job.name, job.uid)}-"
     after = ""
@@ -255,10 +238,7 @@ def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, give
     where = [by_job == job.id, rollouts.c.id > max(after, prefix)]
     if len(asked.states) < len(RolloutState):
         where.append(rollouts.c.state.in_(asked.states))
-    if asked.retried:
-        where.append(rollouts.c.attempts.is_not(None))
-    if (group := group_of(conn, job.id, asked.task)) is not None:
-        where.append(rollouts.c.group_no.in_(group))
+    where += _conditions(job.id, asked)
     rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
     more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
     return RolloutPage(slim(conn, job, rows[:limit]), more)
@@ -268,10 +248,7 @@ def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int,
     place = keyset.place(given, job.uid, job.name, asdict(asked), float)
     number = rollouts.c.place
     where = [rollouts.c.job_id == job.id, rollouts.c.state.in_(asked.states or UNFINISHED)]
-    if (group := group_of(conn, job.id, asked.task)) is not None:
-        where.append(rollouts.c.group_no.in_(group))
-    if asked.retried:
-        where.append(rollouts.c.attempts.is_not(None))
+    where += _conditions(job.id, asked)
     order = keyset.Order(rollouts.c.since, number)
     rows = order.rows(conn, _ROWS.add_columns(number).where(*where), limit, place)
     more = None

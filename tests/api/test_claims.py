@@ -453,9 +453,13 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
     monkeypatch.setattr(ControlPlane, "sweep", idle)
     async with serving(settings) as served:
         assert (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
-        sa.event.listen(served.plane.database.writer, "before_cursor_execute", note)
+        writer = served.plane.database.writer
+        sa.event.listen(writer, "before_cursor_execute", note)
+        if served.plane.database.sqlite:  # SQLAlchemy does not see the statements that the driver runs.
+            with writer.connect() as conn:
+                conn.connection.driver_connection.set_trace_callback(asked.append)
         assert await worker_of(served.worker).finish_all() == 2
-        sa.event.remove(served.plane.database.writer, "before_cursor_execute", note)
+        sa.event.remove(writer, "before_cursor_execute", note)
     assert any("rollouts" in statement for statement in asked)
     assert not any("claims" in statement for statement in asked)
 

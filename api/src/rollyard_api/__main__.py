@@ -35,7 +35,7 @@ from rollyard_api.prorl import listener as prorl_listener
 from rollyard_api.prorl.config import ProrlConfigError
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
-from rollyard_api.settings import NO_BACKEND_SECONDS, Settings
+from rollyard_api.settings import BOUNDS, NO_BACKEND_SECONDS, Settings
 
 EXIT_USAGE = 2
 LARGE_BLOCK_BYTES = 1 << 20
@@ -87,23 +87,6 @@ def _write_atomically(path: Path, text: str) -> None:
 GARBAGE_THRESHOLD = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 STALL_SECONDS = 60
-BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
-    ("max_unstored", int, "ended rollouts awaiting the trajectory store"),
-    ("max_unread", int, "ended rollouts of a stream that nobody has read"),
-    ("store_seconds", float, "how long a request waits for the trajectory store"),
-    ("page_bytes", int, "bytes of a page of results, of a list, and of an answer with leases"),
-    ("max_queued", int, "unfinished rollouts"),
-    ("max_queued_per_namespace", int, "those of one namespace"),
-    ("max_polls", int, "long polls of trainers and drivers"),
-    ("max_polls_per_namespace", int, "those of one namespace"),
-    ("max_worker_polls", int, "long polls of workers"),
-    ("max_worker_polls_per_namespace", int, "those of one namespace"),
-    ("max_streams", int, "event streams"),
-    ("max_streams_per_namespace", int, "those of one namespace"),
-    ("max_pages", int, "pages of results in memory at the same time"),
-    ("max_pages_per_namespace", int, "those of one namespace"),
-)
-"""The settings that are command-line options, with their names, types and help texts."""
 _NETWORK = "a network in which the hosts of these prefixes may be, beside public addresses"
 ALLOWED = (
     (
@@ -154,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--tokens",
+        dest="tokens_file",
         type=Path,
         metavar="FILE",
         help="JSON object with the tokens of admin, worker, driver and metrics, a string or a list of them "
@@ -177,12 +161,12 @@ def parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     bounds = made.add_argument_group("bounds on what one namespace, or one client, may hold")
-    for name, kind, text in BOUNDS:
+    for name, bound in BOUNDS.items():
         bounds.add_argument(
             f"--{name.replace('_', '-')}",
-            type=kind,
-            default=next(field.default for field in fields(Settings) if field.name == name),
-            help=f"{text} (default: %(default)s)",
+            type=type(bound.default),
+            default=bound.default,
+            help=f"{bound.metadata['help']} (default: %(default)s)",
         )
     made.add_argument(
         "--stall-seconds",
@@ -245,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     if given.lease_seconds <= 0:
         parser().error("--lease-seconds must be more than 0")
-    for name in (*(name for name, _, _ in BOUNDS), "stall_seconds", "no_backend_seconds"):
+    for name in (*BOUNDS, "stall_seconds", "no_backend_seconds"):
         if getattr(given, name) <= 0:
             parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
@@ -269,13 +253,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     # An option with the name of a setting is that setting.
-    same = [field.name for field in fields(Settings) if field.name in given]
-    options: dict[str, Any] = {name: getattr(given, name) for name in same}
+    named = {each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
     settings = Settings(
-        **options | {name: tuple(options[name]) for name, *_ in ALLOWED},
+        **values,
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
-        tokens_file=given.tokens,
         browsers=shown,
         task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.BlobLimits(

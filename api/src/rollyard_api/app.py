@@ -185,7 +185,7 @@ async def _problem(request: Request, error: Exception) -> Response:
                 f"{'.'.join(str(part) for part in item['loc'][1:]) or item['loc'][0]}: {item['msg']}"
                 for item in error.errors()
             ]
-            return response(Invalid(problems[0], errors=problems))
+            return response(Invalid.of(*problems))
         case HTTPException(status_code=404):
             return response(NotFound(f"there is no {request.url.path}"))
         case HTTPException(status_code=405):

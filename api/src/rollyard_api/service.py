@@ -115,11 +115,7 @@ class ControlPlane:
     """The objects that requests share. They are created by `running`."""
 
     def __init__(
-        self,
-        settings: Settings,
-        token_file: TokenFile,
-        database: Database,
-        traces: SpanExport | None = None,
+        self, settings: Settings, token_file: TokenFile, database: Database, traces: SpanExport | None = None
     ) -> None:
         self.settings = settings
         self.traces = traces

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Final
 
 from rollyard_crds.telemetry.options import TraceOptions
 
@@ -16,6 +17,11 @@ from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.coordinator import UpdateLimits
 
 NO_BACKEND_SECONDS = 3600.0
+
+
+def _bound(default: int | float, text: str) -> Any:
+    """Return a field that is an option with this help text on the command line, and must be more than 0."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +48,10 @@ class Settings:
     node_seconds: float = 60.0
     """The time in seconds without a request of any worker of a node after which the node's sandboxes have
     ended by themselves."""
-    max_queued: int = 4_000_000
+    max_queued: int = _bound(4_000_000, "unfinished rollouts")
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
-    max_queued_per_namespace: int = 1_000_000
-    max_unread: int = 100_000
+    max_queued_per_namespace: int = _bound(1_000_000, "those of one namespace")
+    max_unread: int = _bound(100_000, "ended rollouts of a stream that nobody has read")
     """The largest number of ended rollouts of a stream that nobody has read. A stream with more of them takes
     no further tasks and targets."""
     max_claims: int = 40_000
@@ -57,28 +63,28 @@ class Settings:
     no_backend_seconds: float = NO_BACKEND_SECONDS
     """How long rollouts of a job without a deadline wait in the Run queue while their pool has no ready
     backend. Then they end as Failed/NoBackend."""
-    max_unstored: int = 10_000
+    max_unstored: int = _bound(10_000, "ended rollouts awaiting the trajectory store")
     """The number of ended rollouts that may wait for the trajectory store. Above it, completions answer
     507."""
-    store_seconds: float = 15.0
+    store_seconds: float = _bound(15.0, "how long a request waits for the trajectory store")
     """The time in seconds that a request waits for the trajectory store. Writing a part may take three
     times as long."""
-    page_bytes: int = 16 << 20
+    page_bytes: int = _bound(16 << 20, "bytes of a page of results, of a list, and of an answer with leases")
     """The largest size in bytes of a page of results, of a list, and of an answer with leases. A single
     item that is larger has a page to itself."""
-    max_polls: int = 4096
+    max_polls: int = _bound(4096, "long polls of trainers and drivers")
     """The largest number of simultaneous long polls of trainers and drivers. More are answered with 429."""
-    max_polls_per_namespace: int = 1024
-    max_worker_polls: int = 32_768
+    max_polls_per_namespace: int = _bound(1024, "those of one namespace")
+    max_worker_polls: int = _bound(32_768, "long polls of workers")
     """The largest number of simultaneous long polls of workers. More are answered with 429."""
-    max_worker_polls_per_namespace: int = 8192
-    max_streams: int = 1024
+    max_worker_polls_per_namespace: int = _bound(8192, "those of one namespace")
+    max_streams: int = _bound(1024, "event streams")
     """The largest number of simultaneous event streams. More are answered with 429."""
-    max_streams_per_namespace: int = 256
-    max_pages: int = 32
+    max_streams_per_namespace: int = _bound(256, "those of one namespace")
+    max_pages: int = _bound(32, "pages of results in memory at the same time")
     """The largest number of pages of results that are in memory on their way to a client at the same time,
     from the trajectory store and from the database each. Further requests wait in order."""
-    max_pages_per_namespace: int = 8
+    max_pages_per_namespace: int = _bound(8, "those of one namespace")
     sweep_seconds: float = 1.0
     health_seconds: float = 5.0
     """The time between two health checks of an external backend, in seconds."""
@@ -183,3 +189,7 @@ class Settings:
     def trajectories_url(self) -> str:
         """The URL of the trajectory store. By default it is a folder in the state folder."""
         return self.trajectories or str(self.state_dir.absolute() / "trajectories")
+
+
+BOUNDS: Final = {each.name: each for each in fields(Settings) if "help" in each.metadata}
+"""The settings that bound what one namespace, or one client, may hold."""

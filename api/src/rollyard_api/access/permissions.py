@@ -235,9 +235,7 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
     columns = (jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at)
     row = conn.execute(
         sa.select(*columns).where(
-            jobs.c.namespace == identity.namespace,
-            jobs.c.name == identity.name,
-            jobs.c.deleted_at.is_(None),
+            jobs.c.namespace == identity.namespace, jobs.c.name == identity.name, jobs.c.deleted_at.is_(None)
         )
     ).one_or_none()
     if row is None or identity.uid not in (row.uid, row.object_uid):

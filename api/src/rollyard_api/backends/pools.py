@@ -185,7 +185,7 @@ def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -
     if after.engine.external is not None and before.replicas != after.replicas:
         problems.append("spec.replicas: an external pool has one backend for each of engine.external.urls")
     if problems:
-        raise Invalid(problems[0], errors=problems)
+        raise Invalid.of(*problems)
     change(tx, pool, after)
 
 

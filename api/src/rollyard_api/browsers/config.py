@@ -25,8 +25,6 @@ _OWN: Final = frozenset({"assets", "docs", "healthz", "jobs", "metrics", "openap
 class BrowserOptionInvalid(ControlPlaneError):
     """An option of the page or of sign-in cannot be used."""
 
-    reason = "BrowserOptionInvalid"
-
 
 @dataclass(frozen=True, slots=True)
 class BrowserSettings:

@@ -88,8 +88,6 @@ SESSION: Final = "/v1/session"
 class SessionOver(ControlPlaneError, OSError):
     """Raised where a stream is sent whose session has ended, as if its client had gone."""
 
-    reason = "SessionOver"
-
 
 class Door:
     """The checks of requests that bear no token.

@@ -76,8 +76,6 @@ _ASSET: Final = re.compile(r'\b(src|href)="/?(assets/|favicon\.)')
 class PageUnusable(ApiError):
     """The folder of the page cannot be read, or holds more than is kept in memory."""
 
-    reason = "PageUnusable"
-
 
 @dataclass(frozen=True, slots=True)
 class WebFile:
@@ -206,8 +204,6 @@ _ASSET_PATH: Final = re.compile(rb"/(assets/[A-Za-z0-9_][A-Za-z0-9._-]*|favicon\
 
 class PageNotBuilt(NotFound):
     """This installation lacks the page's files."""
-
-    reason = "PageNotBuilt"
 
 
 class Front:

@@ -272,7 +272,6 @@ class TooManyGuesses(ApiError):
     """Too many wrong codes came from one address; retry after Retry-After seconds."""
 
     status = 429
-    reason = "TooManyGuesses"
 
 
 class Guesses:

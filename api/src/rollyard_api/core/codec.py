@@ -148,7 +148,7 @@ def validated(kind: type[M], document: Any, name: str = "", *, strict: bool = Fa
         return kind.model_validate(document, strict=strict or None)
     except ValidationError as error:
         problems = describe(error, name)[:MAX_PROBLEMS]
-        raise Invalid(problems[0], errors=problems) from error
+        raise Invalid.of(*problems) from error
 
 
 def encode(document: Any, accept: str) -> tuple[bytes, str]:

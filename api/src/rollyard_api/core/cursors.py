@@ -48,11 +48,11 @@ def listed(kind: Kind, uid: str, positions: Sequence[int]) -> str:
 
 def garbage(parameter: str, given: str, kind: str) -> QueryRefused:
     """Return the error for a parameter that is not a cursor of this kind."""
-    detail = (
+    return QueryRefused.of(
         f"{parameter}: {given[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
-        "or leave it out to begin with the first"
+        "or leave it out to begin with the first",
+        reason="CursorInvalid",
     )
-    return QueryRefused(detail, reason="CursorInvalid", errors=[detail])
 
 
 def _split(given: str, parameter: str, kind: Kind) -> tuple[str, str]:

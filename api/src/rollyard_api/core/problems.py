@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import orjson
 from starlette.responses import Response
@@ -17,9 +17,16 @@ RETRY_AFTER = {"Retry-After": "2"}
 
 
 class ControlPlaneError(Exception):
-    """The root of all exceptions of `rollyard_api`. The `reason` is stable, and the message is for people."""
+    """The root of all exceptions of `rollyard_api`. The `reason` is stable, and the message is for people.
+
+    The reason is the name of the class, unless the class has another one.
+    """
 
     reason: str = "InternalError"
+
+    def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            cls.reason = cls.__name__
 
 
 class ApiError(ControlPlaneError):
@@ -43,6 +50,11 @@ class ApiError(ControlPlaneError):
         if reason is not None:
             self.reason = reason
 
+    @classmethod
+    def of(cls, *problems: str, reason: str | None = None) -> Self:
+        """Return the error with these problems, of which the first is its detail, too."""
+        return cls(problems[0], reason=reason, errors=problems)
+
 
 class Malformed(ApiError):
     """The body is not JSON (or msgpack) at all."""
@@ -62,42 +74,36 @@ class Unauthorized(ApiError):
     """The request has no bearer token, or an unknown one."""
 
     status = 401
-    reason = "Unauthorized"
 
 
 class Forbidden(ApiError):
     """The role of the token may not make this call."""
 
     status = 403
-    reason = "Forbidden"
 
 
 class NotFound(ApiError):
     """The resource does not exist, or not in this namespace."""
 
     status = 404
-    reason = "NotFound"
 
 
 class MethodNotAllowed(ApiError):
     """The path exists, but it accepts other methods only."""
 
     status = 405
-    reason = "MethodNotAllowed"
 
 
 class Conflict(ApiError):
     """The state of the resource does not permit the request."""
 
     status = 409
-    reason = "Conflict"
 
 
 class Gone(ApiError):
     """What the request refers to is gone for ever."""
 
     status = 410
-    reason = "Gone"
 
 
 class TooLarge(ApiError):
@@ -111,42 +117,36 @@ class Invalid(ApiError):
     """The body was understood, but some of its fields are wrong; `errors` names each of them."""
 
     status = 422
-    reason = "Invalid"
 
 
 class QueueFull(ApiError):
     """The bounded queue has no room; retry after Retry-After seconds."""
 
     status = 429
-    reason = "QueueFull"
 
 
 class TooManyWaits(ApiError):
     """The limit of open long polls or event streams is reached; retry after Retry-After seconds."""
 
     status = 429
-    reason = "TooManyWaits"
 
 
 class Unavailable(ApiError):
     """The server is shutting down, or the database or a store cannot be reached."""
 
     status = 503
-    reason = "Unavailable"
 
 
 class TimedOut(ApiError):
     """A service behind the control plane, such as a store, did not answer in time."""
 
     status = 504
-    reason = "TimedOut"
 
 
 class StorageFull(ApiError):
     """There is no space for the database or the trajectories. Nothing of the request was kept."""
 
     status = 507
-    reason = "StorageFull"
 
 
 def problem(error: ApiError) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -51,51 +51,38 @@ class BlobLimits:
 class BlobsFull(QueueFull):
     """The namespace has reached its limit of uploads or of bytes."""
 
-    reason = "BlobsFull"
-
 
 class BlobTooLarge(TooLarge):
     """The upload is longer than the limit for one upload."""
 
-    reason = "BlobTooLarge"
-
-
-def missing(sha256: str) -> ApiError:
-    """Return the error for an upload that the namespace does not have; other namespaces do not matter."""
-    return NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
-
 
 def missing_of_job(sha256: str) -> ApiError:
     """Return the error for a job that names an upload that the namespace does not have."""
-    text = f"{FIELD}: this namespace has no upload sha256:{sha256}; upload the file first"
-    return Invalid(text, reason="BlobNotFound", errors=[text])
-
-
-def _of(namespace: str, sha256: str) -> sa.Select[Any]:
-    return sa.select(blobs).where(
-        blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True)
+    return Invalid.of(
+        f"{FIELD}: this namespace has no upload sha256:{sha256}; upload the file first", reason="BlobNotFound"
     )
 
 
-def find(conn: Connection, namespace: str, sha256: str) -> BlobRow:
-    """Return the row of an upload.
+def find(conn: Connection, namespace: str, sha256: str, *, lock: bool = False) -> BlobRow:
+    """Return the row of an upload; `lock` locks it until the commit.
 
     Raises:
         NotFound: The namespace has no upload with this content.
     """
-    row = conn.execute(_of(namespace, sha256)).one_or_none()
+    query = sa.select(blobs).where(
+        blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True)
+    )
+    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
-        raise missing(sha256)
+        raise NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
     return BlobRow(*row)
 
 
 def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
     """Return what `find` returns, and restart the time for which an upload that no job holds is kept."""
-    row = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
-    if row is None:
-        raise missing(sha256)
+    row = find(tx.conn, namespace, sha256, lock=True)
     tx.conn.execute(sa.update(blobs).where(blobs.c.id == row.id).values(touched_at=tx.now))
-    return BlobRow(*row)
+    return row
 
 
 def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
@@ -177,13 +164,14 @@ def complete(tx: Transaction, blob_id: int, namespace: str, sha256: str) -> bool
     Returns:
         False if the namespace already had this content; the new upload is then given up.
     """
-    there = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
-    if there is not None:
-        tx.conn.execute(sa.update(blobs).where(blobs.c.id == there.id).values(touched_at=tx.now))
-        give_up(tx, blob_id)
-        return False
-    tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(complete=True, touched_at=tx.now))
-    return True
+    try:
+        touch(tx, namespace, sha256)
+    except NotFound:
+        values = {"complete": True, "touched_at": tx.now}
+        tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(values))
+        return True
+    give_up(tx, blob_id)
+    return False
 
 
 def give_up(tx: Transaction, blob_id: int) -> None:
@@ -256,7 +244,6 @@ class UploadTooSlow(ApiError):
     """The body did not arrive in time."""
 
     status = 408
-    reason = "UploadTooSlow"
 
 
 def _busy(namespace: str | None, most: int) -> ApiError:
@@ -301,8 +288,7 @@ class Uploads:
         try:
             found = await self._store(blob_id, namespace, body)
             if found != sha256:
-                text = f"the body's SHA-256 is {found}, not {sha256}"
-                raise Invalid(text, reason="BlobHashMismatch", errors=[text])
+                raise Invalid.of(f"the body's SHA-256 is {found}, not {sha256}", reason="BlobHashMismatch")
             made = await write(partial(complete, blob_id=blob_id, namespace=namespace, sha256=sha256))
             done = True
             return made
@@ -314,22 +300,16 @@ class Uploads:
 
     async def _store(self, blob_id: int, namespace: str, body: AsyncIterator[bytes]) -> str:
         """Store the pieces of the body, and return its SHA-256."""
-        digest, waiting, size, no = hashlib.sha256(), bytearray(), 0, 0
+        digest, waiting, total, no = hashlib.sha256(), bytearray(), 0, 0
 
         async def put(data: bytes) -> None:
             nonlocal no
             packed = await asyncio.get_running_loop().run_in_executor(self._packers, pack, data)
-            add = partial(
-                add_piece,
-                blob_id=blob_id,
-                namespace=namespace,
-                no=no,
-                packed=packed,
-                size=len(data),
-                limits=self._limits,
-            )
+            size = len(data)
             # The last commit, which is durable, makes the commits before it durable, too.
-            await self._database.write(add, durable=False)
+            await self._database.write(
+                lambda tx: add_piece(tx, blob_id, namespace, no, packed, size, self._limits), durable=False
+            )
             no += 1
 
         while True:
@@ -337,8 +317,8 @@ class Uploads:
                 part = await anext(body, None)
             if part is None:
                 break
-            size += len(part)
-            if size > self._limits.blob_bytes:
+            total += len(part)
+            if total > self._limits.blob_bytes:
                 raise BlobTooLarge(f"the upload is longer than {self._limits.blob_bytes} bytes")
             digest.update(part)
             waiting += part

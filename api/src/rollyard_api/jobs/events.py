@@ -38,8 +38,6 @@ class Event:
 class SlowConsumer(ControlPlaneError):
     """The subscriber fell behind by a whole buffer and was dropped. It may resume with Last-Event-ID."""
 
-    reason = "SlowConsumer"
-
 
 class _Stream:
     """The events of one job, the first of which has the number `first`."""

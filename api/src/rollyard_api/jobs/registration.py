@@ -40,8 +40,9 @@ def of_object(meta: ObjectMeta) -> ObjectMeta:
     """
     uid = meta.annotations.get(OBJECT_UID, "")
     if len(uid) > _MAX_UID:
-        text = f"metadata.annotations[{OBJECT_UID}]: must be a uid of at most {_MAX_UID} characters"
-        raise Invalid(text, errors=[text])
+        raise Invalid.of(
+            f"metadata.annotations[{OBJECT_UID}]: must be a uid of at most {_MAX_UID} characters"
+        )
     annotations = {k: v for k, v in meta.annotations.items() if k not in _NOT_KEPT}
     return ObjectMeta(name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations)
 

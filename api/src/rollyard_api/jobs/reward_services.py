@@ -20,6 +20,7 @@ import httpcore
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.fields.reward import MAX_COMPONENTS, RewardServiceSpec
+from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
@@ -50,8 +51,6 @@ _JSON: Final[dict[bytes | str, bytes | str]] = {
 class RewardServiceNotAllowed(Invalid):
     """The job names a reward service that the installer's list does not contain."""
 
-    reason = "RewardServiceNotAllowed"
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceAllowList(AllowList):
@@ -75,11 +74,10 @@ class ServiceAllowList(AllowList):
     def refusal(self, url: str, why: str = "") -> RewardServiceNotAllowed:
         """Return the error for a URL that the list does not contain."""
         allowed = ", ".join(allowed_prefixes(self)) or "no URLs at all"
-        text = (
+        return RewardServiceNotAllowed.of(
             f"{FIELD}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; allowed "
             f"are {allowed}"
         )
-        return RewardServiceNotAllowed(text, errors=[text])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +145,14 @@ class RewardServices:
         self._tls: ssl.SSLContext | None = None
         """The context of all requests. It is read from the system once, which takes some milliseconds."""
 
-    def check(self, service: RewardServiceSpec | None, namespace: str) -> None:
-        """Check the service that a job names, without connecting to it.
+    def check(self, spec: RolloutJobSpec, namespace: str) -> None:
+        """Check the service that a job names, if it names one, without connecting to it.
 
         Raises:
             RewardServiceNotAllowed: The installer's list does not contain it.
         """
-        if service is not None:
-            self._allowed.source(service.url, namespace)
+        if spec.reward is not None and spec.reward.service is not None:
+            self._allowed.source(spec.reward.service.url, namespace)
 
     async def ask(
         self,

@@ -14,8 +14,6 @@ from rollyard_api.core.problems import ControlPlaneError, Invalid
 class HostsNotAllowed(Invalid):
     """The job names a host that the installer's list does not contain."""
 
-    reason = "HostsNotAllowed"
-
 
 class HostPatternError(ControlPlaneError, ValueError):
     """An entry of an installer's list cannot be used. The message names it and says what would be right."""
@@ -86,4 +84,4 @@ class SandboxHosts:
         problems = self.sandbox.problems(spec.sandbox.allowed_hosts or ())
         problems += self.evaluation.problems(spec.stages.eval.allowed_hosts or ())
         if problems:
-            raise HostsNotAllowed(problems[0], errors=problems)
+            raise HostsNotAllowed.of(*problems)

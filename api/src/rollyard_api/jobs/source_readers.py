@@ -35,8 +35,6 @@ _OK: Final = 200
 class SourceUnreadable(ControlPlaneError):
     """An allowed source cannot be read. The message contains nothing of the other side's answer."""
 
-    reason = "SourceUnreadable"
-
 
 class _File(Protocol):
     def read(self, size: int, /) -> bytes: ...

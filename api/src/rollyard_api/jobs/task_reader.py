@@ -12,7 +12,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -21,22 +21,25 @@ from typing import Any, Final
 
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.row_texts import FileRefused
-from rollyard_crds.reading.task_file import MAX_FILE_BYTES, KeptTasks
+from rollyard_crds.reading.task_file import MAX_FILE_BYTES, KeptTasks, TaskFile
 from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task_formats.parquet_rows import MAGIC, PIECE_BYTES, check_exit, command
 
+from rollyard_api.core.codec import pack, unpack
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
 from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
-from rollyard_api.jobs.tasks import Collector, TaskRow
+from rollyard_api.jobs.tasks import TaskRow
 
 PARSERS: Final = 2
 """The number of threads that decompress and check. They never wait for anything."""
 CONVERTERS: Final = 2
 """The number of processes that convert Parquet files at once. Other files wait within their time limit."""
 RETRY_SECONDS: Final = "1"
+STEP_SECONDS: Final = 0.1
+"""The time for which one file has a thread, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,6 @@ class TaskFileLimits:
 
 class SourcesBusy(QueueFull):
     """The namespace has too many task files that are being read; retry after Retry-After seconds."""
-
-    reason = "SourcesBusy"
 
 
 Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
@@ -97,11 +98,7 @@ class TaskReader:
         self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")
 
     async def read(
-        self,
-        url: str,
-        namespace: str,
-        options: TaskSource | None = None,
-        skipped: SkippedRows | None = None,
+        self, url: str, namespace: str, options: TaskSource | None = None, skipped: SkippedRows | None = None
     ) -> KeptTasks[TaskRow]:
         """Return the tasks of a file behind a URL, of any kind that `FileRows` reads, or in Parquet.
 
@@ -168,51 +165,58 @@ class TaskReader:
         skipped: SkippedRows | None,
         quote: bool,
     ) -> KeptTasks[TaskRow]:
+        """Return the tasks of these bytes; `quote` says whether messages may quote them."""
         seconds, loop = self._limits.seconds, asyncio.get_running_loop()
-        deadline = time.monotonic() + seconds
+        deadline, most = time.monotonic() + seconds, self._limits.file_bytes
         try:
             async with asyncio.timeout(seconds), aclosing(data):
                 start = await _first_bytes(data)
                 in_parquet = start.startswith(MAGIC)
-                collector = Collector(
-                    url,
+                unit = "row" if in_parquet else ""
+                file = TaskFile(
+                    options,
+                    pack,
+                    unpack,
                     quote=quote,
-                    max_bytes=self._limits.file_bytes,
-                    deadline=deadline,
-                    source=options,
+                    max_bytes=most,
                     specs=specs,
                     skipped=skipped,
-                    unit="row" if in_parquet else "",
+                    unit=unit,
                 )
                 if in_parquet:
-                    rows = parquet_lines(start, data, self._limits.file_bytes, self._parsers)
+                    rows = parquet_lines(start, data, most, self._parsers)
                     async with self._converting, aclosing(rows):
-                        await self._feed(collector, rows)
+                        await self._feed(file, rows, deadline)
                 else:
-                    await self._step(collector, start)
-                    await self._feed(collector, data)
-                return await loop.run_in_executor(self._parsers, collector.rows)
+                    await self._check(file.feed(start), deadline)
+                    await self._feed(file, data, deadline)
+                return await loop.run_in_executor(self._parsers, file.tasks, TaskRow, deadline)
         except TimeoutError as error:
             raise _unreadable(url, f"it was not read within {seconds:g} seconds") from error
+        except TaskListError as error:
+            problems = [f"{FIELD}: {shown(url)}: {problem}" for problem in error.problems]
+            raise Invalid.of(*problems, reason=error.reason) from error
         except FileRefused as error:
-            raise collector.refused(TaskListError([str(error)])) from error
+            raise Invalid.of(f"{FIELD}: {shown(url)}: {error}", reason=TaskListError.reason) from error
         except SourceUnreadable as error:
             raise _unreadable(url, str(error)) from error
 
-    async def _feed(self, collector: Collector, data: AsyncGenerator[bytes, None]) -> None:
-        if collector.full:
+    async def _feed(self, file: TaskFile, data: AsyncGenerator[bytes, None], deadline: float) -> None:
+        if file.full:
             return
         async for piece in data:
-            await self._step(collector, piece)
-            if collector.full:
+            await self._check(file.feed(piece), deadline)
+            if file.full:
                 return
-        collector.finish()
-        await self._step(collector)
+        await self._check(file.end(), deadline)
 
-    async def _step(self, collector: Collector, piece: bytes | None = None) -> None:
-        if piece is not None:
-            collector.feed(piece)
-        while not await asyncio.get_running_loop().run_in_executor(self._parsers, collector.step):
+    async def _check(self, rows: Iterator[None], deadline: float) -> None:
+        """Check the rows of a piece in short steps, by which the files that are read share the threads.
+
+        A small piece of a compressed file may expand to a large text.
+        """
+        step = partial(_step, rows, deadline)
+        while not await asyncio.get_running_loop().run_in_executor(self._parsers, step):
             pass
 
     def close(self) -> None:
@@ -221,14 +225,29 @@ class TaskReader:
         self._parsers.shutdown(wait=False, cancel_futures=True)
 
 
+def _step(rows: Iterator[None], deadline: float) -> bool:
+    """Check rows for at most STEP_SECONDS, and return whether all of them have been checked.
+
+    Raises:
+        TaskListError: A row is refused, or the file is too long or damaged.
+        TimeoutError: The deadline has passed.
+    """
+    turn = time.monotonic() + STEP_SECONDS
+    for _ in rows:
+        now = time.monotonic()
+        if now > deadline:
+            raise TimeoutError
+        if now > turn:
+            return False
+    return True
+
+
 def _refused_specs(problem: str) -> Invalid:
-    text = f"spec.tasks.specs: {problem}"
-    return Invalid(text, reason="InvalidTasks", errors=[text])
+    return Invalid.of(f"spec.tasks.specs: {problem}", reason="InvalidTasks")
 
 
 def _unreadable(url: str, why: str) -> ApiError:
-    text = f"{FIELD}: {shown(url)} cannot be read: {why}"
-    return Invalid(text, reason="InvalidTasks", errors=[text])
+    return Invalid.of(f"{FIELD}: {shown(url)} cannot be read: {why}", reason="InvalidTasks")
 
 
 async def _first_bytes(data: AsyncGenerator[bytes, None]) -> bytes:

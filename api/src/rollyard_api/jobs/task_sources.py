@@ -39,8 +39,6 @@ Kind = Literal["file", "web", "bucket"]
 class TasksNotAllowed(Invalid):
     """The job names a source that the installer's list does not contain."""
 
-    reason = "TasksNotAllowed"
-
 
 class PrefixError(ControlPlaneError, ValueError):
     """An entry of the installer's list cannot be used. The message names it and says what would be right."""
@@ -91,8 +89,10 @@ def blob_of(url: str) -> str | None:
         return None
     found = _BLOB.fullmatch(url)
     if found is None:
-        text = f"{FIELD}: {shown(url)}: must be blob:sha256: and 64 lower-case hexadecimal digits"
-        raise Invalid(text, reason="InvalidTasks", errors=[text])
+        raise Invalid.of(
+            f"{FIELD}: {shown(url)}: must be blob:sha256: and 64 lower-case hexadecimal digits",
+            reason="InvalidTasks",
+        )
     return found.group(1)
 
 
@@ -241,11 +241,10 @@ class AllowList:
     def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
         allowed = allowed_prefixes(self)
-        text = (
+        return TasksNotAllowed.of(
             f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
             f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"
         )
-        return TasksNotAllowed(text, errors=[text])
 
     def permits_file(self, source: Source, real: str) -> bool:
         """Return whether the file that was opened for a source may be read.

@@ -181,8 +181,7 @@ class ProrlCalls:
         if missing:
             raise Invalid(missing[0], reason="NotInstalled", errors=missing)
         self._plane.sandbox_hosts.check(spec)
-        service = None if spec.reward is None else spec.reward.service
-        self._plane.reward_services.check(service, self._config.namespace)
+        self._plane.reward_services.check(spec, self._config.namespace)
         task = await self._plane.parsing.run(
             partial(task_of, body.instance, "new", self._formats), self._config.namespace
         )

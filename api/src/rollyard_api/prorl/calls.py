@@ -183,8 +183,9 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
     row = tx.conn.execute(sa.select(prorl_calls).where(*where)).one_or_none()
     if row is not None:
         if row.digest != asked.digest:
-            text = "job_id: names another call of this batch, with another instance or other sampling_params"
-            raise Invalid(text, errors=[text])
+            raise Invalid.of(
+                "job_id: names another call of this batch, with another instance or other sampling_params"
+            )
         if row.cancelled or row.tries >= MAX_TRIES or not _is_empty(tx.conn, row.rollout_id):
             return StartedCall(row.job_id, row.rollout_id)
     tries = 1 if row is None else row.tries + 1

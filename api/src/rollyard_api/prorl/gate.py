@@ -28,8 +28,6 @@ _BROWSERS: Final = (b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"access-co
 class RequestRefused(ControlPlaneError):
     """A request that the gate answers by itself."""
 
-    reason = "RequestRefused"
-
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status

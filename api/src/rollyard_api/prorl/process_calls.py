@@ -85,7 +85,7 @@ def task_of(instance: Mapping[str, Any], task_id: str, formats: Formats) -> Task
         return Task.model_validate({**fields, "id": task_id, "metadata": metadata})
     except ValidationError as error:
         problems = describe(error, "instance", Task)
-        raise Invalid(problems[0], errors=problems) from error
+        raise Invalid.of(*problems) from error
 
 
 def _conversation(row: Mapping[str, Any]) -> Any:
@@ -102,8 +102,7 @@ def _conversation(row: Mapping[str, Any]) -> Any:
 
 
 def _refused(field: str, problem: str) -> Invalid:
-    text = f"instance.{field}: {problem}"
-    return Invalid(text, errors=[text])
+    return Invalid.of(f"instance.{field}: {problem}")
 
 
 _FIXED: Final = ("tasks", "backendRef", "samplesPerTask", "dynamicSampling", "minGroupSize", "handler")

@@ -83,7 +83,6 @@ class ServerUnusable(ApiError):
     """A server does not say which model it serves."""
 
     status = 500
-    reason = "ServerUnusable"
 
 
 async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
@@ -162,6 +161,5 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
     if url in urls:
         return
     if len(urls) >= config.max_servers:
-        text = f"address: there are {len(urls)} servers, and no more may be"
-        raise Invalid(text, errors=[text])
+        raise Invalid.of(f"address: there are {len(urls)} servers, and no more may be")
     pools.put_servers(tx, pool, [*urls, url])

@@ -198,7 +198,7 @@ def check_status(status: ClaimStatus) -> None:
     if status.state == FAILED and not status.reason:
         problems.append("reason: is required with 'state: Failed', a CamelCase word such as 'QuotaExceeded'")
     if problems:
-        raise Invalid(problems[0], errors=problems)
+        raise Invalid.of(*problems)
 
 
 def report(tx: Transaction, claim: str, status: ClaimStatus) -> ClaimRow | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from rollyard_crds.lease import NoBackend
+from rollyard_crds.lease import NoBackend, RouteRequest
 
 from rollyard_api.backends import circuits
 from rollyard_api.backends.assignment import ACTIVE, RETRY_SECONDS, Routers, lock
@@ -39,9 +39,7 @@ class Rerouted:
     """Whether this failure opened the backend's circuit."""
 
 
-def reroute(
-    tx: Transaction, rollout: str, token: int, failed_url: str, *, error: str = "", blame: bool = True
-) -> Rerouted:
+def reroute(tx: Transaction, asked: RouteRequest) -> Rerouted:
     """Return another backend for a rollout whose backend failed, or the same one if no other has room.
 
     Only the backend that the rollout is assigned to is blamed, in its own pool and once per token, so a
@@ -51,26 +49,26 @@ def reroute(
     one is not eligible, the rollout has to ask again. Places that become free are kept for such rollouts
     before any are given to the queue (Router.reserved).
     """
-    row = rollout_rows.named(tx, [rollout]).get(rollout)
+    row = rollout_rows.named(tx, [asked.rollout]).get(asked.rollout)
     if row is None:
         return Rerouted("unknown")
     job = rollout_rows.jobs_of(tx, [row.job_id])[row.job_id]
-    if row.token != token or row.state != RolloutState.LEASED_RUN or job.pool is None:
+    if row.token != asked.token or row.state != RolloutState.LEASED_RUN or job.pool is None:
         return Rerouted("stale")
     key = (job.namespace, job.pool)
     opened, changed = False, None
-    if blame and not _OVERLOADED.search(error):
-        changed = _changed(tx, row, Blamed(token, failed_url))
-        opened = changed is not None and circuits.failed(tx, row.job_id, failed_url)
+    if asked.blame and not _OVERLOADED.search(asked.error):
+        changed = _changed(tx, row, Blamed(asked.token, asked.failed_url))
+        opened = changed is not None and circuits.failed(tx, row.job_id, asked.failed_url)
         row = changed or row
     lock(tx, [key])
     routers = Routers(tx, tx.conn.execute(ACTIVE).all())
     router = routers.get(key)
-    chosen = None if router is None else _elsewhere(tx, router, row, failed_url)
+    chosen = None if router is None else _elsewhere(tx, router, row, asked.failed_url)
     if chosen is None:
         return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
     if chosen.url != row.backend:
-        _changed(tx, row, Moved(token, chosen.url))
+        _changed(tx, row, Moved(asked.token, chosen.url))
     return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
 
 

@@ -7,9 +7,8 @@ failed with the reason NoBackend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import sqlalchemy as sa
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_api.backends.assignment import Key, without_backend
 from rollyard_api.machine.events import BackendAwaited, LeaseLost
@@ -48,17 +47,7 @@ def expire(tx: Transaction, max_expiries: int = MAX_EXPIRIES) -> int:
     return len(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
-    """What the control plane knew of a worker that has died."""
-
-    returned: int
-    """The number of leases that were taken back."""
-    completed: bool
-    """Whether the worker was the last one to complete a stage of at least one rollout."""
-
-
-def worker_died(tx: Transaction, namespace: str, job: str, worker: str, max_expiries: int) -> Death:
+def worker_died(tx: Transaction, report: WorkerDied, max_expiries: int) -> WorkerDeath:
     """Take back the leases of a dead worker of one job, as if they had expired now.
 
     A repeat finds no lease and changes nothing. A worker that is not dead after all loses its leases and
@@ -66,21 +55,19 @@ def worker_died(tx: Transaction, namespace: str, job: str, worker: str, max_expi
 
     Args:
         tx: The transaction.
-        namespace: The namespace of the job.
-        job: The name of the job.
-        worker: The worker, whose process its driver saw end.
+        report: The worker, whose process its driver saw end, and the job.
         max_expiries: The number of leases of one rollout that may be lost, as for `expire`.
     """
-    row = job_rows.named(tx.conn, namespace, job)
-    if row is None:
-        return Death(0, False)
-    completed = rollout_rows.has_completed(tx, row.id, worker)
+    job = job_rows.named(tx.conn, report.namespace, report.job)
+    if job is None:
+        return WorkerDeath(returned=0, completed=False)
+    completed = rollout_rows.has_completed(tx, job.id, report.worker)
     returned = 0
     died = LeaseLost("WorkerDied", "its driver saw the worker end", max_expiries)
-    while rows := rollout_rows.held_by(tx, row.id, worker, EXPIRY_BATCH):
+    while rows := rollout_rows.held_by(tx, job.id, report.worker, EXPIRY_BATCH):
         transitions.happened(tx, rows, died)
         returned += len(rows)
-    return Death(returned, completed)
+    return WorkerDeath(returned=returned, completed=completed)
 
 
 def note_outages(tx: Transaction) -> None:

@@ -49,8 +49,6 @@ _DOCUMENT: Final = """<!doctype html>
 class DocsNotInstalled(NotFound):
     """The package with Swagger UI is not installed."""
 
-    reason = "DocsNotInstalled"
-
 
 def asset(name: str) -> WebFile:
     """Return a file that the document names.

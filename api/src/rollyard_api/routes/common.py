@@ -46,7 +46,7 @@ class StrictRoute(APIRoute):
         async def checked(request: Request) -> Response:
             problems = [_unknown(name, known) for name in request.query_params if name not in known]
             if problems:
-                raise Invalid(problems[0], errors=problems)
+                raise Invalid.of(*problems)
             return await handle(request)
 
         return checked

@@ -108,10 +108,9 @@ def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace
     try:
         manifest = parse(document)
     except ManifestError as error:
-        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+        raise Invalid.of(*error.problems, reason=error.reason) from error
     if manifest.kind != kind:
-        text = f"kind: this call takes a {kind} (got {manifest.kind})"
-        raise Invalid(text, reason="InvalidManifest", errors=[text])
+        raise Invalid.of(f"kind: this call takes a {kind} (got {manifest.kind})", reason="InvalidManifest")
     return manifest
 
 
@@ -152,16 +151,18 @@ async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> 
         seen: dict[str, int] = {}
         for place, task in enumerate(source.inline):
             if task.id in seen:
-                text = f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]"
-                raise Invalid(text, reason="InvalidTasks", errors=[text])
+                raise Invalid.of(
+                    f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]",
+                    reason="InvalidTasks",
+                )
             seen[task.id] = place
         return tasks.selected(source.inline, source)
     if source.config_map_ref is not None:
-        text = (
+        raise Invalid.of(
             "spec.tasks.configMapRef: only a driver on Kubernetes reads ConfigMaps: apply the job there with "
-            "kubectl, or give 'url', 'inline' or 'stream: true'"
+            "kubectl, or give 'url', 'inline' or 'stream: true'",
+            reason="InvalidTasks",
         )
-        raise Invalid(text, reason="InvalidTasks", errors=[text])
     return []
 
 
@@ -172,8 +173,10 @@ async def _registered_tasks(
     if job.spec.tasks.config_map_ref is None:
         return await _tasks(plane, job, skipped)
     if given is None:
-        text = "tasks: is required where spec.tasks is a configMapRef and the job is not there yet"
-        raise Invalid(text, reason="InvalidTasks", errors=[text])
+        raise Invalid.of(
+            "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
+            reason="InvalidTasks",
+        )
     return await plane.parsing.run(partial(tasks.read_list, given), job.metadata.namespace)
 
 
@@ -191,7 +194,7 @@ async def submit(request: Request, plane: Plane, namespace: DefaultNamespace = N
         made = False
     else:
         plane.sandbox_hosts.check(job.spec)
-        _check_service(plane, job)
+        plane.reward_services.check(job.spec, job.metadata.namespace)
         skipped = SkippedRows()
         new: NewJob = replace(bare, tasks=await _tasks(plane, job, skipped), skipped=skipped)
         _check_target(job, new.tasks)
@@ -208,17 +211,7 @@ def _check_target(job: RolloutJob, rows: Sequence[TaskRow]) -> None:
     """
     problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
     if problems:
-        raise Invalid(problems[0], reason=signals.OUT_OF_REACH, errors=problems)
-
-
-def _check_service(plane: ControlPlane, job: RolloutJob) -> None:
-    """Check that the installer allows the reward service that a job names, if it names one.
-
-    Raises:
-        RewardServiceNotAllowed: The installer does not allow it.
-    """
-    service = None if job.spec.reward is None else job.spec.reward.service
-    plane.reward_services.check(service, job.metadata.namespace)
+        raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
 
 
 class Registration(BaseModel):
@@ -245,8 +238,9 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
     job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
     for field, given in (("tasks", asked.tasks), ("skipped", asked.skipped)):
         if given is not None and job.spec.tasks.config_map_ref is None:
-            text = f"{field}: belong to a job whose spec.tasks is a configMapRef"
-            raise Invalid(text, reason="InvalidTasks", errors=[text])
+            raise Invalid.of(
+                f"{field}: belong to a job whose spec.tasks is a configMapRef", reason="InvalidTasks"
+            )
     new = replace(manifests.prepare(job, []), object_uid=registration.object_uid(job.metadata))
     op = partial(registration.register_job, room=plane.settings.rollout_room)
     told = await plane.database.write(partial(op, new=new, with_tasks=False))
@@ -255,7 +249,7 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
         if missing:
             raise Invalid(missing[0], reason="NotInstalled", errors=missing)
         plane.sandbox_hosts.check(job.spec)
-        _check_service(plane, job)
+        plane.reward_services.check(job.spec, job.metadata.namespace)
         skipped = asked.skipped or SkippedRows()
         found = await _registered_tasks(plane, job, asked.tasks, skipped)
         new = replace(new, tasks=found, skipped=skipped)
@@ -416,11 +410,7 @@ async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace
     else:
         await plane.database.write(
             partial(
-                jobs.cancel_part,
-                namespace=namespace,
-                name=name,
-                group=asked.group,
-                rollout=asked.rollout,
+                jobs.cancel_part, namespace=namespace, name=name, group=asked.group, rollout=asked.rollout
             )
         )
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
@@ -428,10 +418,7 @@ async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace
 
 @of_drivers.get("", responses={200: {"model": UnfinishedJobs}})
 async def unfinished(
-    request: Request,
-    plane: Plane,
-    revision: Annotated[int | None, Query(ge=0)] = None,
-    wait: Wait = 0.0,
+    request: Request, plane: Plane, revision: Annotated[int | None, Query(ge=0)] = None, wait: Wait = 0.0
 ) -> Response:
     """List the jobs of all namespaces that drivers have to handle, by name, generation and cancel reason.
 

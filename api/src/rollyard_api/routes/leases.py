@@ -115,9 +115,7 @@ def _grant(plane: ControlPlane, ask: Ask, tx: Transaction) -> tuple[list[dict[st
 
 
 @router.post(
-    "/heartbeat",
-    responses={200: {"model": HeartbeatResponse}},
-    openapi_extra=body_schema(HeartbeatRequest),
+    "/heartbeat", responses={200: {"model": HeartbeatResponse}}, openapi_extra=body_schema(HeartbeatRequest)
 )
 async def heartbeat(request: Request) -> Response:
     """Renew leases. The answer names lost and cancelled leases, and orphaned sandboxes."""
@@ -159,9 +157,7 @@ async def heartbeat(request: Request) -> Response:
 
 
 @router.post(
-    "/complete",
-    responses={200: {"model": OutcomeResponse}},
-    openapi_extra=body_schema(CompleteRequest),
+    "/complete", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(CompleteRequest)
 )
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
@@ -180,11 +176,7 @@ async def complete(request: Request) -> Response:
     return _reply(request, {"outcomes": told})
 
 
-@router.post(
-    "/fail",
-    responses={200: {"model": OutcomeResponse}},
-    openapi_extra=body_schema(FailRequest),
-)
+@router.post("/fail", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(FailRequest))
 async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
     plane = plane_of(request)
@@ -195,25 +187,13 @@ async def fail(request: Request) -> Response:
     return _reply(request, {"outcomes": told})
 
 
-@router.post(
-    "/route",
-    responses={200: {"model": RouteResponse}},
-    openapi_extra=body_schema(RouteRequest),
-)
+@router.post("/route", responses={200: {"model": RouteResponse}}, openapi_extra=body_schema(RouteRequest))
 async def route(request: Request) -> Response:
     """Return another backend for a rollout whose backend failed, or, if none has room, a time to retry."""
     plane = plane_of(request)
     asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
-    op = partial(
-        rerouting.reroute,
-        rollout=asked.rollout,
-        token=asked.token,
-        failed_url=asked.failed_url,
-        error=asked.error,
-        blame=asked.blame,
-    )
-    told = await plane.database.write(op)
+    told = await plane.database.write(partial(rerouting.reroute, asked=asked))
     if told.opened:
         log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
     if told.outcome == "unknown":
@@ -226,11 +206,7 @@ async def route(request: Request) -> Response:
     return _reply(request, answered)
 
 
-@router.post(
-    "/reward",
-    responses={200: {"model": RewardResponse}},
-    openapi_extra=body_schema(RewardRequest),
-)
+@router.post("/reward", responses={200: {"model": RewardResponse}}, openapi_extra=body_schema(RewardRequest))
 async def reward(request: Request) -> Response:
     """Send an episode to the reward service of its job, and return the score or why there is none.
 
@@ -252,17 +228,9 @@ async def job_spec(
 ) -> Response:
     """Return a job's spec for workers, without inline tasks."""
     refuse_other_job(request, namespace, name)
-    return answer(
-        await plane.database.read(
-            partial(
-                job_views.worker_spec,
-                namespace=namespace,
-                name=name,
-                uid=uid,
-                pinned=plane.sandbox_hosts.pinned,
-            )
-        )
-    )
+    pinned = plane.sandbox_hosts.pinned
+    read = partial(job_views.worker_spec, namespace=namespace, name=name, uid=uid, pinned=pinned)
+    return answer(await plane.database.read(read))
 
 
 @router.get("/images", responses={200: {"model": WaitingImages}})

@@ -90,7 +90,7 @@ async def _require(
         asked = [group.create_task(one(row.url)) for row in rows if row.ready]
     refusals = [problem for task in asked if (problem := task.result())]
     if refusals:
-        raise Conflict(refusals[0], errors=refusals, reason="VersionsUnknown")
+        raise Conflict.of(*refusals, reason="VersionsUnknown")
 
 
 def _choice(modes: Collection[PauseMode]) -> str:
@@ -195,12 +195,7 @@ async def _until(request: Request, namespace: str, name: str, wait: float, settl
         return all(settled(row) for row in found[1])
 
     found = await plane.poll(
-        namespace,
-        records.TOPIC,
-        partial(plane.database.read, read),
-        enough,
-        wait,
-        request.is_disconnected,
+        namespace, records.TOPIC, partial(plane.database.read, read), enough, wait, request.is_disconnected
     )
     document = (await plane.database.read(partial(pools.listed, namespace=namespace, name=name)))[0]
     return answer(document, 200 if enough(found) else 202)

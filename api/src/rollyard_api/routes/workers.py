@@ -25,29 +25,17 @@ from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body
 router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRoute)
 
 
-@router.post(
-    "/died",
-    responses={200: {"model": WorkerDeath}},
-    openapi_extra=body_schema(WorkerDied),
-)
+@router.post("/died", responses={200: {"model": WorkerDeath}}, openapi_extra=body_schema(WorkerDied))
 async def died(request: Request, plane: Plane) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
     report = validated(WorkerDied, await body_of(request))
-    op = partial(
-        sweeps.worker_died,
-        namespace=report.namespace,
-        job=report.job,
-        worker=report.worker,
-        max_expiries=plane.settings.max_expiries,
-    )
+    op = partial(sweeps.worker_died, report=report, max_expiries=plane.settings.max_expiries)
     death = await plane.database.write(op, durable=False)
-    return answer({"returned": death.returned, "completed": death.completed})
+    return answer(death.model_dump())
 
 
 @router.post(
-    "/offers",
-    responses={200: {"model": AssignmentOffered}},
-    openapi_extra=body_schema(AssignmentOffer),
+    "/offers", responses={200: {"model": AssignmentOffered}}, openapi_extra=body_schema(AssignmentOffer)
 )
 async def offer(request: Request, plane: Plane) -> Response:
     """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
@@ -95,11 +83,6 @@ async def assignment(request: Request, plane: Plane) -> Response:
         )
     token = job_token(plane.tokens.worker, taken.namespace, taken.job, taken.uid)
     return answer(
-        {
-            "namespace": taken.namespace,
-            "job": taken.job,
-            "arguments": list(taken.arguments),
-            "token": token,
-        },
+        {"namespace": taken.namespace, "job": taken.job, "arguments": list(taken.arguments), "token": token},
         headers={"Cache-Control": "no-store"},
     )

@@ -34,7 +34,6 @@ from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
 
 from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavailable
-from rollyard_api.storage.job_changes import watch
 
 T = TypeVar("T")
 
@@ -145,6 +144,33 @@ def driver_of(conn: Connection) -> sqlite3.Connection:
     driver = conn.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     return driver
+
+
+JOB_COLUMNS = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
+"""The columns of a job on which the answer to its tokens depends. Their change is noticed, and so are new and
+removed rows."""
+
+
+def _watch_jobs(connection: sqlite3.Connection, changed: Callable[[], None]) -> bool:
+    """Let `changed` be called within each transaction of this connection that changes a job in this way.
+
+    Triggers notice it, whichever code makes the change. They are temporary: they belong to this connection,
+    and nothing of them is stored in the database.
+
+    Returns:
+        Whether it will be called. It will not in a database without the table `jobs`.
+    """
+    with_jobs = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'jobs'"
+    if connection.execute(with_jobs).fetchone() is None:
+        return False
+    connection.create_function("rollyard_job_changed", 0, changed)
+    differs = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in JOB_COLUMNS)
+    for change, condition in (("INSERT", ""), ("DELETE", ""), ("UPDATE", f"WHEN {differs} ")):
+        connection.execute(
+            f"CREATE TEMP TRIGGER rollyard_{change.lower()}_job AFTER {change} ON main.jobs {condition}"
+            f"BEGIN SELECT rollyard_job_changed(); END"
+        ).close()
+    return True
 
 
 def is_storage_full(error: BaseException) -> bool:
@@ -381,7 +407,7 @@ class Database:
                 self._job_changes += 1
 
     def _watch_jobs(self, connection: sqlite3.Connection, _record: object) -> None:
-        self._watches_jobs = watch(connection, self._touch_jobs)
+        self._watches_jobs = _watch_jobs(connection, self._touch_jobs)
 
     def _touch_jobs(self) -> None:
         self._touches_jobs = True
@@ -406,15 +432,10 @@ class Database:
         if error is None:
             self._after([item.tx for item in batch if item.tx is not None])
         for item in batch:
-            if item.future.cancelled():
-                continue
-            if error is None:
-                item.future.set_result(item.result)
-            else:
-                item.future.set_exception(error)
+            _settle(item, error)
 
 
-def _settle(asked: _Query[Any], error: Exception | None) -> None:
+def _settle(asked: _Query[Any] | _Waiting[Any], error: Exception | None) -> None:
     if asked.future.cancelled():
         return
     if error is None:

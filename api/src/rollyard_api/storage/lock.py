@@ -15,8 +15,6 @@ FILE_NAME = "lock"
 class StateFolderInUse(ControlPlaneError):
     """Another process uses this state folder."""
 
-    reason = "StateFolderInUse"
-
 
 @contextmanager
 def held(state_dir: Path) -> Iterator[None]:

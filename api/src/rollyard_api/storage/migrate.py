@@ -27,8 +27,6 @@ _LOCK = 7_382_946_110
 class UnknownSchema(ControlPlaneError):
     """The database has a schema that this version neither has nor can bring up to date."""
 
-    reason = "UnknownSchema"
-
 
 def config(connection: Connection) -> Config:
     """Return Alembic's configuration for the packaged migrations on this connection."""

@@ -318,14 +318,7 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
     )
 
 
-_COUNTERS: Final = (
-    "failures_init",
-    "failures_run",
-    "failures_eval",
-    "expiries",
-    "eval_expiries",
-    "outages",
-)
+_COUNTERS: Final = ("failures_init", "failures_run", "failures_eval", "expiries", "eval_expiries", "outages")
 _RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
 _GRACE = (
     sa.update(rollouts)

@@ -257,12 +257,7 @@ nodes = sa.Table(
 )
 
 # A claim outlives the rows of its rollout and job, because the driver must still remove its sandbox.
-claims = _table(
-    "claims",
-    ClaimRow,
-    sa.PrimaryKeyConstraint("id"),
-    sa.UniqueConstraint("rollout_id", "token"),
-)
+claims = _table("claims", ClaimRow, sa.PrimaryKeyConstraint("id"), sa.UniqueConstraint("rollout_id", "token"))
 
 # The jobs that drivers offered to workers that stand ready. A row outlives its offer, because it shows that
 # the worker's token is spent.

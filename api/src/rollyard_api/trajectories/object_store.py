@@ -23,6 +23,8 @@ LEFT_SECONDS = 600.0
 class ObjectMissing(Unavailable):
     """Raised if the store has no such object. For a caller it is one that cannot be read."""
 
+    reason = "Unavailable"
+
 
 class TrajectoryStore(Protocol):
     """Objects that are written whole. Writing one again with the same content changes nothing."""

@@ -56,8 +56,6 @@ _TRY_AGAIN: Final = Backoff(first=0.5, longest=10.0)
 class LoadFailed(ControlPlaneError):
     """The server answered that it could not load the weights."""
 
-    reason = "LoadFailed"
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateLimits(WeightCallLimits):

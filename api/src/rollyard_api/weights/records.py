@@ -50,8 +50,6 @@ _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 class Superseded(ControlPlaneError):
     """Another update is wanted now, or another control plane owns the update."""
 
-    reason = "Superseded"
-
 
 # These are built once, because they are executed several times a second.
 _POOLS = sa.select(pools)
@@ -399,7 +397,7 @@ def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str
         changes |= {"verified": seen.comparison is not None, "max_difference": difference}
     note(tx, update.id, url, **changes)
     if seen.paused is not None:
-        tx.count("paused_seconds", value=seen.paused)
+        tx.count("weight_update_paused_seconds", value=seen.paused)
     if row.state == "Running" and request_of(row).source.pushed:
         _unpause(tx, pool.id)
     settle(tx, pool.id)

@@ -36,8 +36,6 @@ _COMPARED: Final = {
 class Unverifiable(ControlPlaneError):
     """There is nothing to compare with. The message says why."""
 
-    reason = "Unverifiable"
-
 
 @dataclass(frozen=True, slots=True)
 class Reference:

@@ -88,8 +88,7 @@ async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] 
     only: JobName | None = None
     if job:
         if not _JOB.fullmatch(job):
-            detail = f"job: must be NAMESPACE/NAME (got {job!r})"
-            raise QueryRefused(detail, errors=[detail])
+            raise QueryRefused.of(f"job: must be NAMESPACE/NAME (got {job!r})")
         namespace, _, name = job.partition("/")
         only = (namespace, name)
     await plane.views.fleet.look()  # An error of the database is answered before the stream begins.

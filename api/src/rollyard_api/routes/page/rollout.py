@@ -132,8 +132,7 @@ async def difference(
     job, left = await compact_record(plane, namespace, name, rollout)
     _, right = await compact_record(plane, namespace, name, other)
     if left.head["group_id"] != right.head["group_id"]:
-        detail = "other: must be a rollout of the same group, since others have another prompt"
-        raise QueryRefused(detail, errors=[detail])
+        raise QueryRefused.of("other: must be a rollout of the same group, since others have another prompt")
     document = pieces.difference(left, right)
     vocabulary, reason = await _vocabulary(plane, job)
     for side in (document["left"], document["right"]):

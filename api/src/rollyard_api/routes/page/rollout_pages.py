@@ -66,8 +66,7 @@ async def rollout_filter(
     }
     for name, value in numbers.items():
         if value is not None and not math.isfinite(value):
-            detail = f"{name}: must be a finite number (got {value})"
-            raise QueryRefused(detail, errors=[detail])
+            raise QueryRefused.of(f"{name}: must be a finite number (got {value})")
     return RolloutFilter(
         sort=sort,
         stage=stage,
@@ -87,10 +86,9 @@ def check_plain_list(asked: RolloutFilter) -> None:
         QueryRefused: It does.
     """
     if asked != RolloutFilter(stage=asked.stage, status=asked.status, retried=asked.retried):
-        detail = (
+        raise QueryRefused.of(
             "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
         )
-        raise QueryRefused(detail, errors=[detail])
 
 
 async def slim_page(
@@ -157,8 +155,9 @@ def _words(search: str) -> list[str]:
     """
     found = list(dict.fromkeys(words.words_in(search)))
     if not 1 <= len(found) <= MAX_WORDS:
-        detail = f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(found)})"
-        raise QueryRefused(detail, errors=[detail])
+        raise QueryRefused.of(
+            f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(found)})"
+        )
     return found
 
 

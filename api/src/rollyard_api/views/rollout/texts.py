@@ -37,8 +37,6 @@ _SPACE: Final = "\u2581"
 class TextsMissing(ControlPlaneError):
     """The texts of a tokenizer's tokens cannot be shown. The message says why."""
 
-    reason = "TextsMissing"
-
 
 @dataclass(frozen=True, slots=True)
 class Pieces:

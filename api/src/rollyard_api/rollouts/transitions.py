@@ -192,7 +192,7 @@ class _Batch:
         tx, event, spent = self.tx, transition.event, max(0.0, self.tx.now - rollout.since)
         match event:
             case events.Leased():
-                tx.count("leases", rollout.stage)
+                tx.count("leases_granted", rollout.stage)
                 tx.count("queue_seconds", rollout.stage, value=spent)
             case events.InitDone():
                 tx.count("stage_seconds", "init", value=spent)
@@ -204,11 +204,11 @@ class _Batch:
             case events.Scored():
                 tx.count("stage_seconds", "eval", value=spent)
             case events.Failed():
-                tx.count("failures", event.stage, event.reason)
+                tx.count("stage_failures", event.stage, event.reason)
                 if event.stage == "run" and event.reason in _BACKENDS_FAULT and rollout.backend is not None:
                     circuits.failed(tx, rollout.job_id, rollout.backend)
             case events.LeaseLost():
-                tx.count("expiries", rollout.stage)
+                tx.count("leases_expired", rollout.stage)
             case events.NewWeights():
                 tx.count("stale_rollouts", "cancelled" if event.cancel else "restarted")
             case events.Moved():
@@ -267,7 +267,7 @@ class _Batch:
             rollout, reason, reward = ending.rollout, ending.transition.reason, ending.reward
             status = ending.transition.after.status
             ending.changes["end_seq"] = place
-            tx.count("completions", job.namespace, job.name, status, reason)
+            tx.count("rollouts_ended", job.namespace, job.name, status, reason)
             if reward is not None:
                 tx.count("reward", job.namespace, job.name, value=reward)
             tx.emit(

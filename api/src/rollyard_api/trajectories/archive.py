@@ -150,7 +150,7 @@ def _place(tx: Transaction, part: Part, rows: Sequence[EndedRollout], made: _Obj
         tx.conn.execute(_WORDS[tx.sqlite], kept)
     lengths = [(row.id, len(line)) for row, line in zip(rows, made.lines, strict=False)]
     rollout_rows.place(tx, part.job_id, part.number, lengths)
-    tx.count("stored", value=len(lengths))
+    tx.count("trajectories_stored", value=len(lengths))
 
 
 class Archive:

@@ -399,7 +399,7 @@ def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str
         changes |= {"verified": seen.comparison is not None, "max_difference": difference}
     note(tx, update.id, url, **changes)
     if seen.paused is not None:
-        tx.count("paused_seconds", value=seen.paused)
+        tx.count("weight_update_paused_seconds", value=seen.paused)
     if row.state == "Running" and request_of(row).source.pushed:
         _unpause(tx, pool.id)
     settle(tx, pool.id)

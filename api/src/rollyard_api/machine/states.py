@@ -122,7 +122,8 @@ def picture() -> str:
                 for after in afters:
                     edges.setdefault((before, after), []).append(event.__name__)
     # A rollout may be cancelled in every unfinished state, which one edge of all of them together shows.
-    inside, outside = [], [f"unfinished --> {_name(RolloutState.CANCELLED)}: {events.Cancelled.__name__}"]
+    inside: list[str] = []
+    outside = [f"unfinished --> {_name(RolloutState.CANCELLED)}: {events.Cancelled.__name__}"]
     for (before, after), names in sorted(edges.items()):
         side = outside if after.has_ended else inside
         side.append(f"{_name(before)} --> {_name(after)}: {', '.join(names)}")

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pygments.lexers.special import TextLexer
 from rollyard_crds.version import installed_version
 from sphinx.application import Sphinx
 
@@ -58,5 +59,7 @@ def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
 
 def setup(app: Sphinx) -> None:
     """Connect the two functions above; Sphinx calls this."""
+    # GitHub draws diagrams in Mermaid's language. They are shown as text here.
+    app.add_lexer("mermaid", TextLexer)
     app.connect("source-read", point_outside)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 def sections() -> dict[str, str]:
     """Return what stands after each marker of the page, up to the marker of the end."""
     return {
-        "<!-- transitions -->\n": f"```text\n{states.picture()}```\n",
+        "<!-- transitions -->\n": f"```mermaid\n{states.picture()}```\n",
         "<!-- failure policy -->\n": failure_policy.table(),
     }
 

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from rollyard_api.rollouts import sweeps
 from rollyard_api.service import ControlPlane
-from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.database import Transaction, driver_of
 from rollyard_api.storage.schema import claims as claim_table
 from rollyard_crds.claims import Claim, ClaimList
 from rollyard_testing.pace import patience
@@ -444,6 +444,11 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
     def note(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
         asked.append(statement)
 
+    def watch(tx: Transaction) -> None:
+        """Note what SQLite's driver runs by itself, too."""
+        if tx.sqlite:
+            driver_of(tx.conn).set_trace_callback(asked.append)
+
     async def idle(_plane: ControlPlane) -> None:
         """Keep the sweep from running.
 
@@ -453,13 +458,10 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
     monkeypatch.setattr(ControlPlane, "sweep", idle)
     async with serving(settings) as served:
         assert (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
-        writer = served.plane.database.writer
-        sa.event.listen(writer, "before_cursor_execute", note)
-        if served.plane.database.sqlite:  # SQLAlchemy does not see the statements that the driver runs.
-            with writer.connect() as conn:
-                conn.connection.driver_connection.set_trace_callback(asked.append)
+        sa.event.listen(served.plane.database.writer, "before_cursor_execute", note)
+        await served.plane.database.write(watch)
         assert await worker_of(served.worker).finish_all() == 2
-        sa.event.remove(writer, "before_cursor_execute", note)
+        sa.event.remove(served.plane.database.writer, "before_cursor_execute", note)
     assert any("rollouts" in statement for statement in asked)
     assert not any("claims" in statement for statement in asked)
 

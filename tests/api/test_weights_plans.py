@@ -28,10 +28,10 @@ from rollyard_api.weights.steps import (
     Observation,
     WeightStep,
     following,
-    missing,
+    lacking,
     need,
 )
-from rollyard_api.weights.updates import EarlierLogprobs, serves
+from rollyard_api.weights.updates import BackendProgress, EarlierLogprobs, encoded, serves
 from rollyard_api.weights.verification import Comparison, Reference, Unverifiable, compare, fixed_prompt
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
 from rollyard_testing.api.weights import FULL, NEXT, ONE, PUSHED, TWO, Pools
@@ -75,7 +75,10 @@ def test_what_a_server_loads(
     sources: Sequence[dict[str, Any]], label: str | None, begun: bool, loaded: list[dict[str, Any]], lost: str
 ) -> None:
     row, *chain = updates(*sources)
-    found, problem = missing(row, chain, label, begun=begun)
+    url = BACKEND.url
+    running = replace(row, state="Running", progress=encoded({url: BackendProgress(url=url)}))
+    target = BackendTarget(POOL, BACKEND, running if begun else row, tuple(chain))
+    found, problem = lacking(target, Observation(label=label))
     assert list(found) == [WeightSource.model_validate(source) for source in loaded]
     assert (f"{lost!r} were pushed by the trainer" in problem) if lost else not problem
 

@@ -20,30 +20,29 @@ from rollyard_api.storage.schema import claims, jobs, rollouts
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
-_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("leases_granted", "Leases granted", ("stage",)),
-    ("leases_expired", "Leases that ran out", ("stage",)),
-    ("stage_failures", "Stage failures reported by workers", ("stage", "reason")),
-    ("rollouts_ended", "Rollouts ended", ("namespace", "job", "status", "reason")),
-    ("template_breaks", "Segments begun because a chat template rewrote history", ()),
-    ("sampled_tokens", "Tokens sampled in completed Runs", ()),
-    ("reroutes", "Rollouts moved to another backend", ()),
-    ("circuits_opened", "Circuits of backends opened after failures in a row", ("namespace", "pool")),
-    ("weight_updates", "Weight updates that have ended", ("state",)),
-    ("stale_rollouts", "Rollouts restarted or cancelled because the weights had changed", ("action",)),
-    ("claim_failures", "Sandbox claims that a driver failed", ("reason",)),
-    ("trajectories_stored", "Records in the trajectory store", ()),
-)
-"""The name of each counter, its help text, and its labels."""
-_HTTP = "http_request_seconds"
-_HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
-    ("queue_seconds", "Time in a stage's queue", ("stage",), _SECONDS),
-    ("stage_seconds", "Time in a worker's hands", ("stage",), _SECONDS),
-    ("weight_update_paused_seconds", "From pause to resume of one backend in a weight update", (), _SECONDS),
-    ("claim_seconds", "From filing a sandbox claim to its sandbox", (), _SECONDS),
-    ("reward", "Rewards", ("namespace", "job"), _REWARDS),
-    (_HTTP, "HTTP latency, long polls included", ("method", "route", "status"), _LATENCY),
-)
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "leases_granted": ("Leases granted", ("stage",)),
+    "leases_expired": ("Leases that ran out", ("stage",)),
+    "stage_failures": ("Stage failures reported by workers", ("stage", "reason")),
+    "rollouts_ended": ("Rollouts ended", ("namespace", "job", "status", "reason")),
+    "template_breaks": ("Segments begun because a chat template rewrote history", ()),
+    "sampled_tokens": ("Tokens sampled in completed Runs", ()),
+    "reroutes": ("Rollouts moved to another backend", ()),
+    "circuits_opened": ("Circuits of backends opened after failures in a row", ("namespace", "pool")),
+    "weight_updates": ("Weight updates that have ended", ("state",)),
+    "stale_rollouts": ("Rollouts restarted or cancelled because the weights had changed", ("action",)),
+    "claim_failures": ("Sandbox claims that a driver failed", ("reason",)),
+    "trajectories_stored": ("Records in the trajectory store", ()),
+}
+"""The help text of each counter, by its name in transactions and in the exposition, and its labels."""
+_HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
+    "queue_seconds": ("Time in a stage's queue", ("stage",), _SECONDS),
+    "stage_seconds": ("Time in a worker's hands", ("stage",), _SECONDS),
+    "weight_update_paused_seconds": ("From pause to resume of one backend in a weight update", (), _SECONDS),
+    "claim_seconds": ("From filing a sandbox claim to its sandbox", (), _SECONDS),
+    "reward": ("Rewards", ("namespace", "job"), _REWARDS),
+    "http_request_seconds": ("HTTP latency, long polls included", ("method", "route", "status"), _LATENCY),
+}
 """The same of each histogram, with the bounds of its buckets."""
 
 
@@ -81,13 +80,13 @@ class Metrics:
             self.registry.register(_Collector(partial(_spans, traces)))
         self._counters = {
             name: Counter(f"rollyard_{name}", text, labels, registry=self.registry)
-            for name, text, labels in _COUNTERS
+            for name, (text, labels) in _COUNTERS.items()
         }
         self._histograms = {
             name: Histogram(f"rollyard_{name}", text, labels, buckets=buckets, registry=self.registry)
-            for name, text, labels, buckets in _HISTOGRAMS
+            for name, (text, labels, buckets) in _HISTOGRAMS.items()
         }
-        self.http = self._histograms[_HTTP]
+        self.http = self._histograms["http_request_seconds"]
 
     def add(self, counted: Iterable[tuple[str, tuple[str, ...], float]]) -> None:
         """Add the values that transactions have counted."""

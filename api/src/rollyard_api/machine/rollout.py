@@ -133,12 +133,8 @@ def decide(
         case events.Scored():
             return _scored(rollout, event, now)
         case events.Cancelled():
-            return Transition(
-                event,
-                RolloutState.CANCELLED,
-                _ended(rollout, RolloutState.CANCELLED, now, event.reason),
-                reason=event.reason,
-            )
+            changes = _ended(rollout, RolloutState.CANCELLED, now, event.reason)
+            return Transition(event, RolloutState.CANCELLED, changes, reason=event.reason)
         case events.Moved():
             return _moved(rollout, event)
         case events.Blamed():
@@ -156,15 +152,8 @@ def _judge(rollout: Rollout, event: events.Report) -> Rejection | None:
     """Return why a report is not accepted, or None if the holder of the lease sent it for the first time."""
     if mark_of(event) in rollout.settled.split():
         return Rejection.REPEATED
-    if event.token != rollout.token:
-        return Rejection.STALE
-    if (
-        isinstance(event, events.Failed)
-        and event.stage != rollout.state.stage
-        and not rollout.state.has_ended
-    ):
-        return Rejection.STALE
-    return None
+    other = isinstance(event, events.Failed) and rollout.state.stage not in (None, event.stage)
+    return Rejection.STALE if other or event.token != rollout.token else None
 
 
 def _marked(rollout: Rollout, mark: str) -> str:
@@ -189,11 +178,7 @@ def _leased(rollout: Rollout, event: events.Leased, now: float) -> Transition:
 
 def _initialised(rollout: Rollout, event: events.InitDone, now: float) -> Transition:
     sandbox = event.sandbox
-    changes = {
-        "state": RolloutState.QUEUED_RUN,
-        "node": "" if sandbox is None else sandbox.node,
-        "lease_expires": None,
-        "since": now,
+    changes = _queued(RolloutState.QUEUED_RUN, "" if sandbox is None else sandbox.node, now) | {
         "settled": _marked(rollout, mark_of(event)),
         "sandbox_id": None if sandbox is None else sandbox.id,
         "sandbox": None if sandbox is None else sandbox.handle,
@@ -202,11 +187,7 @@ def _initialised(rollout: Rollout, event: events.InitDone, now: float) -> Transi
 
 
 def _ran(rollout: Rollout, event: events.RunDone, now: float) -> Transition:
-    changes = {
-        "state": RolloutState.QUEUED_EVAL,
-        "node": _sandbox_node(rollout),
-        "lease_expires": None,
-        "since": now,
+    changes = _queued(RolloutState.QUEUED_EVAL, _sandbox_node(rollout), now) | {
         "settled": _marked(rollout, mark_of(event)),
         "sampled_tokens": event.counts.sampled_tokens,
     }
@@ -214,12 +195,13 @@ def _ran(rollout: Rollout, event: events.RunDone, now: float) -> Transition:
 
 
 def _scored(rollout: Rollout, event: events.Scored, now: float) -> Transition:
-    changes = _ended(rollout, RolloutState.SUCCEEDED, now)
-    changes["settled"] = _marked(rollout, mark_of(event))
-    changes["reward"] = event.reward
-    changes["components"] = event.components
-    changes["reward_reason"] = event.reason
-    changes["reward_output"] = event.output
+    changes = _ended(rollout, RolloutState.SUCCEEDED, now) | {
+        "settled": _marked(rollout, mark_of(event)),
+        "reward": event.reward,
+        "components": event.components,
+        "reward_reason": event.reason,
+        "reward_output": event.output,
+    }
     return Transition(event, RolloutState.SUCCEEDED, changes)
 
 
@@ -257,10 +239,8 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
             named = event.return_to if isinstance(event, events.Failed) else None
             # No stage is skipped: what comes before it must have been done.
             after = min(RolloutState.queued(named or stage), RolloutState.queued(stage))
-            changes = _returned(rollout, after, now)
         case Action.RESTART:
             after = RolloutState.QUEUED_INIT
-            changes = _returned(rollout, after, now)
         case Action.FAIL:
             after = RolloutState.FAILED
         case Action.CANCEL:
@@ -270,6 +250,8 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
         if isinstance(event, events.LeaseLost):
             message = f"{rollout.expiries + 1} leases were lost; the last was held by {rollout.worker}"
         changes = _ended(rollout, after, now, event.reason, message or None)
+    else:
+        changes = _returned(rollout, after, now)
     for counter in rule.raises:
         changes[_column(counter, stage)] = _count(rollout, counter, stage) + 1
     if rule.counted:
@@ -297,17 +279,19 @@ def _count(rollout: Rollout, counter: Counter, stage: StageName) -> int:
     return count
 
 
+def _queued(after: RolloutState, node: str, now: float) -> dict[str, Any]:
+    """Return the values of a rollout that enters a queue, for the workers of `node` or for any with ""."""
+    return {"state": after, "node": node, "since": now, "lease_expires": None}
+
+
 def _returned(rollout: Rollout, after: RolloutState, now: float) -> dict[str, Any]:
     """Return the values of a rollout that goes back to a queue.
 
     A rollout at Init starts without a sandbox. In the other stages it keeps its sandbox and the node of it.
     """
-    changes: dict[str, Any] = {"state": after, "node": "", "since": now, "lease_expires": None}
     if after == RolloutState.QUEUED_INIT:
-        changes |= {"sandbox_id": None, "sandbox": None}
-    else:
-        changes["node"] = _sandbox_node(rollout)
-    return changes
+        return _queued(after, "", now) | {"sandbox_id": None, "sandbox": None}
+    return _queued(after, _sandbox_node(rollout), now)
 
 
 def _ended(

@@ -114,19 +114,31 @@ TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[R
 
 
 def picture() -> str:
-    """Return the transitions as text, one event after the other, for the documentation."""
-    lines = []
+    """Return the transitions as a state diagram in Mermaid's language, for the documentation."""
+    edges: dict[tuple[RolloutState, RolloutState], list[str]] = {}
     for event, allowed in TRANSITIONS.items():
-        before_of: dict[frozenset[RolloutState], list[RolloutState]] = {}
-        for before, after in allowed.items():
-            before_of.setdefault(after, []).append(before)
-        for after, befores in before_of.items():
-            start = "every unfinished state" if set(befores) == set(UNFINISHED) else _named(befores)
-            lines.append(f"{event.__name__:<14} {start:<24} ──► {_named(sorted(after))}")
+        if event is not events.Cancelled:
+            for before, afters in allowed.items():
+                for after in afters:
+                    edges.setdefault((before, after), []).append(event.__name__)
+    # A rollout may be cancelled in every unfinished state, which one edge of all of them together shows.
+    inside: list[str] = []
+    outside = [f"unfinished --> {_name(RolloutState.CANCELLED)}: {events.Cancelled.__name__}"]
+    for (before, after), names in sorted(edges.items()):
+        side = outside if after.has_ended else inside
+        side.append(f"{_name(before)} --> {_name(after)}: {', '.join(names)}")
+    lines = [
+        "stateDiagram-v2",
+        "    state unfinished {",
+        *(f"        {_name(state)}: {state.status} {state.stage}" for state in UNFINISHED),
+        f"        [*] --> {_name(RolloutState.QUEUED_INIT)}",
+        *(f"        {edge}" for edge in inside),
+        "    }",
+        *(f"    {edge}" for edge in outside),
+        *(f"    {_name(state)} --> [*]" for state in ENDED),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _named(states: Iterable[RolloutState]) -> str:
-    return " | ".join(
-        state.status if state.stage is None else f"{state.status} {state.stage}" for state in states
-    )
+def _name(state: RolloutState) -> str:
+    return state.name.lower()

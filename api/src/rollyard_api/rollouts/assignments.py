@@ -113,19 +113,16 @@ def _key(namespace: str, worker: str) -> tuple[sa.ColumnElement[bool], sa.Column
     return assignments.c.namespace == namespace, assignments.c.worker == worker
 
 
-def _old(before: float | sa.BindParameter[float]) -> sa.ColumnElement[bool]:
-    gone = sa.not_(sa.exists().where(jobs.c.id == assignments.c.job_id))
-    return sa.and_(gone, assignments.c.offered_at < before)
-
-
-_OLD = sa.select(assignments.c.worker).where(_old(sa.bindparam("b_before", type_=sa.Float))).limit(1)
+def _old(before: float) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    return assignments.c.offered_at < before, ~sa.exists().where(jobs.c.id == assignments.c.job_id)
 
 
 def has_old(conn: Connection) -> bool:
     """Return whether `forget_old` would remove any offer."""
-    return conn.execute(_OLD, {"b_before": time.time() - KEPT_SECONDS}).first() is not None
+    query = sa.select(assignments.c.worker).where(*_old(time.time() - KEPT_SECONDS)).limit(1)
+    return conn.execute(query).first() is not None
 
 
 def forget_old(tx: Transaction) -> None:
     """Remove the offers that are older than KEPT_SECONDS and whose jobs have no row any more."""
-    tx.conn.execute(sa.delete(assignments).where(_old(tx.now - KEPT_SECONDS)))
+    tx.conn.execute(sa.delete(assignments).where(*_old(tx.now - KEPT_SECONDS)))

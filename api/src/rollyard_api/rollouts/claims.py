@@ -35,6 +35,8 @@ from rollyard_api.storage.schema import claims, jobs, rollouts
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+# The columns that the REST form of a claim shows as they are.
+_SHOWN = ("id", "namespace", "job", "job_uid", "state", "address", "secret", "reason", "message")
 _FILING = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
 _KEPT_FOR_EVAL = 8
 """One in this many claims is reserved for Eval, because sandboxes that wait for Eval could otherwise take
@@ -61,7 +63,6 @@ _COUNT = sa.select(
 _INSERT = by_dialect(
     lambda insert: insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
 )
-_ONE = sa.select(claims).where(claims.c.id == bindparam("b_id"))
 _FORGET = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
 _RELEASE = (
     sa.update(claims)
@@ -105,14 +106,8 @@ def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
     if found is None:
         total, own = tx.conn.execute(_COUNT, {"b_namespace": holder.namespace}).one()
         places = room.without(_KEPT_FOR_EVAL) if holder.state == RolloutState.LEASED_INIT else room
-        places.check(
-            "claims whose sandboxes a driver has not removed",
-            holder.namespace,
-            total=total,
-            own=int(own),
-            adding=1,
-            retry_after=2,
-        )
+        what = "claims whose sandboxes a driver has not removed"
+        places.check(what, holder.namespace, total=total, own=int(own), adding=1, retry_after=2)
         values = {
             "id": f"c{secrets.token_hex(10)}",
             "rollout_id": asked.rollout,
@@ -123,10 +118,7 @@ def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
             "shape": shape,
             "state": PENDING,
             "removed": False,
-            "address": "",
-            "secret": "",
-            "reason": "",
-            "message": "",
+            **dict.fromkeys(("address", "secret", "reason", "message"), ""),
             "retryable": True,
             "created_at": tx.now,
         }
@@ -149,9 +141,11 @@ def lease_lost(asked: ClaimRequest) -> Conflict:
     )
 
 
-def find(conn: Connection, claim: str) -> ClaimRow | None:
-    """Return the claim's row, or None if there is no such claim."""
-    return read_one(ClaimRow, conn.execute(_ONE, {"b_id": claim}).one_or_none())
+def find(conn: Connection, claim: str, *, lock: bool = False) -> ClaimRow | None:
+    """Return the claim's row, or None if there is no such claim; `lock` locks it until the commit."""
+    query = sa.select(claims).where(claims.c.id == claim)
+    found = conn.execute(query.with_for_update() if lock else query)
+    return read_one(ClaimRow, found.one_or_none())
 
 
 def unknown(claim: str) -> NotFound:
@@ -161,7 +155,7 @@ def unknown(claim: str) -> NotFound:
 
 def release(tx: Transaction, claim: str) -> None:
     """Release a claim for which its worker has no use. A released or unknown claim stays as it is."""
-    row = read_one(ClaimRow, tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none())
+    row = find(tx.conn, claim, lock=True)
     if row is None or row.state == RELEASED:
         return
     if row.removed:
@@ -170,17 +164,17 @@ def release(tx: Transaction, claim: str) -> None:
         _write(tx, claim, state=RELEASED, secret="")
 
 
+def _forget(tx: Transaction, claim: str) -> None:
+    tx.conn.execute(sa.delete(claims).where(claims.c.id == claim))
+    _changed(tx, [claim])
+
+
 def release_unneeded(tx: Transaction) -> int:
     """Release every claim that no rollout needs, and return the number of claims that were released."""
     gone = list(tx.conn.scalars(_FORGET))
     released = list(tx.conn.scalars(_RELEASE))
     _changed(tx, gone + released)
     return len(gone) + len(released)
-
-
-def _forget(tx: Transaction, claim: str) -> None:
-    tx.conn.execute(sa.delete(claims).where(claims.c.id == claim))
-    _changed(tx, [claim])
 
 
 def check_status(status: ClaimStatus) -> None:
@@ -210,7 +204,7 @@ def report(tx: Transaction, claim: str, status: ClaimStatus) -> ClaimRow | None:
     Raises:
         NotFound: There is no such claim, and the report is not `Removed`.
     """
-    row = read_one(ClaimRow, tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none())
+    row = find(tx.conn, claim, lock=True)
     if status.state == "Removed":
         if row is not None:
             _removed(tx, row)
@@ -255,18 +249,9 @@ def _removed(tx: Transaction, row: ClaimRow) -> None:
 
 def document(row: ClaimRow, now: float) -> dict[str, Any]:
     """Return the REST form of a claim from its row; `now` is the time from which its age is computed."""
-    return {
-        "id": row.id,
-        "namespace": row.namespace,
-        "job": row.job,
-        "job_uid": row.job_uid,
+    return {name: getattr(row, name) for name in _SHOWN} | {
         "rollout": row.rollout_id,
         "shape": orjson.Fragment(row.shape),
-        "state": row.state,
-        "address": row.address,
-        "secret": row.secret,
-        "reason": row.reason,
-        "message": row.message,
         "retryable": bool(row.retryable),
         "age_seconds": round(max(0.0, now - row.created_at), 3),
     }
@@ -293,23 +278,19 @@ def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
 
 
 def _warm(conn: Connection, namespace: str | None) -> list[dict[str, Any]]:
-    query = (
-        sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.warm, jobs.c.status)
-        .where(
-            jobs.c.finished_at.is_(None),
-            jobs.c.deleted_at.is_(None),
-            jobs.c.cancel_reason.is_(None),
-            jobs.c.suspended.is_(False),
-            jobs.c.object_uid.is_not(None),
-            jobs.c.warm.is_not(None),
-        )
-        .order_by(jobs.c.id)
+    query = sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.warm, jobs.c.status).where(
+        jobs.c.finished_at.is_(None),
+        jobs.c.deleted_at.is_(None),
+        jobs.c.cancel_reason.is_(None),
+        jobs.c.suspended.is_(False),
+        jobs.c.object_uid.is_not(None),
+        jobs.c.warm.is_not(None),
     )
     if namespace is not None:
         query = query.where(jobs.c.namespace == namespace)
     return [
         {"namespace": row.namespace, "job": row.name, "job_uid": row.uid, **loads(row.warm)}
-        for row in conn.execute(query)
+        for row in conn.execute(query.order_by(jobs.c.id))
         if _admitted(loads(row.status))
     ]
 

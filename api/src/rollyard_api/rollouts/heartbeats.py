@@ -40,16 +40,16 @@ def renew(
     """
     if not leases:
         return [], []
-    rows = rollout_rows.leases(tx, (rollout for rollout, _ in leases))
+    states = rollout_rows.leases(tx, (rollout for rollout, _ in leases))
     lost, cancelled, held = [], [], []
-    for rollout, token in leases:
-        row = rows.get(rollout)
-        if row is not None and row.token == token and row.state == RolloutState.CANCELLED:
-            cancelled.append((rollout, token))
-        elif row is not None and row.token == token and row.state.is_leased:
-            held.append((rollout, token))
+    for lease in leases:
+        state = states.get(lease)
+        if state == RolloutState.CANCELLED:
+            cancelled.append(lease)
+        elif state is not None and state.is_leased:
+            held.append(lease)
         else:
-            lost.append((rollout, token))
+            lost.append(lease)
     rollout_rows.renew(tx, held, tx.now + lease_seconds)
     return lost, cancelled
 

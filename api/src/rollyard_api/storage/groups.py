@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.machine.groups import GroupResult
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import groups
-from rollyard_api.storage.statements import rows_of, run
+from rollyard_api.storage.statements import chunks, rows_of, run
 
 _OF_JOB = groups.c.job_id == bindparam("b_job")
 _THIS = sa.and_(_OF_JOB, groups.c.no == bindparam("b_no"))
@@ -24,8 +24,6 @@ _END = _UPDATE.values(
     {name: bindparam(f"b_{name}") for name in ("seq", "delivered", "informative", "reason")}
 )
 _DELETE = sa.delete(groups).where(_OF_JOB)
-_IDS_AT_ONCE: Final = 500
-"""The number of ids in one statement."""
 _NUMBERS = sa.select(groups.c.task_id, groups.c.no).where(
     _OF_JOB, groups.c.task_id.in_(bindparam("b_tasks", expanding=True))
 )
@@ -58,9 +56,9 @@ def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, Le
 def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str, int]:
     """Return the numbers of the groups of a job that have these tasks, by the ids of the tasks."""
     known: dict[str, int] = {}
-    for at in range(0, len(task_ids), _IDS_AT_ONCE):
-        some = {"b_job": job_id, "b_tasks": task_ids[at : at + _IDS_AT_ONCE]}
-        known.update((row.task_id, row.no) for row in conn.execute(_NUMBERS, some))
+    for some in chunks(task_ids):
+        rows = conn.execute(_NUMBERS, {"b_job": job_id, "b_tasks": some})
+        known.update((row.task_id, row.no) for row in rows)
     return known
 
 

@@ -211,14 +211,7 @@ def count_calls(tx: Transaction, job_id: int, rollouts: int, calls: int, *, well
 
 
 _NEXT_PART = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
-_NOTE_READ: dict[Kind, sa.Update] = {
-    "trajectories": _UPDATE.where(jobs.c.read_trajectories < bindparam("b_position")).values(
-        read_trajectories=bindparam("b_position")
-    ),
-    "groups": _UPDATE.where(jobs.c.read_groups < bindparam("b_position")).values(
-        read_groups=bindparam("b_position")
-    ),
-}
+_READ: dict[Kind, sa.Column[int]] = {"trajectories": jobs.c.read_trajectories, "groups": jobs.c.read_groups}
 
 
 def next_part(tx: Transaction, job_id: int) -> int:
@@ -229,7 +222,8 @@ def next_part(tx: Transaction, job_id: int) -> int:
 
 def note_read(tx: Transaction, job_id: int, kind: Kind, position: int) -> None:
     """Note that the results before a position were read. A position that is behind changes nothing."""
-    tx.conn.execute(_NOTE_READ[kind], {"b_job": job_id, "b_position": position})
+    ahead = sa.update(jobs).where(jobs.c.id == job_id, _READ[kind] < position)
+    tx.conn.execute(ahead.values({_READ[kind]: position}))
 
 
 # Rollouts and groups end, and with them jobs.
@@ -316,12 +310,6 @@ def finish_concluded(tx: Transaction, job_id: int) -> None:
 
 # Jobs are deleted and removed.
 
-_LATE = sa.select(jobs.c.id).where(
-    *_OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < bindparam("b_now")
-)
-_FINISHED = sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
-    jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
-)
 _OLD = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < bindparam("b_now"))
 _DELETE_OLD = sa.update(jobs).where(*_OLD, jobs.c.object_uid.is_(None)).values(deleted_at=bindparam("b_now"))
 _ASK_OLD = (
@@ -349,12 +337,15 @@ def ask_for_deletion(tx: Transaction, job_id: int) -> None:
 
 def past_deadline(tx: Transaction) -> list[int]:
     """Return the ids of the open jobs that are past their active deadline."""
-    return list(tx.conn.scalars(_LATE, {"b_now": tx.now}))
+    late = (*_OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < tx.now)
+    return list(tx.conn.scalars(sa.select(jobs.c.id).where(*late)))
 
 
 def without_removal(tx: Transaction) -> list[tuple[int, float, bytes]]:
     """Return the id, the end and the spec of the finished jobs of which it is open when they are deleted."""
-    return [(row.id, row.finished_at, row.spec) for row in tx.conn.execute(_FINISHED).all()]
+    finished = (jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None))
+    rows = tx.conn.execute(sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(*finished))
+    return [(row.id, row.finished_at, row.spec) for row in rows]
 
 
 def delete_later(tx: Transaction, job_id: int, at: float) -> None:
@@ -437,10 +428,6 @@ _COUNT_STARTED = _UPDATE_SAMPLING.values(started=dynamic_sampling.c.started + bi
 _RAISE = _UPDATE_SAMPLING.values(target=dynamic_sampling.c.target + bindparam("b_groups")).returning(
     dynamic_sampling.c.target
 )
-_STEP = sa.select(sampling_targets.c.groups, sampling_targets.c.goal).where(
-    _ITS_STEPS, sampling_targets.c.id == bindparam("b_id")
-)
-_STEPS = sa.select(sa.func.count()).where(_ITS_STEPS)
 
 
 def begin_sampling(tx: Transaction, job_id: int, *, target: int, samples: int) -> None:
@@ -477,13 +464,15 @@ def count_started(tx: Transaction, job_id: int, count: int) -> None:
 
 def step(conn: Connection, job_id: int, name: str) -> SamplingStep | None:
     """Return the step that was opened under this id, or None."""
-    row = conn.execute(_STEP, {"b_job": job_id, "b_id": name}).one_or_none()
+    its = (sampling_targets.c.job_id == job_id, sampling_targets.c.id == name)
+    query = sa.select(sampling_targets.c.groups, sampling_targets.c.goal).where(*its)
+    row = conn.execute(query).one_or_none()
     return None if row is None else SamplingStep(*row)
 
 
 def steps(conn: Connection, job_id: int) -> int:
     """Return the number of steps of a job."""
-    count: int = conn.execute(_STEPS, {"b_job": job_id}).scalar_one()
+    count: int = conn.execute(sa.select(sa.func.count()).where(_ITS_STEPS), {"b_job": job_id}).scalar_one()
     return count
 
 

@@ -22,10 +22,8 @@ from rollyard_api.machine.rollout import Rollout
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
-from rollyard_api.storage.statements import rows_of, run
+from rollyard_api.storage.statements import chunks, rows_of, run
 
-_IDS_AT_ONCE: Final = 500
-"""The number of ids in one statement."""
 _SELECT = sa.select(*(rollouts.c[name] for name in Rollout.__struct_fields__))
 _OF_JOB = rollouts.c.job_id == bindparam("b_job")
 _IS_HELD = rollouts.c.lease_expires.is_not(None)
@@ -60,13 +58,6 @@ _WAITING = (
     .limit(bindparam("b_limit"))
     .with_for_update(of=rollouts, skip_locked=True)
 )
-_EXPIRED = (
-    _SELECT.where(rollouts.c.lease_expires < bindparam("b_now"))
-    .order_by(rollouts.c.lease_expires)
-    .limit(bindparam("b_limit"))
-    .with_for_update(skip_locked=True)
-)
-_WITH_JOB = _SELECT.add_columns(jobs.c.limits).join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
 
 
 class Waiting(NamedTuple):
@@ -87,18 +78,22 @@ def waiting(tx: Transaction, job_id: int, state: RolloutState, node: str, limit:
     return [Waiting(Rollout(*row[:-1]), row[-1]) for row in rows_of(tx.conn, _WAITING, values)]
 
 
+def _found(
+    tx: Transaction,
+    *where: sa.ColumnElement[bool],
+    limit: int | None = None,
+    skip_locked: bool = False,
+    order: sa.ColumnElement[Any] = rollouts.c.id,
+) -> list[Rollout]:
+    query = _SELECT.where(*where).order_by(order).limit(limit)
+    rows = tx.conn.execute(query.with_for_update(skip_locked=skip_locked)).all()
+    return [Rollout(*row) for row in rows]
+
+
 def expired(tx: Transaction, limit: int) -> list[Rollout]:
     """Return the rollouts whose leases have expired, those that expired first before the others."""
-    rows = tx.conn.execute(_EXPIRED, {"b_now": tx.now, "b_limit": limit}).all()
-    return [Rollout(*row) for row in rows]
-
-
-def _found(
-    tx: Transaction, *where: sa.ColumnElement[bool], limit: int | None = None, skip_locked: bool = False
-) -> list[Rollout]:
-    query = _SELECT.where(*where).order_by(rollouts.c.id).limit(limit)
-    rows = tx.conn.execute(query.with_for_update(of=rollouts, skip_locked=skip_locked)).all()
-    return [Rollout(*row) for row in rows]
+    expires = rollouts.c.lease_expires
+    return _found(tx, expires < tx.now, limit=limit, skip_locked=True, order=expires)
 
 
 def held_by(tx: Transaction, job_id: int, worker: str, limit: int) -> list[Rollout]:
@@ -152,10 +147,10 @@ def _of_pool(
     tx: Transaction, namespace: str, pool: str, *where: sa.ColumnElement[bool]
 ) -> list[tuple[Rollout, Limits]]:
     """Return the rollouts of a pool's unfinished jobs that meet the conditions, with their jobs' limits."""
-    query = _WITH_JOB.where(
-        jobs.c.namespace == namespace, jobs.c.pool == pool, jobs.c.finished_at.is_(None), *where
-    )
-    rows = tx.conn.execute(query.order_by(rollouts.c.id).with_for_update(of=rollouts)).all()
+    query = _SELECT.add_columns(jobs.c.limits).join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+    query = query.where(jobs.c.namespace == namespace, jobs.c.pool == pool, jobs.c.finished_at.is_(None))
+    query = query.where(*where).order_by(rollouts.c.id).with_for_update(of=rollouts)
+    rows = tx.conn.execute(query).all()
     return [(Rollout(*row[:-1]), row.limits) for row in rows]
 
 
@@ -173,43 +168,16 @@ def running_on(tx: Transaction, namespace: str, pool: str, url: str) -> list[Rol
 
 # Other reads.
 
-_JOBS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where(
-    jobs.c.id.in_(bindparam("b_jobs", expanding=True))
-)
-
 _MEMBERS = sa.select(rollouts.c.group_no, *(rollouts.c[name] for name in Member.__struct_fields__)).where(
     _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
 )
-# The last lease of a rollout names the worker, and a completed stage is recorded under the lease's token.
-_COMPLETED = (
-    sa.select(rollouts.c.id)
-    .where(
-        _OF_JOB,
-        rollouts.c.worker == bindparam("b_worker"),
-        (" " + rollouts.c.settled + " ").like("% c" + sa.cast(rollouts.c.token, sa.String) + " %"),
-    )
-    .limit(1)
-)
 _WITH_SANDBOX = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(_AMONG))
-_OLDEST_INIT = sa.select(sa.func.min(rollouts.c.since)).where(
-    _IS_HELD, rollouts.c.state == RolloutState.LEASED_INIT, rollouts.c.node == bindparam("b_node")
-)
-_WAITED_FOR = sa.select(rollouts.c.node, rollouts.c.job_id).distinct().where(_IN_SANDBOX)
 _STALE_POOLS = (
     sa.select(pools.c.namespace, pools.c.name)
     .distinct()
     .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
     .join(pools, sa.and_(pools.c.namespace == jobs.c.namespace, pools.c.name == jobs.c.pool))
     .where(rollouts.c.id.in_(_AMONG), rollouts.c.policy_index < pools.c.policy_index)
-)
-_REACHED = (
-    sa.select(sa.func.max(backends.c.policy_index))
-    .join_from(backends, pools, pools.c.id == backends.c.pool_id)
-    .where(
-        pools.c.namespace == bindparam("b_namespace"),
-        pools.c.name == bindparam("b_pool"),
-        backends.c.weights == "Current",
-    )
 )
 _LEASES = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(rollouts.c.id.in_(_AMONG))
 
@@ -222,17 +190,12 @@ class JobOfRollouts(NamedTuple):
     limits: Limits
 
 
-class LeaseState(NamedTuple):
-    """The token and the state of a rollout's row, for the judgement of a heartbeat."""
-
-    token: int
-    state: RolloutState
-
-
 def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
     """Return the jobs with these ids, by their ids."""
-    rows = tx.conn.execute(_JOBS, {"b_jobs": sorted(ids)}).all()
-    return {row.id: JobOfRollouts(*row[1:]) for row in rows}
+    query = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where(
+        jobs.c.id.in_(sorted(ids))
+    )
+    return {row.id: JobOfRollouts(*row[1:]) for row in tx.conn.execute(query)}
 
 
 def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, list[Member]]:
@@ -245,34 +208,36 @@ def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, l
 
 def has_completed(tx: Transaction, job_id: int, worker: str) -> bool:
     """Return whether this worker was the last one to complete a stage of at least one rollout of the job."""
-    return tx.conn.execute(_COMPLETED, {"b_job": job_id, "b_worker": worker}).first() is not None
+    # The last lease of a rollout names the worker, and a completed stage is recorded under the lease's token.
+    completed = (" " + rollouts.c.settled + " ").like("% c" + sa.cast(rollouts.c.token, sa.String) + " %")
+    mine = (rollouts.c.job_id == job_id, rollouts.c.worker == worker)
+    return tx.conn.execute(sa.select(rollouts.c.id).where(*mine, completed).limit(1)).first() is not None
 
 
 def with_sandbox(tx: Transaction, sandboxes: Sequence[str], *, held: bool = False) -> set[str]:
     """Return those of the sandboxes that belong to unfinished rollouts, or only to rollouts that are held."""
     query = _WITH_SANDBOX.where(_IS_HELD) if held else _WITH_SANDBOX
-    some: set[str] = set()
-    for at in range(0, len(sandboxes), _IDS_AT_ONCE):
-        some.update(tx.conn.scalars(query, {"b_ids": list(sandboxes[at : at + _IDS_AT_ONCE])}))
-    return some
+    return {row for some in chunks(sandboxes) for row in tx.conn.scalars(query, {"b_ids": some})}
 
 
 def oldest_init(tx: Transaction, node: str) -> float | None:
     """Return when the oldest Init lease of a node was granted, in seconds since the epoch, or None."""
-    since: float | None = tx.conn.execute(_OLDEST_INIT, {"b_node": node}).scalar_one()
+    its = (_IS_HELD, rollouts.c.state == RolloutState.LEASED_INIT, rollouts.c.node == node)
+    since: float | None = tx.conn.execute(sa.select(sa.func.min(rollouts.c.since)).where(*its)).scalar_one()
     return since
 
 
 def waited_for(tx: Transaction, apart_from: Sequence[str]) -> list[tuple[str, int]]:
     """Return each node for whose workers rollouts wait, and their jobs, apart from the nodes named."""
-    query = _WAITED_FOR.where(rollouts.c.node.not_in(apart_from))
-    return sorted((row.node, row.job_id) for row in tx.conn.execute(query))
+    query = sa.select(rollouts.c.node, rollouts.c.job_id).distinct().where(_IN_SANDBOX)
+    rows = tx.conn.execute(query.where(rollouts.c.node.not_in(apart_from)))
+    return sorted((row.node, row.job_id) for row in rows)
 
 
-def leases(tx: Transaction, ids: Iterable[str]) -> dict[str, LeaseState]:
-    """Return the tokens and states of these rollouts."""
-    rows = tx.conn.execute(_LEASES, {"b_ids": sorted(set(ids))}).all()
-    return {row.id: LeaseState(row.token, row.state) for row in rows}
+def leases(tx: Transaction, ids: Iterable[str]) -> dict[tuple[str, int], RolloutState]:
+    """Return the states of these rollouts, by their ids and the tokens of their last leases."""
+    rows = tx.conn.execute(_LEASES, {"b_ids": sorted(set(ids))})
+    return {(row.id, row.token): row.state for row in rows}
 
 
 def stale_pools(tx: Transaction, ids: Sequence[str]) -> list[tuple[str, str]]:
@@ -282,7 +247,10 @@ def stale_pools(tx: Transaction, ids: Sequence[str]) -> list[tuple[str, str]]:
 
 def reached(tx: Transaction, namespace: str, pool: str) -> int:
     """Return the index of the newest weights that a backend of the pool samples with; 0 before any update."""
-    return tx.conn.execute(_REACHED, {"b_namespace": namespace, "b_pool": pool}).scalar_one() or 0
+    query = sa.select(sa.func.max(backends.c.policy_index)).where(backends.c.weights == "Current")
+    query = query.join_from(backends, pools, pools.c.id == backends.c.pool_id)
+    its = (pools.c.namespace == namespace, pools.c.name == pool)
+    return tx.conn.execute(query.where(*its)).scalar_one() or 0
 
 
 # Rollouts begin, change and are removed.
@@ -320,11 +288,6 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
 
 _COUNTERS: Final = ("failures_init", "failures_run", "failures_eval", "expiries", "eval_expiries", "outages")
 _RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
-_GRACE = (
-    sa.update(rollouts)
-    .where(_IS_HELD, rollouts.c.lease_expires < bindparam("b_until"))
-    .values(lease_expires=bindparam("b_until"))
-)
 
 
 def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
@@ -350,20 +313,21 @@ def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> N
 
 def grace(tx: Transaction, lease_seconds: float) -> None:
     """Give every lease its full time. This is called after a start, before which workers could not renew."""
-    tx.conn.execute(_GRACE, {"b_until": tx.now + lease_seconds})
+    until = tx.now + lease_seconds
+    short = sa.update(rollouts).where(_IS_HELD, rollouts.c.lease_expires < until)
+    tx.conn.execute(short.values(lease_expires=until))
 
 
-_IDS = sa.select(rollouts.c.id).where(_OF_JOB).limit(bindparam("b_limit"))
 _DELETE = sa.delete(rollouts).where(rollouts.c.id.in_(_AMONG))
 _DELETE_PAYLOADS = sa.delete(payloads).where(payloads.c.rollout_id.in_(_AMONG))
 
 
 def remove(tx: Transaction, job_id: int, limit: int) -> int:
     """Remove up to `limit` rollouts of a deleted job, and return their number."""
-    ids = list(tx.conn.scalars(_IDS, {"b_job": job_id, "b_limit": limit}))
+    ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(limit)))
     drop(tx, ids)
-    for at in range(0, len(ids), _IDS_AT_ONCE):
-        tx.conn.execute(_DELETE, {"b_ids": ids[at : at + _IDS_AT_ONCE]})
+    for some in chunks(ids):
+        tx.conn.execute(_DELETE, {"b_ids": some})
     return len(ids)
 
 
@@ -405,34 +369,18 @@ def _upsert(for_sqlite: bool, names: tuple[str, ...]) -> sa.Insert:
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:
     """Remove the payloads of rollouts that start again at Init, or whose records are stored."""
-    for at in range(0, len(ids), _IDS_AT_ONCE):
-        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": ids[at : at + _IDS_AT_ONCE]})
+    for some in chunks(ids):
+        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": some})
 
 
 # Ended rollouts move into the parts of the trajectory store.
 
 _PENDING = rollouts.c.pending.is_not(None)
-_BEGIN_PART = (
-    sa.update(rollouts)
-    .where(
-        rollouts.c.id.in_(
-            sa.select(rollouts.c.id)
-            .where(_OF_JOB, _PENDING, rollouts.c.part.is_(None))
-            .order_by(rollouts.c.end_seq)
-            .limit(bindparam("b_limit"))
-            .scalar_subquery()
-        )
-    )
-    .values(part=bindparam("b_part"))
-)
 _PLACE = _UPDATE.where(_PENDING).values(
     pending=None,
     part_offset=bindparam("b_offset"),
     part_length=bindparam("b_length"),
     reward_output=None,  # The record has it.
-)
-_LEAVE_PART = (
-    sa.update(rollouts).where(_OF_JOB, rollouts.c.part == bindparam("b_part"), _PENDING).values(part=None)
 )
 
 
@@ -441,7 +389,9 @@ def begin_part(tx: Transaction, job_id: int, part: int, limit: int) -> None:
 
     The transaction has locked the job's row, so two replicas never put one rollout into two parts.
     """
-    tx.conn.execute(_BEGIN_PART, {"b_job": job_id, "b_part": part, "b_limit": limit})
+    waiting = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id, _PENDING, rollouts.c.part.is_(None))
+    first = waiting.order_by(rollouts.c.end_seq).limit(limit).scalar_subquery()
+    tx.conn.execute(sa.update(rollouts).where(rollouts.c.id.in_(first)).values(part=part))
 
 
 def place(tx: Transaction, job_id: int, part: int, lengths: Sequence[tuple[str, int]]) -> None:
@@ -455,4 +405,5 @@ def place(tx: Transaction, job_id: int, part: int, lengths: Sequence[tuple[str, 
         offset += length
     tx.conn.execute(_PLACE, places)
     drop(tx, [rollout for rollout, _ in lengths])
-    tx.conn.execute(_LEAVE_PART, {"b_job": job_id, "b_part": part})
+    left = (rollouts.c.job_id == job_id, rollouts.c.part == part, _PENDING)
+    tx.conn.execute(sa.update(rollouts).where(*left).values(part=None))

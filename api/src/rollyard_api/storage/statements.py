@@ -6,15 +6,17 @@ needs for most of them. PostgreSQL, which is further away, is always asked throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Dialect
 
 from rollyard_api.storage.database import Transaction, driver_of
 
+IDS_AT_ONCE: Final = 500
+"""The number of ids in one statement."""
 _Conversion = tuple[int, Callable[[Any], Any]]
 """The place of a value, and the function that converts it for the database or from it."""
 
@@ -42,6 +44,12 @@ class _Plan(NamedTuple):
         for place, convert in self.bound:
             parameters[place] = convert(parameters[place])
         return parameters
+
+
+def chunks(ids: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the ids in lists that one statement may name."""
+    for at in range(0, len(ids), IDS_AT_ONCE):
+        yield list(ids[at : at + IDS_AT_ONCE])
 
 
 def rows_of(conn: Connection, query: sa.Select[Any], values: Mapping[str, Any]) -> Sequence[Sequence[Any]]:

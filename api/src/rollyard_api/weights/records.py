@@ -51,26 +51,21 @@ class Superseded(ControlPlaneError):
     """Another update is wanted now, or another control plane owns the update."""
 
 
-# These are built once, because they are executed several times a second.
-_POOLS = sa.select(pools)
-_BACKENDS = sa.select(backends)
-_RUNNING = sa.select(weight_updates.c.pool_id).where(weight_updates.c.state == "Running")
-
-
 def targets(conn: Connection) -> tuple[list[BackendTarget], set[int]]:
     """Return every backend of every pool, and the ids of the pools in which an update is running."""
     by_pool: defaultdict[int, list[BackendRow]] = defaultdict(list)
-    for row in read_all(BackendRow, conn.execute(_BACKENDS)):
+    for row in read_all(BackendRow, conn.execute(sa.select(backends))):
         by_pool[row.pool_id].append(row)
     every = []
-    for pool in read_all(PoolRow, conn.execute(_POOLS)):
+    for pool in read_all(PoolRow, conn.execute(sa.select(pools))):
         rows = by_pool[pool.id]
         update = _desired(conn, pool)
         chain: tuple[WeightUpdateRow, ...] = ()
         if update is not None and any(need(pool, row) == "bring" for row in rows):
             chain = tuple(_succeeded(conn, pool.id, before=update.id))
         every += [BackendTarget(pool, row, update, chain) for row in rows]
-    return every, set(conn.scalars(_RUNNING))
+    running = sa.select(weight_updates.c.pool_id).where(weight_updates.c.state == "Running")
+    return every, set(conn.scalars(running))
 
 
 def _newest(
@@ -235,13 +230,9 @@ def add(
         )
         .returning(weight_updates)
     ).one()
-    _want(tx, pool.id, row.policy_version, row.policy_index, served)
+    wanted = {"policy_version": row.policy_version, "policy_index": row.policy_index}
+    _change_pool(tx, pool.id, **wanted, served_model=served)
     return WeightUpdateRow(*row), True
-
-
-def _want(tx: Transaction, pool_id: int, version: str, index: int, served: str | None) -> None:
-    """Make these the weights that every backend of the pool should have."""
-    _change_pool(tx, pool_id, policy_version=version, policy_index=index, served_model=served)
 
 
 def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
@@ -262,11 +253,8 @@ def pause(tx: Transaction, namespace: str, name: str, mode: str) -> None:
 
 def resume(tx: Transaction, namespace: str, name: str) -> None:
     """Undo `pause`: the pool's rollouts continue, each backend's as soon as its server has been resumed."""
-    _unpause(tx, pool_rows.find(tx.conn, namespace, name, lock=True).id)
-
-
-def _unpause(tx: Transaction, pool_id: int) -> None:
-    _change_pool(tx, pool_id, paused=False, pause_mode=None)
+    pool = pool_rows.find(tx.conn, namespace, name, lock=True)
+    _change_pool(tx, pool.id, paused=False, pause_mode=None)
 
 
 def renew(tx: Transaction, name: str, ids: set[int]) -> None:
@@ -399,7 +387,7 @@ def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str
     if seen.paused is not None:
         tx.count("weight_update_paused_seconds", value=seen.paused)
     if row.state == "Running" and request_of(row).source.pushed:
-        _unpause(tx, pool.id)
+        _change_pool(tx, pool.id, paused=False, pause_mode=None)
     settle(tx, pool.id)
     staleness.enforce(tx, pool.namespace, pool.name)
 
@@ -499,7 +487,7 @@ def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refus
     for url in touched | _interrupted(tx.conn, pool.id, chain):
         _distrust(tx, pool.id, url, f"it may have refused weights ({row.policy_version})")
     version, index = (chain[0].policy_version, chain[0].policy_index) if chain else ("", 0)
-    _want(tx, pool.id, version, index, serves(chain))
+    _change_pool(tx, pool.id, policy_version=version, policy_index=index, served_model=serves(chain))
 
 
 def _distrust(tx: Transaction, pool_id: int, url: str, message: str) -> None:

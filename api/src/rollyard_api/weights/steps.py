@@ -8,7 +8,6 @@ the coordinator carries the steps out. After a kill at any step, the successor b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal
@@ -186,40 +185,26 @@ def lacking(target: BackendTarget, seen: Observation) -> tuple[tuple[WeightSourc
         return () if first is None else (first,), ""
     # The label was set by the server itself, or for weights that were loaded completely.
     trusted = target.row.weights in ("Current", "Stale") or _restarted(target)
-    label = seen.label if trusted else None
-    return missing(target.update, target.chain, label, begun=target.begun)
-
-
-def _restarted(target: BackendTarget) -> bool:
-    """Return whether the server was to be restarted, and has been since as far as its driver knows."""
-    return target.row.weights == "Failed" and not target.restored
-
-
-def missing(
-    row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | None, *, begun: bool
-) -> tuple[tuple[WeightSource, ...], str]:
-    """Return what `lacking` does for the weights of an update.
-
-    Args:
-        row: The wanted update.
-        chain: The updates that every backend had before it, the newest first.
-        label: The server's own label of its weights. None means that it is unknown or not to be trusted.
-        begun: Whether this update is in progress, which means that pushed weights are in the server.
-    """
     sources: list[WeightSource] = []
-    for update in (row, *chain):
-        if label is not None and update.policy_version == label and update.id != row.id:
+    for update in (target.update, *target.chain):
+        wanted = update.id == target.update.id
+        if trusted and update.policy_version == seen.label and not wanted:
             break
         source = request_of(update).source
         if source.pushed:
-            if update.id == row.id and begun:
-                # Pushed weights are complete and need no earlier ones.
+            if wanted and target.begun:
+                # Pushed weights are in the server, are complete and need no earlier ones.
                 break
             return (), f"weights {update.policy_version!r} were pushed by the trainer: push them again"
         sources.append(source)
         if source.checkpoint is not None:
             break
     return tuple(reversed(sources)), ""
+
+
+def _restarted(target: BackendTarget) -> bool:
+    """Return whether the server was to be restarted, and has been since as far as its driver knows."""
+    return target.row.weights == "Failed" and not target.restored
 
 
 def following(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import pyarrow.parquet
 import pytest
-from rollyard_api.core.codec import unpack
+from rollyard_api.core.codec import MAX_KEYS, unpack
 from rollyard_api.core.problems import Invalid
 from rollyard_api.jobs import jobs
 from rollyard_api.machine.events import RunDone
@@ -21,6 +21,7 @@ from rollyard_api.rollouts import heartbeats, sweeps, wire
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories.packed import segments_of
 from rollyard_crds.names import NO_TOOL_PARSER
+from rollyard_crds.token_arrays import PackedSegment
 from rollyard_crds.trajectory import Transcript
 from rollyard_testing.crds.segments import packed, reported
 from rollyard_testing.pace import patience
@@ -550,12 +551,12 @@ def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str)
     [
         ({"text": "x"}, "segments[0].text: unknown field"),
         ({"policy_versions": None}, "segments[0].policy_versions: "),
-        ({"policy_versions": {"runs": [["v1", 2, 3]]}}, "segments[0].policy_versions.runs[0]"),
+        ({"policy_versions": {"runs": [["v1", 2, 3]]}}, "segments[0].policy_versions: runs[0]: must be"),
         ({"policy_versions": {"runs": [["v1", -1], ["", 3]]}}, "must be [version, number of tokens]"),
         ({"policy_versions": {"runs": [["v1", "2"]]}}, "must be [version, number of tokens]"),
         ({"policy_versions": {"runs": [["v1", 1 << 32]]}}, "policy_versions has 4294967296 entries"),
         ({"policy_versions": {"runs": [["v1", (1 << 64) - 1]]}}, "must be [version, number of tokens]"),
-        ({"policy_versions": {"runs": [["v1", True], ["", 1]]}}, "segments[0].policy_versions.runs[0][1]"),
+        ({"policy_versions": {"runs": [["v1", True], ["", 1]]}}, "policy_versions: runs[0]: must be"),
         ({"prompt_ids": [1, 2]}, "segments[0].prompt_ids: "),
         ({"prompt_ids": {"dtype": "<u2", "data": "AQ=="}}, "are no whole numbers of <u2"),
         ({"prompt_ids": {"dtype": "<u2", "data": "A Q="}}, "segments[0].prompt_ids.data: must be base64"),
@@ -576,6 +577,73 @@ def test_arrays_that_are_refused(change: dict[str, Any], problem: str) -> None:
     if len(missing) < len(segment):
         with pytest.raises(Invalid, match=f"{next(iter(change))}: Field required"):
             wire.check_results(_ran(_trajectory(), segments=[missing]))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"segments": [{}]}, "segments[0]"),
+        ({"segments": [packed(_GOOD)[0] | {"policy_versions": {"runs": [["v", 1.5]] * 10_000}}]}, "segments"),
+        ({"turns": [{}] * 10_000}, "trajectory.turns[0]"),
+        ({"messages": [{}] * 10_000}, "trajectory.messages[0]"),
+        (
+            {"turns": _trajectory(turns=({"tool_calls": [{}] * 10_000},))["turns"]},
+            "trajectory.turns[0].tool_calls[0]",
+        ),
+    ],
+    ids=["segments", "runs", "turns", "messages", "tool calls"],
+)
+def test_a_list_of_wrong_items_is_described_by_the_first(change: dict[str, Any], field: str) -> None:
+    """The description of a million takes gigabytes of memory, and seconds in which nobody is served."""
+    body = _ran(_trajectory())
+    item = body["results"][0] if "segments" in change else body["results"][0]["trajectory"]
+    item |= change
+    with pytest.raises(Invalid) as refused:
+        wire.check_results(body)
+    assert len(refused.value.errors) <= len(PackedSegment.model_fields)
+    assert all(line.startswith(f"results[0].{field}") for line in refused.value.errors)
+
+
+async def test_an_object_with_too_many_keys_is_refused(served: Any) -> None:
+    item = _ran(_trajectory())["results"][0] | dict.fromkeys(map(str, range(MAX_KEYS + 1)), 1)
+    refused = await served.worker.post("/v1/leases/complete", json={"worker": "w", "results": [item]})
+    assert refused.status_code == 400
+    assert f"more than {MAX_KEYS} keys" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("form", ["application/json", "application/msgpack"])
+async def test_numbers_that_would_break_statistics_and_records_are_refused(
+    served: Any, worker: Any, form: str
+) -> None:
+    await worker.complete(worker.result((await worker.lease(init=1))[0]))
+    (lease,) = await worker.lease(run=1)
+    item = reported(worker.result(lease))
+    sampling = {"temperature": math.nan, "top_p": 1.0, "max_tokens": 1, "seed": 1}
+    turn = {"segment": 0, "start": 0, "end": 0, "finish_reason": "replayed", "model_seconds": math.inf}
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"times": {"model_seconds": 1e308}}, "times.model_seconds: "),
+        ({"times": {"tool_seconds": -1e308}}, "times.tool_seconds: "),
+        ({"stats": {"sampled_tokens": (1 << 64) - 1}}, "stats.sampled_tokens: "),
+        ({"trajectory": item["trajectory"] | {"template_breaks": 1 << 31}}, "trajectory.template_breaks: "),
+    ]
+    if form == "application/msgpack":
+        # JSON has no such numbers, and what is stored of them would be null.
+        changes += [
+            ({"times": {"own_seconds": math.nan}}, "times.own_seconds: must be a finite number"),
+            ({"carry": {"a": [math.inf]}}, "carry.a[0]: must be a finite number"),
+            (
+                {"trajectory": item["trajectory"] | {"sampling": sampling}},
+                "trajectory.sampling.temperature: ",
+            ),
+            ({"trajectory": item["trajectory"] | {"turns": [turn]}}, "trajectory.turns[0].model_seconds: "),
+        ]
+    write = msgpack.packb if form == "application/msgpack" else json.dumps
+    for change, problem in changes:
+        body = write({"worker": worker.name, "results": [item | change]})
+        refused = await worker.http.post("/v1/leases/complete", content=body, headers={"content-type": form})
+        assert refused.status_code == 422, change
+        assert refused.json()["errors"][0].startswith(f"results[0].{problem}")
+    assert await worker.complete(worker.result(lease)) == ["accepted"]
 
 
 async def test_one_wrong_report_refuses_all_of_its_request(

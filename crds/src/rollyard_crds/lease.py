@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.task import Task
@@ -28,6 +28,10 @@ MAX_LIVE_TURNS = 64
 MAX_LIVE_TEXT = 4096
 """The number of characters of a message that people who watch a running rollout see."""
 MAX_LIVE_CALLS = 16
+MAX_SECONDS = 1e9
+"""The longest time that a worker may report, in seconds. Sums of such times are finite."""
+MAX_COUNT = 1 << 40
+"""The largest number of tokens or requests of one stage."""
 
 
 class SandboxHandle(Record):
@@ -167,23 +171,28 @@ class HeartbeatResponse(Record):
     """The rollouts among the leases that somebody watches now."""
 
 
+Seconds = Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)]
+"""A measured time in seconds. Differences of clocks may be rounded to a little less than 0."""
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+
 class StageTimes(Record):
     """What the worker measured in this stage, in seconds."""
 
-    active_seconds: float = 0.0
-    model_seconds: float = 0.0
-    tool_seconds: float = 0.0
-    own_seconds: float = 0.0
+    active_seconds: Seconds = 0.0
+    model_seconds: Seconds = 0.0
+    tool_seconds: Seconds = 0.0
+    own_seconds: Seconds = 0.0
 
 
 class RunStats(Record):
     """Run only: what the worker counted, for metrics and for sharing rollouts out by speed."""
 
-    sampled_tokens: Annotated[int, Field(ge=0)] = 0
+    sampled_tokens: Count = 0
     """Tokens that backends sampled and the trajectory keeps."""
-    discarded_tokens: Annotated[int, Field(ge=0)] = 0
+    discarded_tokens: Count = 0
     """Sampled, but thrown away: under weights that were not verified yet, or under unknown ones."""
-    requests: Annotated[int, Field(ge=0)] = 0
+    requests: Count = 0
     """Requests to backends that were answered."""
 
 
@@ -214,7 +223,7 @@ class StageResult(Record):
     sandbox: SandboxHandle | None = None
     carry: dict[str, Any] = Field(default_factory=dict)
     trajectory: RunRecord | None = None
-    segments: list[PackedSegment] = Field(default_factory=list)
+    segments: Annotated[list[PackedSegment], FailFast()] = Field(default_factory=list)
     """The token lists of the trajectory."""
     tokens_in_eval: bool = False
     """Run only: whether the handler's evaluation needs the token lists, so that Eval's lease carries them."""

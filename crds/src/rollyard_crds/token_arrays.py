@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, groupby
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema, model_validator
 
 from rollyard_crds.errors import CrdsError
 from rollyard_crds.trajectory import LOWEST_LOGPROB, Record, Segment, SegmentSizes
@@ -122,16 +122,31 @@ class TokenArray(Record):
         return numbers
 
 
+_RUN_SCHEMA: Final = {
+    "type": "array",
+    "prefixItems": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": _MAX_RUN}],
+    "minItems": 2,
+    "maxItems": 2,
+}
+
+
 class VersionRuns(Record):
     """A policy version for each token, as runs of equal ones."""
 
-    runs: list[Annotated[list[str | int], Field(min_length=2, max_length=2)]]
+    runs: Annotated[list[Any], WithJsonSchema({"type": "array", "items": _RUN_SCHEMA})]
     """The runs in their order, each as [version, number of tokens]."""
 
     @model_validator(mode="after")
     def _pairs(self) -> VersionRuns:
-        for place, (version, count) in enumerate(self.runs):
-            if not isinstance(version, str) or not isinstance(count, int) or not 1 <= count <= _MAX_RUN:
+        # A body may have millions of runs, and pydantic takes some microseconds for each.
+        for place, run in enumerate(self.runs):
+            if (
+                type(run) is not list
+                or len(run) != 2
+                or type(run[0]) is not str
+                or type(run[1]) is not int
+                or not 1 <= run[1] <= _MAX_RUN
+            ):
                 raise ValueError(f"runs[{place}]: must be [version, number of tokens]")
         return self
 
@@ -141,14 +156,14 @@ class VersionRuns(Record):
         return cls.model_construct(runs=[[version, len(list(run))] for version, run in groupby(versions)])
 
     def __len__(self) -> int:
-        return sum(int(count) for _, count in self.runs)
+        return sum(count for _, count in self.runs)
 
     @property
     def versions(self) -> list[str]:
         """The version of each token."""
         versions: list[str] = []
         for version, count in self.runs:
-            versions += [str(version)] * int(count)
+            versions += [version] * count
         return versions
 
 

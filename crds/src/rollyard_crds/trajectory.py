@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    ConfigDict,
+    FailFast,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from rollyard_crds.base import Deferred
 from rollyard_crds.errors import CrdsError
@@ -31,6 +38,8 @@ MAX_ATTEMPT_MESSAGE: Final = 512
 LOWEST_LOGPROB: Final = -1000.0
 """The lowest log-probability of a sampled token, in nats. No sampler draws a token of a lower one, because
 e^-746 is 0 in float64. Servers write numbers such as -9999 in the place of minus infinity."""
+MAX_TEMPLATE_BREAKS: Final = (1 << 31) - 1
+"""The largest number that a column of 32 bits can have."""
 MAX_REWARD: Final = 1e6
 """Rewards and their components are finite and at most this far from zero."""
 
@@ -111,7 +120,7 @@ class Turn(Record):
     end: int
     """One past the last sampled token."""
     finish_reason: FinishReason
-    tool_calls: list[TurnToolCall] = Field(default_factory=list)
+    tool_calls: Annotated[list[TurnToolCall], FailFast()] = Field(default_factory=list)
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
     thought: Thought | None = None
@@ -207,7 +216,11 @@ class TokensMissing(CrdsError):
 
 
 class RunRecord(Record):
-    """What Run records of a rollout beside the token lists."""
+    """What Run records of a rollout beside the token lists.
+
+    The first wrong item of a list is the only one that is described. The description of millions would take
+    gigabytes.
+    """
 
     id: str
     job: str
@@ -217,8 +230,8 @@ class RunRecord(Record):
     sample_index: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
     """The number of failures before this result (hand-overs and preemptions do not count)."""
-    messages: list[Message] = Field(default_factory=list)
-    turns: list[Turn] = Field(default_factory=list)
+    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    turns: Annotated[list[Turn], FailFast()] = Field(default_factory=list)
     sampling: SamplingRecord | None = None
     backend: str = ""
     tool_parser: Annotated[str, Field(max_length=128)] = ""
@@ -227,7 +240,7 @@ class RunRecord(Record):
     truncated: bool = False
     truncated_reason: str = ""
     """MaxTurns, MaxContext, MaxTokens, RunTimeout, SandboxOutOfMemory or SandboxCrashed."""
-    template_breaks: Annotated[int, Field(ge=0)] = 0
+    template_breaks: Annotated[int, Field(ge=0, le=MAX_TEMPLATE_BREAKS)] = 0
     """Segments begun because the chat template would have rewritten history."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 

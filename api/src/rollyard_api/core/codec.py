@@ -32,6 +32,9 @@ MAX_DEPTH = 128
 
 Stored documents add some levels around a body. JSON is written to depth 254.
 """
+MAX_KEYS = 1 << 17
+"""The largest number of keys of an object in a body. A model describes each key that it does not know, which
+takes some microseconds, and no object of a MiB of JSON has more."""
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _PLAIN = _SCALARS | {dict, list}
 
@@ -61,16 +64,20 @@ def decode(body: bytes, content_type: str) -> Any:
 
     Raises:
         Malformed: The body is not what its Content-Type says.
+        Invalid: A number in msgpack is not finite. JSON has no such numbers, and would store it as null.
     """
     try:
-        if content_type.startswith(MSGPACK):
-            return msgpack.unpackb(body)
-        # orjson itself stops at depth 1024.
-        return orjson.loads(body or b"{}")
+        if not content_type.startswith(MSGPACK):
+            # orjson itself stops at depth 1024.
+            return orjson.loads(body or b"{}")
+        document = msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException) as error:
         if problem := _problem(body):
             raise Malformed(problem, errors=[problem]) from error
         raise Malformed(f"the body cannot be decoded: {str(error) or type(error).__name__}") from error
+    if problem := _not_finite(document):
+        raise Invalid(problem, errors=[problem])
+    return document
 
 
 def _problem(body: bytes) -> str:
@@ -89,6 +96,11 @@ def _problem(body: bytes) -> str:
     if place is not None:
         parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
         return f"{''.join(parts).removeprefix('.')[:256]}: {HALF_CHARACTER}"
+    return _not_finite(document)
+
+
+def _not_finite(document: Any) -> str:
+    """Return which number of a document is not finite, and what would be right, or "" if all are."""
     left: list[tuple[str, Any]] = [("", document)]
     while left:
         name, value = left.pop()
@@ -109,8 +121,8 @@ def check_plain(document: Any) -> None:
     nothing.
 
     Raises:
-        Malformed: Lists and objects nest more than MAX_DEPTH deep, or msgpack contained another kind of
-            value.
+        Malformed: Lists and objects nest more than MAX_DEPTH deep, an object has more than MAX_KEYS keys, or
+            msgpack contained another kind of value.
     """
     level: list[Any] = [document]
     for _ in range(MAX_DEPTH + 1):
@@ -124,6 +136,8 @@ def check_plain(document: Any) -> None:
         level = []
         for value in nested:
             if type(value) is dict:
+                if len(value) > MAX_KEYS:
+                    raise Malformed(f"an object of the body has more than {MAX_KEYS} keys")
                 if set(map(type, value)) - {str}:
                     raise Malformed("the body holds an object with a key that is no string")
                 level += value.values()

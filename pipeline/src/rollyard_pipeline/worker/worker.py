@@ -131,6 +131,7 @@ class Worker:
         )
         self._trouble = ""
         self._draining = asyncio.Event()
+        self._polls: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
         identity = WorkerIdentity(options.worker, options.node, options.job, options.namespace)
         self._pools: dict[StageName, StagePool] = {
@@ -149,6 +150,8 @@ class Worker:
     def drain(self) -> None:
         """Take no more leases, finish held ones within `drain_seconds`, and hand over the rest."""
         self._draining.set()
+        # At once: a pool that got to request leases before would keep them from other workers.
+        self._stop_polls()
         if self._provider is not None:
             self._provider.drain()
 
@@ -174,18 +177,16 @@ class Worker:
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as leases:
             self._group = leases
-            async with asyncio.TaskGroup() as group:
-                pools = [group.create_task(pool.run()) for pool in self._pools.values()]
-                watcher = group.create_task(self._stop_pools(pools))
-                await asyncio.wait(pools)
-                watcher.cancel()
+            async with asyncio.TaskGroup() as polls:
+                self._polls = [polls.create_task(pool.run()) for pool in self._pools.values()]
+                if self._draining.is_set():
+                    self._stop_polls()
             await self._finish()
         await self._last_reports()
 
-    async def _stop_pools(self, pools: list[asyncio.Task[None]]) -> None:
-        await self._draining.wait()
-        for task in pools:
-            task.cancel()
+    def _stop_polls(self) -> None:
+        for poll in self._polls:
+            poll.cancel()
 
     async def _finish(self) -> None:
         """Let held leases finish: within `drain_seconds` in a drain, without a limit if the job is over."""

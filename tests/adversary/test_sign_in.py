@@ -10,11 +10,11 @@ from urllib.parse import unquote
 
 import httpx
 import pytest
-from rollyard_api.__main__ import main
 from rollyard_api.access import permissions
 from rollyard_api.browsers import door, sessions
 from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, path_prefix
 from rollyard_api.core.hosts import HostCheck
+from rollyard_api.program import main
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
 from rollyard_testing.pace import patience

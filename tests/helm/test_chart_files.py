@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from rollyard_api.__main__ import parser
+from rollyard_api.program import parser
 from rollyard_crds import schema
 from rollyard_operator.pods.parts import APP_USER, pod_security, restricted
 from rollyard_operator.settings import OperatorSettings

@@ -88,7 +88,7 @@ class SandboxStartFailed(SandboxProviderError):
 
 
 class SandboxImpossible(SandboxProviderError):
-    """No attempt can start this sandbox, as its driver reports, or as the exec server that it has started shows."""
+    """No attempt can start this sandbox, as its driver reports or as the exec server in it shows."""
 
     reason = "SandboxImpossible"
     retryable = False

@@ -748,8 +748,8 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
             assert answer.status_code == 400
             name = f"results[0].{field}" + (".style" if field == "reward_components" else "")
             assert f"{name}: must be a finite number" in answer.text
-    for number in (math.nan, math.inf):
-        body = msgpack.packb({"worker": worker.name, "results": [worker.result(lease, reward=number)]})
+    for unbounded in (math.nan, math.inf):
+        body = msgpack.packb({"worker": worker.name, "results": [worker.result(lease, reward=unbounded)]})
         answer = await worker.http.post(
             "/v1/leases/complete", content=body, headers={"content-type": "application/msgpack"}
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -247,6 +250,28 @@ async def test_a_sandbox_with_another_secret_is_not_ours(cluster: Cluster, provi
     with pytest.raises(SandboxLost, match="does not answer"):
         await provider.acquire(SandboxRequest(), OWNER)
     assert cluster.released == ["c1"]
+
+
+async def test_a_server_that_proves_no_token_is_refused_and_not_taken_for_sabotage(
+    cluster: Cluster, provider: ClaimProvider, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(cluster.secret_shown)
+    ready, write = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-m", "rollyard_sandbox.server", "--listen", "tcp://127.0.0.1:0",
+        "--token-file", str(tmp_path / "token"), "--ready-fd", str(write), pass_fds=(write,),
+    )  # fmt: skip
+    os.close(write)
+    try:
+        with os.fdopen(ready) as file:
+            (address,) = json.loads(await asyncio.to_thread(file.readline))["listen"]
+        cluster.outcome = {"state": "Bound", "address": address, "secret": cluster.secret_shown}
+        with pytest.raises(SandboxImpossible, match="--token-sha256"):
+            await provider.acquire(SandboxRequest(), OWNER)
+        assert cluster.released == ["c1"]
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def test_nobody_at_the_address(cluster: Cluster, provider: ClaimProvider) -> None:

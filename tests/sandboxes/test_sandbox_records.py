@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:
         "state": "warm",
         "worker": Process.of(this_process()),
         "created": time.time(),
+        "secret": folder.new_secret(),
     }
     return SandboxRecord(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -71,6 +73,16 @@ def test_records_are_private_and_survive_a_round_trip(folder: SandboxFolder) -> 
     assert folder.load(first.id) is None
     with pytest.raises(FileNotFoundError):
         folder.save(claimed)
+
+
+@pytest.mark.parametrize("secret", ["", "00", "x" * 64, 7, None])
+def test_a_record_without_a_whole_secret_is_none(folder: SandboxFolder, secret: object) -> None:
+    """Any peer could prove that it knows a secret which is empty."""
+    made = record(folder)
+    folder.create(made)
+    path = folder.folder(made.id) / "sandbox.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"secret": secret}))
+    assert SandboxFolder(folder.run_dir).load(made.id) is None
 
 
 @pytest.mark.parametrize("name", ["..", "../../etc", "", "x" * 12, "0" * 13])

@@ -101,7 +101,7 @@ class Claim(Record):
     """Bound: what the exec server wants to be shown. It is started with its SHA-256 only.
 
     A server that has been shown it proves from then on that it knows it; handles of sandboxes then hold
-    `v2.` and the secret, which must not begin so itself.
+    `proven.` and the secret, which must not begin so itself.
     """
     reason: str = ""
     """Failed: CamelCase word, such as `ImagePullFailed`, `QuotaExceeded`, `NotIsolated`."""

@@ -97,6 +97,12 @@ class ClaimProvider:
         try:
             client = await connect(claim.address, self._connect_seconds, claim.secret)
             try:
+                if client.proven_token is None:
+                    # Whatever answered here later would pass for a program that has taken its place.
+                    raise SandboxImpossible(
+                        f"the exec server at {claim.address} does not prove that it knows its secret: its "
+                        "driver must start it with --token-sha256"
+                    )
                 await apply(client, WORKDIR, request, None)
             except BaseException:
                 await client.close()
@@ -105,8 +111,9 @@ class ClaimProvider:
             await self.release(claim.id)
             raise
         # No command has run yet, so the peer is the exec server. From now on it must prove that it is.
-        token = f"{PROVEN}{claim.secret}"
-        handle = SandboxHandle(provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=token)
+        handle = SandboxHandle(
+            provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=client.proven_token
+        )
         return Sandbox(handle, client, WORKDIR, dict(request.env))
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:

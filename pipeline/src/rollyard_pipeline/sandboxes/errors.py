@@ -88,7 +88,7 @@ class SandboxStartFailed(SandboxProviderError):
 
 
 class SandboxImpossible(SandboxProviderError):
-    """The driver reports that no attempt can start this sandbox. The message quotes the driver."""
+    """No attempt can start this sandbox, as its driver reports or as the exec server in it shows."""
 
     reason = "SandboxImpossible"
     retryable = False

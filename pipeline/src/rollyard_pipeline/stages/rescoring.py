@@ -14,7 +14,7 @@ from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Rescored, RescoredTrajectory, TokensMissing, Trajectory
+from rollyard_crds.trajectory import Rescored, RescoredTrajectory, Trajectory
 from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline.errors import EvalTimeout, InitTimeout, PipelineError
@@ -30,8 +30,6 @@ from rollyard_pipeline.stages.contexts import prepare, sandbox_request
 from rollyard_pipeline.stages.evaluation import evaluate
 
 _SUBMIT: Final = "submit"
-_KNOWN: Final = (PipelineError, TokensMissing)
-"""The exceptions that say why they were raised and whether another try may succeed."""
 _TRIES: Final = 3
 _AT_ONCE: Final = 8
 """The number of trajectories that are evaluated at the same time without a sandbox."""
@@ -163,7 +161,7 @@ class Rescorer:
             evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
-            reason = error.reason if isinstance(error, _KNOWN) else "InternalError"
+            reason = error.reason if isinstance(error, PipelineError) else "InternalError"
             changes |= {"status": "failed", "reason": reason, "message": f"{type(error).__name__}: {error}"}
         else:
             changes |= {
@@ -184,7 +182,7 @@ class Rescorer:
             try:
                 return await self._once(trajectory, task)
             except Exception as error:
-                if isinstance(error, _KNOWN) and not error.retryable:
+                if isinstance(error, PipelineError) and not error.retryable:
                     raise
         return await self._once(trajectory, task)
 

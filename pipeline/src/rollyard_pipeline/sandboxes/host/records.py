@@ -122,6 +122,9 @@ class SandboxRecord:
             }
             if document["state"] not in _STATES:
                 raise ValueError(f"state {document['state']!r}")
+            if len(bytes.fromhex(document["secret"])) != SECRET_BYTES:
+                # A peer can prove that it knows a secret which is empty.
+                raise ValueError(f"secret: must have {SECRET_BYTES} bytes")
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no record of a sandbox: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+import sqlalchemy as sa
 from rollyard_api.settings import Settings
 from rollyard_testing.pace import patience
 
@@ -99,6 +100,46 @@ async def test_two_replicas_keep_the_limit_of_a_backend(
             for worker, leases in zip(workers, given, strict=True):
                 if leases:
                     await worker.complete(*[worker.result(lease) for lease in leases])
+
+
+async def test_a_report_that_waits_for_a_backend_holds_no_job(
+    both: Any, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any
+) -> None:
+    """Reports lock backends before jobs. One that did it the other way round could be in a deadlock with one
+    of the other replica, of which another test would see nothing, because deadlocks are tried again."""
+    pool = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "pool"},
+        "spec": {"model": "tiny", "tokenizer": "byte", "engine": {"type": "embedded"}},
+    }
+    async with serving(both[0]) as one:
+        assert (await one.admin.post("/v1/backendpools", json=pool)).status_code == 201
+        report = {"backends": [{"url": "http://a", "ready": True}]}
+        assert (await one.driver.put("/v1/backendpools/pool/backends", json=report)).status_code == 200
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
+        manifest = make_manifest(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
+        assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        worker = worker_of(one.worker)
+        await worker.complete(*map(worker.result, await worker.lease(init=3)))
+        scored, ran, failed = await worker.lease(run=3)
+        await worker.complete(worker.result(scored))
+        (scored,) = await worker.lease(eval=1)
+        assert await worker.fail(failed, "BackendMismatch") == "accepted"
+        engine = sa.create_engine(both[1].database_url, isolation_level="READ COMMITTED")
+        with engine.connect() as other:
+            other.execute(sa.text("SELECT 1 FROM backends FOR UPDATE"))
+            reporting = asyncio.create_task(worker.complete(worker.result(scored), worker.result(ran)))
+
+            async def waits() -> bool:
+                query = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+                return bool(other.execute(sa.text(query)).scalar_one())
+
+            await eventually(waits)
+            other.execute(sa.text("SELECT 1 FROM jobs FOR UPDATE NOWAIT"))
+            other.rollback()
+        engine.dispose()
+        assert await reporting == ["accepted"] * 2
 
 
 async def test_two_replicas_and_one_claim(

@@ -242,12 +242,13 @@ class _Batch:
     def write(self) -> None:
         """Write what was gathered, and end the groups and jobs that are complete."""
         tx = self.tx
+        # The rows of backends are locked before those of jobs, since two replicas could deadlock otherwise.
+        circuits.completed(tx, self.answering)
+        malformed_calls.count(tx, self.calls)
         counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
         rollout_rows.change(tx, self.changes)
         rollout_rows.keep(tx, self.kept)
         rollout_rows.drop(tx, self.dropped)
-        circuits.completed(tx, self.answering)
-        malformed_calls.count(tx, self.calls)
         for job_id, job in counted:
             self._complete(job_id, job)
 

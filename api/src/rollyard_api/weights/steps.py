@@ -115,7 +115,7 @@ class BackendTarget:
 class WeightStep(StrEnum):
     """A step of a backend on its way to the wanted weights. MEASURE to VERIFY follow each other."""
 
-    LOOK = "look"  # Read the server's label of its weights.
+    LOOK = "look"  # Read the server's label of its weights, where it is to be trusted.
     REFER = "refer"  # Find what the wanted weights are compared with.
     MEASURE = "measure"  # Measure what the server gives with the weights that are replaced.
     BEGIN = "begin"  # Record that the backend gets no more rollouts, and that its server may be paused.
@@ -149,7 +149,7 @@ class Observation:
     last: WeightStep | None = None
     """The last step that was carried out."""
     label: str | None = None
-    """The server's label of its weights, or None if it has none."""
+    """The server's label of its weights, or None if it has none or is not to be trusted."""
     reference: Reference | None = None
     """What the wanted weights should give."""
     folder: str | None = None
@@ -183,12 +183,10 @@ def lacking(target: BackendTarget, seen: Observation) -> tuple[tuple[WeightSourc
     if target.update is None:
         first = None if seen.folder is None else WeightSource(checkpoint=CheckpointSource(path=seen.folder))
         return () if first is None else (first,), ""
-    # The label was set by the server itself, or for weights that were loaded completely.
-    trusted = target.row.weights in ("Current", "Stale") or _restarted(target)
     sources: list[WeightSource] = []
     for update in (target.update, *target.chain):
         wanted = update.id == target.update.id
-        if trusted and update.policy_version == seen.label and not wanted:
+        if seen.label is not None and update.policy_version == seen.label and not wanted:
             break
         source = request_of(update).source
         if source.pushed:
@@ -200,6 +198,11 @@ def lacking(target: BackendTarget, seen: Observation) -> tuple[tuple[WeightSourc
         if source.checkpoint is not None:
             break
     return tuple(reversed(sources)), ""
+
+
+def _trusts_label(target: BackendTarget) -> bool:
+    """Return whether the label was set by the server itself, or for weights that were loaded completely."""
+    return target.update is None or target.row.weights in ("Current", "Stale") or _restarted(target)
 
 
 def _restarted(target: BackendTarget) -> bool:
@@ -214,9 +217,9 @@ def following(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str
     fails, nobody knows what the server has, so it must be restarted.
     """
     match seen.last:
-        case None:
+        case None if _trusts_label(target):
             return WeightStep.LOOK, ""
-        case WeightStep.LOOK:
+        case None | WeightStep.LOOK:
             return _after_look(target, seen)
         case WeightStep.REFER:
             return _after_refer(target, seen)

@@ -40,9 +40,9 @@ def standing(bridge: Bridge, beside: int = 0) -> int:
 
     def there() -> int:
         standing = [
-            one for one in bridge.records().items() if one[1]["workload"]["owner"][0] == "ReadyWorker"
+            one for one in bridge.records().items() if one[1]["workload"]["owner"]["kind"] == "ReadyWorker"
         ]
-        ours = [number for number, one in standing if one["startedAt"] is not None]
+        ours = [number for number, one in standing if one["started_at"] is not None]
         runs = {number for number, one in bridge.jobs().items() if one["state"] == "RUNNING"}
         return next((number for number in ours if number in runs and number != beside), 0)
 

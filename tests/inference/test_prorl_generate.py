@@ -84,6 +84,7 @@ def test_requests_and_answers() -> None:
         {"response_ids": [1], "logprobs": [None]},
         {"response_ids": [1.5], "logprobs": [-1.0]},
         {"response_ids": [-1], "logprobs": [-1.0]},
+        {"response_ids": [1 << 32], "logprobs": [-1.0]},
         {"response_ids": "1", "logprobs": [-1.0]},
         {"response_ids": [1, 1, 1, 1], "logprobs": [-1.0] * 4},
         {"response_ids": [], "logprobs": []},

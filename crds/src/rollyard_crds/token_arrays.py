@@ -28,6 +28,8 @@ _INTEGERS: Final[tuple[Dtype, ...]] = ("<u1", "<u2", "<u4")
 _FLOATS: Final = ("<f4", "<f8")
 _MAX_RUN: Final = 1 << 32
 """The largest number of tokens in a run. No list is as long, and sums of such numbers are no problem."""
+ID_END: Final = 1 << 32
+"""Token ids are smaller than this, in every vocabulary and in the arrays that hold them."""
 _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SWAPPED: Final = sys.byteorder == "big"
 _PARALLEL: Final = ("loss_mask", "logprobs", "policy_versions")
@@ -88,7 +90,7 @@ class TokenArray(Record):
                 return cls._of(dtype, array(_CODES[dtype], values))
             except OverflowError:
                 continue
-        raise TokensInvalid(f"a token id must be from 0 to {(1 << 32) - 1}")
+        raise TokensInvalid(f"a token id must be from 0 to {ID_END - 1}")
 
     @classmethod
     def floats(cls, values: Sequence[float]) -> TokenArray:

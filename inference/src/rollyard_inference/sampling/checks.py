@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from rollyard_crds.token_arrays import ID_END
 from rollyard_crds.trajectory import LOWEST_LOGPROB
 
 from rollyard_inference.errors import BackendMismatch
@@ -149,9 +150,11 @@ def token_ids(value: object, what: str) -> list[int]:
     """Return the value if it is a list of token ids, or raise BackendMismatch."""
     if not isinstance(value, list):
         raise BackendMismatch(f"{what} is {kind(value)}, expected a list of token ids")
-    if set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < ID_END:
         return value
-    place, item = next((i, one) for i, one in enumerate(value) if type(one) is not int or one < 0)
+    place, item = next(
+        (i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one < ID_END
+    )
     raise BackendMismatch(f"{what}[{place}] is {item!r}, expected a token id")
 
 

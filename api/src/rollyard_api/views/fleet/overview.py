@@ -102,7 +102,7 @@ def queues(
     rows: Iterable[Mapping[str, Any]], slots: Mapping[StageName, int]
 ) -> dict[StageName, dict[str, int]]:
     """Return the rollouts that wait for and are in each stage, and the places of all workers."""
-    found: dict[str, dict[str, int]]
+    found: dict[StageName, dict[str, int]]
     found = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in STAGES}
     for job in rows:
         if job["finished_at"] is None:

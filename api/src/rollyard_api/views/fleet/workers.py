@@ -198,7 +198,7 @@ def view(conn: Connection, now: float) -> WorkersView:
         seen_workers.c.heard_at > now - ALIVE_SECONDS, seen_workers.c.error_at > now - TROUBLE_SECONDS
     )
     rows = conn.execute(_SEEN.where(recent)).all()
-    slots: dict[str, int] = dict.fromkeys(STAGES, 0)
+    slots: dict[StageName, int] = dict.fromkeys(STAGES, 0)
     nodes: dict[str, dict[str, Any]] = {}
     workers = []
     alive = set()

@@ -171,4 +171,6 @@ def test_hundreds_of_starts_leave_nothing(way: str, tmp_path: Path) -> None:
     for _ in range(200):
         with pytest.raises(CallFailed):
             run(["./absent"], {}, tmp_path)
-    assert held() == before
+    # What other tests have left in this process may open or close something meanwhile. A start that leaves
+    # anything would leave it 200 times.
+    assert all(abs(now - then) < 20 for now, then in zip(held(), before, strict=True))

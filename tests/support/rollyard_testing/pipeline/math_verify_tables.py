@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,19 +66,20 @@ def _fetched() -> Path:
     """Return the folder of the tests of the version that is installed."""
     version = importlib.metadata.version("math-verify")
     folder = CACHE / version
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-        done = subprocess.run(
-            [*command, "-d", str(folder), f"math-verify=={version}"],
-            capture_output=True, text=True, timeout=patience(240),
-        )  # fmt: skip
-        if done.returncode != 0:
-            folder.rmdir()
-            raise TablesMissing(f"pip cannot fetch math-verify's tests: {done.stderr.strip()[-500:]}")
-        (packed,) = folder.glob("*.tar.gz")
-        with tarfile.open(packed) as archive:
-            archive.extractall(folder, filter="data")
+    if not list(folder.glob("*/tests")):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        # A test that is stopped in the middle leaves nothing where the next one looks.
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
+            done = subprocess.run(
+                [*command, "-d", made, f"math-verify=={version}"],
+                capture_output=True, text=True, timeout=patience(240),
+            )  # fmt: skip
+            if done.returncode != 0:
+                raise TablesMissing(f"pip cannot fetch math-verify's tests: {done.stderr.strip()[-500:]}")
+            (packed,) = Path(made).glob("*.tar.gz")
+            with tarfile.open(packed) as archive:
+                archive.extractall(folder, filter="data")
     (tests,) = folder.glob("*/tests")
     return tests
 

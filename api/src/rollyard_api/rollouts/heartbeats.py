@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 from rollyard_crds.names import NODE
-from sqlalchemy.dialects import postgresql, sqlite
 
 from rollyard_api.machine.events import NodeLost
 from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import nodes, rollouts
+from rollyard_api.storage.statements import chunks
 
 HEARD_SECONDS = 5.0
 """The minimum time between two writes of a node's row, in seconds."""
@@ -97,8 +98,8 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
         The sandboxes that no worker uses at the moment. They may be removed.
     """
     ended = NodeLost("the sandbox ended with the worker that had it")
-    for at in range(0, len(sandboxes), NODE_BATCH):
-        transitions.happened(tx, rollout_rows.for_sandboxes(tx, sandboxes[at : at + NODE_BATCH]), ended)
+    for some in chunks(sandboxes):
+        transitions.happened(tx, rollout_rows.for_sandboxes(tx, some), ended)
     used = rollout_rows.with_sandbox(tx, sandboxes, held=True)
     return [sandbox for sandbox in sandboxes if sandbox not in used]
 
@@ -106,6 +107,13 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
 # When a worker of each node was last heard.
 
 _KNOWN = sa.select(nodes.c.name, nodes.c.heard_at)
+_HEARD = by_dialect(
+    lambda insert: (new := insert(nodes)).on_conflict_do_update(
+        index_elements=[nodes.c.name],
+        set_={"heard_at": new.excluded.heard_at},
+        where=nodes.c.heard_at < new.excluded.heard_at - HEARD_SECONDS,
+    )
+)
 
 
 def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
@@ -121,14 +129,7 @@ def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
     """
     if node == NODE or (job_id is not None and not _has_rollouts(tx, node, job_id)):
         return
-    insert = sqlite.insert(nodes) if tx.sqlite else postgresql.insert(nodes)
-    later = insert.excluded.heard_at
-    upsert = insert.on_conflict_do_update(
-        index_elements=[nodes.c.name],
-        set_={"heard_at": later},
-        where=nodes.c.heard_at < later - HEARD_SECONDS,
-    )
-    tx.conn.execute(upsert, {"name": _name(node, job_id), "heard_at": tx.now})
+    tx.conn.execute(_HEARD[tx.sqlite], {"name": _name(node, job_id), "heard_at": tx.now})
 
 
 def _name(node: str, job_id: int | None) -> str:

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from rollyard_api.machine.groups import Member
@@ -21,6 +20,7 @@ from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.rollout import Rollout
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
 from rollyard_api.storage.statements import chunks, rows_of, run
 
@@ -355,15 +355,16 @@ def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
 def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
     """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
     for names, some in _alike(kept).items():
-        run(tx, _upsert(tx.sqlite, names), some)
+        run(tx, _upsert(names)[tx.sqlite], some)
 
 
 @lru_cache
-def _upsert(for_sqlite: bool, names: tuple[str, ...]) -> sa.Insert:
-    insert = sqlite.insert(payloads) if for_sqlite else postgresql.insert(payloads)
-    return insert.on_conflict_do_update(
-        index_elements=[payloads.c.rollout_id],
-        set_={name: insert.excluded[name] for name in names if name != "rollout_id"},
+def _upsert(names: tuple[str, ...]) -> dict[bool, Any]:
+    return by_dialect(
+        lambda insert: (new := insert(payloads)).on_conflict_do_update(
+            index_elements=[payloads.c.rollout_id],
+            set_={name: new.excluded[name] for name in names if name != "rollout_id"},
+        )
     )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Dialect
 
 from rollyard_api.storage.database import Transaction, driver_of
+
+T = TypeVar("T", str, int)
 
 IDS_AT_ONCE: Final = 500
 """The number of ids in one statement."""
@@ -46,7 +48,7 @@ class _Plan(NamedTuple):
         return parameters
 
 
-def chunks(ids: Sequence[str]) -> Iterator[list[str]]:
+def chunks(ids: Sequence[T]) -> Iterator[list[T]]:
     """Yield the ids in lists that one statement may name."""
     for at in range(0, len(ids), IDS_AT_ONCE):
         yield list(ids[at : at + IDS_AT_ONCE])

@@ -23,6 +23,7 @@ from rollyard_api.core.codec import loads
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.rows import BackendRow, PoolRow, columns, read_all
 from rollyard_api.storage.schema import backends, jobs, pools
+from rollyard_api.storage.statements import chunks
 from rollyard_api.storage.view_tables import rates
 from rollyard_api.views.fleet import jobs as job_rows
 from rollyard_api.views.fleet import workers
@@ -116,7 +117,6 @@ def queues(
 
 MAX_JOBS: Final = 20_000
 """The number of jobs that are looked at. Of more, the newest are."""
-_LOOKED_UP: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +180,8 @@ def _look(
     rows = list(conn.execute(sa.select(*job_rows.COLUMNS).where(alive, jobs.c.finished_at.is_(None))))
     unfinished = {row.id for row in rows}
     missing = [number for number in ids if number not in kept and number not in unfinished]
-    for at in range(0, len(missing), _LOOKED_UP):
-        some = jobs.c.id.in_(missing[at : at + _LOOKED_UP])
-        rows += conn.execute(sa.select(*job_rows.COLUMNS).where(some))
+    for some in chunks(missing):
+        rows += conn.execute(sa.select(*job_rows.COLUMNS).where(jobs.c.id.in_(some)))
     seen = workers.view(conn, now)
     open_rows = [row for row in rows if row.finished_at is None]
     states = job_rows.counts(conn, open_rows)

@@ -67,9 +67,9 @@ class EventLoop:
         if os.getpid() == 1:
             outside = OutsideSignals(handlers)
             self.watch(outside.fd, lambda events: self._signalled(outside.read(), handlers))
-            handlers = {}
-        self._signals = handlers
-        for number in (signal.SIGCHLD, *handlers):
+        else:
+            self._signals = handlers
+        for number in (signal.SIGCHLD, *self._signals):
             signal.signal(number, lambda number, frame: None)
 
     @staticmethod

@@ -10,6 +10,7 @@ import pytest
 from rollyard_testing.adversary.attacklab import Lab, until
 from rollyard_testing.adversary.attacks import Attack, ipython, python
 from rollyard_testing.adversary.policy_leftovers import ATTACKS, SEGMENTS
+from rollyard_testing.pace import patience
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
@@ -24,7 +25,9 @@ def test_the_first_process_ends_by_a_signal_from_outside(lab: Lab) -> None:
         assert rollout.bash("kill -TERM 1; kill -INT 1; echo still here") == "still here"
         (root,) = lab.first_processes(rollout.mark)
         os.kill(root, signal.SIGTERM)
-        until(lambda: not Path(f"/proc/{root}").exists(), "the end of the exec server")
+        until(
+            lambda: not Path(f"/proc/{root}").exists(), "the end of the exec server", seconds=patience(10.0)
+        )
 
 
 def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:

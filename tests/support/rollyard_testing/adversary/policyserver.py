@@ -5,12 +5,12 @@ The server speaks vLLM's calls. A rollout's prompt holds its word (`rya-…`), w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class PolicyServer:
     def _encoded(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    @contextmanager
+    @contextlib.contextmanager
     def serving(self) -> Iterator[PolicyServer]:
         thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="policy-server")
         thread.start()
@@ -111,7 +111,8 @@ class PolicyServer:
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(ConnectionError):  # A rollout that is cut off reads no answer.
+                    self.wfile.write(data)
 
         return Handler
 

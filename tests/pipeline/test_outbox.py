@@ -80,6 +80,23 @@ async def test_the_last_outcome_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
     assert await reported(1, more=False) == [["r0"]]
 
 
+async def test_outcomes_wait_for_longer_where_another_was_reported_just_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.worker.outbox.GATHER_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_pipeline.worker.outbox.PACE_SECONDS", 1.0)
+    control = Counted()
+    async with reporting(control, 4, more=True) as (outbox, answers):
+        for index in range(4):
+            outbox.put(HeldLease(lease(index, "run")), StageResult(rollout=f"r{index}", token=1, stage="run"))
+            async with asyncio.timeout(patience(30)):
+                while not answers:  # noqa: ASYNC110 - the outbox notes it
+                    await asyncio.sleep(0.01)
+            for _ in range(10):
+                await asyncio.sleep(0)
+    assert control.requests == [["r0"], ["r1", "r2", "r3"]]
+
+
 async def test_a_request_holds_no_more_than_a_batch() -> None:
     requests = await reported(3 * BATCH, more=True)
     assert max(map(len, requests)) == BATCH

@@ -22,7 +22,7 @@ from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.stage_pool import GATHER_SECONDS
+from rollyard_pipeline.worker.stage_pool import PACE_SECONDS
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,
@@ -356,7 +356,7 @@ async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
         plane.offer(lease(1, "run"))
         await until(lambda: handler.entered == ["r1"])
         # The pool's wait for other places ends now, and its next request is due after this step of the test.
-        time.sleep(2 * GATHER_SECONDS)  # noqa: ASYNC251
+        time.sleep(2 * PACE_SECONDS)  # noqa: ASYNC251
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         worker.drain()

@@ -12,6 +12,8 @@ gc.disable()
 try:
     from rollyard_api.program import main
 finally:
+    # What they made stays until the end. Without this, the first collection would look at all of it.
+    gc.freeze()
     if _collecting:
         gc.enable()
 

@@ -17,6 +17,8 @@ gc.disable()
 try:
     from rollyard_pipeline.program import main, stand_ready
 finally:
+    # What they made stays until the end. Without this, the first collection would look at all of it.
+    gc.freeze()
     if _collecting:
         gc.enable()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ _SENDERS = 2  # One sender collects outcomes while the other waits for its answe
 GATHER_SECONDS = 0.02
 """How long an outcome waits for others while there is other work, in seconds. A request costs both sides
 about as much processor time as the outcome itself, and a stage takes much longer than this."""
+PACE_SECONDS = 0.05
+"""The shortest time between two requests while there is other work and no full batch, in seconds. Where stages
+are short, this makes few requests of many."""
 
 Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 """A function that is called with the lease and the control plane's answer for each outcome."""
@@ -57,6 +61,7 @@ class Outbox:
         self._collecting = asyncio.Lock()
         self._items: deque[Item] = deque()
         self._ready = asyncio.Event()
+        self._sent = -PACE_SECONDS
 
     def put(self, held: HeldLease, outcome: StageResult | StageFailure) -> None:
         """Add an outcome to the queue.
@@ -78,8 +83,10 @@ class Outbox:
             async with self._collecting:
                 await self._ready.wait()
                 if len(self._items) < BATCH and self._more():
-                    await asyncio.sleep(GATHER_SECONDS)
+                    paced = self._sent + PACE_SECONDS - time.monotonic()
+                    await asyncio.sleep(max(GATHER_SECONDS, paced))
                 batch = self._take()
+                self._sent = time.monotonic()
             await self._deliver(batch)
 
     def _take(self) -> list[Item]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ POLL_SECONDS = 20.0
 GATHER_SECONDS = 0.015
 """How long a free place waits for others while there is other work in this stage, in seconds. One request
 then leases for all of them."""
+PACE_SECONDS = 0.05
+"""The shortest time from an answer to the next request while there is other work in this stage, in seconds.
+Where stages are short, this makes few requests of many."""
 _ROOM_CHECK = 1.0  # The time between two checks for room that another process may have made, in seconds.
 
 
@@ -57,6 +61,7 @@ class StagePool:
         self._room = room
         self._busy = 0
         self._freed = asyncio.Event()
+        self._answered = -PACE_SECONDS
         self.stage: StageName = stage
         self.places = places
 
@@ -96,6 +101,7 @@ class StagePool:
                 await asyncio.sleep(TRY_AGAIN.pause(tries, asked))
                 continue
             tries = 0
+            self._answered = time.monotonic()
             for lease in answer.leases:
                 self._busy += 1
                 self._start(lease)
@@ -105,7 +111,8 @@ class StagePool:
     async def _free(self) -> int:
         while True:
             if self._busy > 0:
-                await asyncio.sleep(GATHER_SECONDS)
+                paced = self._answered + PACE_SECONDS - time.monotonic()
+                await asyncio.sleep(max(GATHER_SECONDS, paced))
             self._freed.clear()
             free = min(self.places - self._busy, MAX_BATCH)
             if free > 0 and self._room is not None:

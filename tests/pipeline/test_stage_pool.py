@@ -15,7 +15,7 @@ from rollyard_testing.pipeline.workerlab import Plane, lease, spec
 
 
 class Generous(Plane):
-    """A control plane that answers each request at once with one lease, and keeps the free places and times."""
+    """A control plane that gives one lease at each request, and keeps the free places and the times."""
 
     def __init__(self) -> None:
         super().__init__(spec())

@@ -26,8 +26,8 @@ GATHER_SECONDS = 0.02
 """How long an outcome waits for others while there is other work, in seconds. A request costs both sides
 about as much processor time as the outcome itself, and a stage takes much longer than this."""
 PACE_SECONDS = 0.05
-"""The shortest time between two requests while there is other work and no full batch, in seconds. Where stages
-are short, this makes few requests of many."""
+"""The shortest time between two requests while there is other work and less than a batch waits, in seconds.
+Where stages are short, one request then does for several outcomes."""
 
 Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 """A function that is called with the lease and the control plane's answer for each outcome."""

@@ -22,7 +22,7 @@ GATHER_SECONDS = 0.015
 then leases for all of them."""
 PACE_SECONDS = 0.05
 """The shortest time from an answer to the next request while there is other work in this stage, in seconds.
-Where stages are short, this makes few requests of many."""
+Where stages are short, one request then leases for several places."""
 _ROOM_CHECK = 1.0  # The time between two checks for room that another process may have made, in seconds.
 
 

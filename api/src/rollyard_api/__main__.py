@@ -12,7 +12,7 @@ gc.disable()
 try:
     from rollyard_api.program import main
 finally:
-    # What they made stays until the end. Without this, the first collection would look at all of it.
+    # What they made stays until the end, so no collection needs to look at it, not even the first one.
     gc.freeze()
     if _collecting:
         gc.enable()

@@ -344,8 +344,7 @@ def serve(
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
     return_large_blocks()
-    # Requests make few cycles, and a tenth of the processor time went into looking for them at the default
-    # threshold of 700.
+    # Requests make few cycles. To look for them at the default threshold of 700 took a tenth of the time.
     gc.set_threshold(GARBAGE_THRESHOLD)
     server = ControlPlaneServer(config, port_file, _port(sock))
     # uvicorn itself exits if the start fails. The reason is printed below.

@@ -12,19 +12,19 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import Forbidden
 
-PAGE_HEADER: Final = b"rollyard-page"
+PAGE_HEADER: Final = "rollyard-page"
 """The header that the page sends with every change. No page of another origin can add it, because the
 browser would ask for permission first, and the control plane never gives it."""
 READS: Final = frozenset({"GET", "HEAD"})
-_ORIGIN: Final = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
-_HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
+_HOST: Final = r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?"
 _PORTS: Final = {"http": "80", "https": "443"}
-_NAMES: Final = (b"host", b"origin", b"sec-fetch-site", b"cookie", PAGE_HEADER)
+_ONCE: Final = ("host", "origin", "sec-fetch-site", PAGE_HEADER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +59,19 @@ def headers_of(scope: Scope) -> BrowserHeaders:
     Raises:
         Forbidden: A header that is checked was sent twice, so that two readers could take different ones.
     """
-    found: dict[bytes, str] = {}
-    for name, value in scope["headers"]:
-        if name not in _NAMES:
-            continue
-        text = value.decode("latin-1")
-        if name == b"cookie":
-            # HTTP/2 permits several headers of this name.
-            text = f"{found[name]}; {text}" if name in found else text
-        elif name in found:
-            raise Forbidden(f"the header {name.decode()} was sent twice", reason="HeaderRepeated")
-        found[name] = text
+    headers = Headers(raw=scope["headers"])
+    for name in _ONCE:
+        if len(headers.getlist(name)) > 1:
+            raise Forbidden(f"the header {name} was sent twice", reason="HeaderRepeated")
     return BrowserHeaders(
         method=scope["method"],
         scheme=scope.get("scheme", "http"),
-        host=found.get(b"host"),
-        origin=found.get(b"origin"),
-        site=found.get(b"sec-fetch-site"),
-        page=found.get(PAGE_HEADER),
-        cookie=found.get(b"cookie", ""),
+        host=headers.get("host"),
+        origin=headers.get("origin"),
+        site=headers.get("sec-fetch-site"),
+        page=headers.get(PAGE_HEADER),
+        # HTTP/2 permits several headers of this name.
+        cookie="; ".join(headers.getlist("cookie")),
     )
 
 
@@ -136,7 +130,8 @@ def _is_same(origin: str, host: str | None, scheme: str) -> bool:
 
     Behind an ingress with TLS, the origin has the scheme `https` although the control plane serves HTTP.
     """
-    given, asked = _ORIGIN.fullmatch(origin.lower()), _HOST.fullmatch((host or "").lower())
+    given = re.fullmatch(f"(https?)://{_HOST}", origin.lower())
+    asked = re.fullmatch(_HOST, (host or "").lower())
     if given is None or asked is None or (scheme == "https" and given[1] != "https"):
         return False
     usual = _PORTS[given[1]]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
 from rollyard_crds.base import Model, Name
 from rollyard_crds.base import Path as FilePath
+from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.yaml_text import YamlError, load_one
+from rollyard_crds.task_formats.registry import task_format
 
 from rollyard_api.core.hosts import NAME
 from rollyard_api.core.problems import ControlPlaneError
-from rollyard_api.prorl.process_calls import FORMATS, Formats, template_problem
+from rollyard_api.prorl.process_calls import FORMATS, template_problem
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -41,6 +44,12 @@ def _host(text: str) -> str:
     return text.lower()
 
 
+def _format(name: str) -> str:
+    task_format(name)  # Of a format that is not installed, it raises a ValueError.
+    return name
+
+
+FormatName = Annotated[str, AfterValidator(_format)]
 ServerRule = Annotated[str, Field(max_length=253), AfterValidator(_rule)]
 HostPattern = Annotated[str, Field(max_length=253), AfterValidator(_host)]
 
@@ -72,7 +81,7 @@ class ProrlConfig(Model):
     """The largest number of open RolloutJobs, one for each combination of sampling parameters in use."""
     max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
     """The rollouts that each server holds at the same time; more wait in the Run queue."""
-    data_sources: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    data_sources: Annotated[dict[str, FormatName], Field(max_length=256)] = Field(default_factory=dict)
     """The task format of further data sources, by the name in `instance.data_source`."""
     specs: dict[str, Any] | None = None
     """The file `tasks.specs` of the format `swebench`, for rows from before SWE-bench 5."""
@@ -80,9 +89,9 @@ class ProrlConfig(Model):
     """A part of a RolloutJob's spec: agent, sampling, sandbox, stages, reward and the like."""
 
     @property
-    def formats(self) -> Formats:
+    def formats(self) -> Mapping[str, str]:
         """The task formats by data source."""
-        return Formats({**FORMATS, **self.data_sources}, self.specs)
+        return {**FORMATS, **self.data_sources}
 
 
 def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
@@ -114,9 +123,8 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
     try:
         config = ProrlConfig.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ProrlConfigError(f"{path or 'the settings'}: {field}: {first['msg']}") from error
+        problem = describe(error, model=ProrlConfig)[0]
+        raise ProrlConfigError(f"{path or 'the settings'}: {problem}") from error
     if config.tokenizer is None:
         raise ProrlConfigError(
             "tokenizer: is required: give a folder with tokenizer.json and the chat template"

@@ -80,12 +80,12 @@ def opened(given: argparse.Namespace) -> ProrlListener | None:
             raise ProrlConfigError("--prorl-config goes with --prorl")
         return None
     config = read_config(given.prorl_config, given.prorl_tokenizer)
-    problem = config.formats.check()
+    # No parameter of a call changes which extensions its job needs.
     missing = entrypoints.problems(
         job_spec(config.spec, config.pool, RolloutParams()), entrypoints.installed()
     )
-    if problem or missing:
-        raise ProrlConfigError(problem or missing[0])
+    if missing:
+        raise ProrlConfigError(missing[0])
     sock = listening_socket(given.prorl_host, given.prorl_port, "--prorl-port")
     return ProrlListener(sock, config, given.prorl_host, given.prorl_port_file)
 

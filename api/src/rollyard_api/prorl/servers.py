@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
@@ -24,7 +25,6 @@ from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import PoolRow
 
-_LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 MAX_ADDRESS: Final = 2048
 """The largest number of characters of a server's address."""
 PROBE_SECONDS: Final = 10.0
@@ -63,20 +63,21 @@ def server_url(address: str, rules: Sequence[str]) -> str:
 
 
 def _refused(problem: str) -> Invalid:
-    return Invalid(f"address: {problem}", errors=[f"address: {problem}"])
+    return Invalid.of(f"address: {problem}")
 
 
 def _allowed(host: str, rules: Sequence[str]) -> bool:
     address = address_of(host)
     if address is None:
-        return host.lower() == "localhost" or host.lower() in {rule.lower() for rule in rules}
-    networks = [*_LOOPBACK]
-    for rule in rules:
-        try:
-            networks.append(ipaddress.ip_network(rule))
-        except ValueError:
-            continue  # The rule is a name.
-    return any(address in network for network in networks if network.version == address.version)
+        return host.lower() in {"localhost", *(rule.lower() for rule in rules)}
+    return address.is_loopback or any(address in network for network in map(_network, rules) if network)
+
+
+def _network(rule: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return the network that a rule is, or None for a name."""
+    with suppress(ValueError):
+        return ipaddress.ip_network(rule)
+    return None
 
 
 class ServerUnusable(ApiError):
@@ -161,5 +162,5 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
     if url in urls:
         return
     if len(urls) >= config.max_servers:
-        raise Invalid.of(f"address: there are {len(urls)} servers, and no more may be")
+        raise _refused(f"there are {len(urls)} servers, and no more may be")
     pools.put_servers(tx, pool, [*urls, url])

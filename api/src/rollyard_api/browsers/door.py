@@ -21,6 +21,7 @@ from starlette.types import Message, Scope, Send
 from rollyard_api.access.permissions import Rule
 from rollyard_api.browsers import origins
 from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.browsers.origins import BrowserHeaders
 from rollyard_api.browsers.page import DATA_HEADERS
 from rollyard_api.browsers.sessions import SECRET, BrowserSession, Sessions
 from rollyard_api.core.problems import ControlPlaneError, Forbidden, Unauthorized
@@ -87,7 +88,7 @@ class Door:
         """
         if scope["path"] in PROBES:
             return
-        given = origins.headers_of(scope)
+        given = BrowserHeaders(scope)
         origins.check_host(given, self._hosts)
         if not given.is_read:
             origins.check_origin(given)
@@ -98,9 +99,9 @@ class Door:
         Raises:
             Forbidden: A page of another origin has sent it.
         """
-        given = origins.headers_of(scope)
-        if given.origin is not None and origins.is_foreign(given):
-            raise Forbidden("this request comes from a page of another origin", reason="ForeignOrigin")
+        given = BrowserHeaders(scope)
+        if "origin" in given:
+            origins.check_foreign(given)
 
     async def admit(self, scope: Scope, rule: Rule) -> BrowserSession | None:
         """Return the session of a request without a bearer token, or None if it has no cookie of ours.
@@ -109,7 +110,7 @@ class Door:
             Forbidden: The request comes from elsewhere, or a session may not make this call.
             Unauthorized: The session has ended.
         """
-        given = origins.headers_of(scope)
+        given = BrowserHeaders(scope)
         secrets = await self.secrets(given)
         if not secrets:
             return None
@@ -123,16 +124,14 @@ class Door:
         _authorize(rule, session, scope["method"], scope["path"])
         return session
 
-    async def secrets(self, given: origins.BrowserHeaders) -> list[str]:
+    async def secrets(self, given: BrowserHeaders) -> list[str]:
         """Return the secrets of sessions that a request carries."""
-        if not given.cookie:
+        header = "; ".join(given.getlist("cookie"))  # HTTP/2 permits several headers of this name.
+        if not header:
             return []
-        name = await self._sessions.installation()
-        return secrets_in(given.cookie, name, https=given.scheme == "https")
+        return secrets_in(header, await self._sessions.installation(), https=given.scheme == "https")
 
-    async def set_cookie(
-        self, answer: Response, given: origins.BrowserHeaders, secret: str, seconds: float
-    ) -> None:
+    async def set_cookie(self, answer: Response, given: BrowserHeaders, secret: str, seconds: float) -> None:
         """Let an answer set the cookie of a session.
 
         Args:

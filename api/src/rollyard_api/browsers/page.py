@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -116,15 +116,24 @@ def read_page(folder: Path, prefix: str) -> Mapping[str, WebFile]:
     files: dict[str, WebFile] = {}
     total = 0
     try:
-        for path in _paths(folder):
+        # Links could lead elsewhere.
+        paths = [
+            path
+            for path in (*folder.glob("*"), *folder.glob("assets/*"))
+            if path.suffix in TYPES and path.is_file() and not path.is_symlink()
+        ]
+        if len(paths) > MAX_FILES:
+            raise _unusable(f"{folder}: the page has more than {MAX_FILES} files")
+        for path in paths:
             body = path.read_bytes()
             total += len(body)
             if total > MAX_BYTES:
                 raise _unusable(f"{folder}: the page's files have more than {MAX_BYTES} bytes")
             name = path.relative_to(folder).as_posix()
-            is_document = name == "index.html"
-            content = _filled(body, prefix) if is_document else body
-            files[name] = web_file(name, content, PAGE_POLICY if is_document else "")
+            if name == "index.html":
+                files[name] = web_file(name, _filled(body, prefix), PAGE_POLICY)
+            else:
+                files[name] = web_file(name, body)
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable(f"the files of the page cannot be read: {error}") from error
     return files
@@ -132,15 +141,6 @@ def read_page(folder: Path, prefix: str) -> Mapping[str, WebFile]:
 
 def _unusable(problem: str) -> ApiError:
     return ApiError(problem, reason="PageUnusable")
-
-
-def _paths(folder: Path) -> Sequence[Path]:
-    """Return the files of the folder and of its folder assets, without links, which could lead elsewhere."""
-    paths = sorted([*folder.glob("*"), *folder.glob("assets/*")])
-    files = [path for path in paths if path.suffix in TYPES and path.is_file() and not path.is_symlink()]
-    if len(files) > MAX_FILES:
-        raise _unusable(f"{folder}: the page has more than {MAX_FILES} files")
-    return files
 
 
 def _filled(document: bytes, prefix: str) -> bytes:
@@ -216,7 +216,7 @@ class Front:
 
     async def _answer(self, scope: Scope, name: str) -> Response:
         try:
-            given = origins.headers_of(scope)
+            given = origins.BrowserHeaders(scope)
             origins.check_host(given, self._hosts)
             if not given.is_read:
                 raise MethodNotAllowed(
@@ -226,7 +226,7 @@ class Front:
                 if self._files is None:
                     self._files = await asyncio.to_thread(read_page, self._folder, self._prefix)
             if name in self._files:
-                return self._files[name].answer(Headers(raw=scope["headers"]))
+                return self._files[name].answer(given)
             if name == "index.html":
                 raise NotFound(
                     "this installation lacks the page (rollyard_api/page/index.html); install Rollyard from "

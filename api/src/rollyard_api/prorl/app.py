@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
@@ -99,16 +99,13 @@ class ProrlCalls:
 
     async def stop(self, request: Request) -> Response:
         """Answer POST /stop: 200 if the batch and its unfinished rollouts were ended, 503 if none is open."""
-        if not await self._write(calls.stop):
-            raise Unavailable(calls.NOT_RUNNING)
+        await self._write(calls.stop)
         await self._cancel_rest()
         return JSONResponse({"status": "Server stopped successfully"})
 
     async def status(self, request: Request) -> Response:
         """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
         found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
-        if found is None:
-            raise Unavailable(calls.NOT_RUNNING)
         pending = sum(found.values()) - found["jobs"]
         return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **found})
 
@@ -256,15 +253,15 @@ def _detail(status: int, detail: Any) -> Response:
     return JSONResponse({"detail": detail}, status)
 
 
-_BUSY: Final = frozenset({429, 504, 507})
-"""The statuses that the protocol does not know, and that stand for a server that cannot answer now."""
+_STATUSES: Final[Mapping[int, int]] = {400: 422, 409: 500, 429: 503, 504: 503, 507: 503}
+"""What stands for the statuses that the protocol does not know. 503 is a server that cannot answer now."""
 
 
 async def _problem(_request: Request, error: Exception) -> Response:
     """Return the answer of a call that raised an exception."""
     match error:
         case ApiError():
-            status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
+            status = _STATUSES.get(error.status, error.status)
             return JSONResponse({"detail": error.detail}, status, error.headers)
         case ValidationError():
             # The content of the request is left out, because it may hold a key of another service.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollyard_crds.reading.manifest import describe
@@ -91,19 +91,13 @@ class RolloutParams(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    max_iterations: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
-        None, serialization_alias="maxTurns"
-    )
+    max_iterations: int | None = Field(None, ge=1, le=10_000, serialization_alias="maxTurns")
     """Assistant turns."""
-    temperature: Annotated[float, Field(ge=0.0, le=5.0)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(None, serialization_alias="topP")
-    max_output_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, serialization_alias="maxTokens"
-    )
+    temperature: float | None = Field(None, ge=0.0, le=5.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0, serialization_alias="topP")
+    max_output_tokens: int | None = Field(None, ge=1, le=1_000_000, serialization_alias="maxTokens")
     """Sampled tokens of one turn."""
-    max_model_len: Annotated[int, Field(ge=16, le=10_000_000)] | None = Field(
-        None, serialization_alias="maxContextTokens"
-    )
+    max_model_len: int | None = Field(None, ge=16, le=10_000_000, serialization_alias="maxContextTokens")
     """Prompt, sampled and tool tokens together."""
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
 from rollyard_api.core.hosts import address_of
-from rollyard_api.core.problems import ApiError, Conflict, Invalid, NotFound
+from rollyard_api.core.problems import ApiError, Conflict, Invalid
 from rollyard_api.prorl import calls
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.service import ControlPlane
@@ -80,18 +80,12 @@ def _network(rule: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
     return None
 
 
-class ServerUnusable(ApiError):
-    """A server does not say which model it serves."""
-
-    status = 500
-
-
 async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
     """Add a server to the pool, which is made with the first one, and return its base URL.
 
     Raises:
         Invalid: The address is refused, or there are as many servers as may be.
-        ServerUnusable: The model is not known, and the server does not say it.
+        ApiError: The model is not known, and the server does not say it.
         Conflict: Somebody else made a pool of this name.
     """
     url = server_url(address, config.servers)
@@ -114,11 +108,8 @@ async def clear(plane: ControlPlane, config: ProrlConfig) -> None:
 
 
 def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
-    try:
-        found = pool_rows.find(conn, config.namespace, config.pool)
-    except NotFound:
-        return None
-    if found.uid != calls.batch(conn, config.namespace).pool_uid:
+    found = pool_rows.named(conn, config.namespace, config.pool)
+    if found is not None and found.uid != calls.batch(conn, config.namespace).pool_uid:
         raise Conflict(
             f"BackendPool {config.pool!r} in namespace {config.namespace!r} was not made by these calls; "
             "choose another name with the setting 'pool'",
@@ -131,13 +122,11 @@ async def _model(plane: ControlPlane, config: ProrlConfig, url: str) -> str:
     try:
         found = await served_models(plane.transport, url, PROBE_SECONDS)
     except BackendError as error:
-        raise ServerUnusable(f"{url} does not say which model it serves: {error}") from error
+        raise ApiError(f"{url} does not say which model it serves: {error}") from error
     if found is None:
         return str(config.tokenizer)
     if len(found) > 1:
-        raise ServerUnusable(
-            f"{url} serves {', '.join(sorted(found)[:8])}; choose one with the setting 'model'"
-        )
+        raise ApiError(f"{url} serves {', '.join(sorted(found)[:8])}; choose one with the setting 'model'")
     return next(iter(found))
 
 

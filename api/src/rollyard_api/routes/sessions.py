@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from rollyard_api.browsers import origins
+from rollyard_api.browsers.origins import BrowserHeaders
 from rollyard_api.browsers.sessions import BrowserSession
 from rollyard_api.core.problems import Forbidden, Invalid, QueryRefused, Unauthorized
 from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body_schema, caller_of, plane_of
@@ -58,7 +58,7 @@ async def sign_in(request: Request, plane: Plane) -> Response:
     """
     address = request.client.host if request.client is not None else ""
     plane.guesses.check(address)
-    given = origins.headers_of(request.scope)
+    given = BrowserHeaders(request.scope)
     wanted = _read(SignIn, await body_of(request))
     try:
         secret, made = await plane.sessions.redeem(wanted.code, await plane.door.secrets(given))
@@ -94,7 +94,7 @@ async def sign_out(request: Request, plane: Plane) -> Response:
         raise QueryRefused("a bearer token has no session; DELETE /v1/sessions ends all that it has made")
     await plane.sessions.end(found.digest)
     done = Response(status_code=204, headers=NO_STORE)
-    await plane.door.set_cookie(done, origins.headers_of(request.scope), "", 0)
+    await plane.door.set_cookie(done, BrowserHeaders(request.scope), "", 0)
     return done
 
 

@@ -161,10 +161,7 @@ def takes_gzip(header: str) -> bool:
     return False
 
 
-_SEGMENT: Final = rb"[^/]+"
-_DOCUMENT_PATH: Final = re.compile(
-    rb"/|/jobs/%(s)s/%(s)s/?|/jobs/%(s)s/%(s)s/(?:groups|rollouts)/%(s)s/?" % {b"s": _SEGMENT}
-)
+_DOCUMENT_PATH: Final = re.compile(rb"/|/jobs/[^/]+/[^/]+(?:/(?:groups|rollouts)/[^/]+)?/?")
 """The paths of the page. They are matched before they are decoded, because a name of a task may hold an
 encoded slash."""
 _ASSET_PATH: Final = re.compile(rb"/(assets/[A-Za-z0-9_][A-Za-z0-9._-]*|favicon\.(?:ico|svg|png))")

@@ -152,9 +152,12 @@ class Sessions:
         if _maker_of(row, self._valid()) is None:
             return None
         if now - row.used_at >= self._touch:
+            touch = browser_sessions.update().where(browser_sessions.c.digest == digest)
             # A database without space for this record can still be read.
             with contextlib.suppress(ApiError):
-                await self._database.write(partial(_touch, digest=digest), durable=False)
+                await self._database.write(
+                    lambda tx: tx.conn.execute(touch.values(used_at=tx.now)), durable=False
+                )
         return BrowserSession(digest, row.role, row.expires_at)
 
     async def end(self, digest: str) -> None:
@@ -230,11 +233,6 @@ def _row(
     """Return the columns that codes and sessions have in common."""
     times = {"made_at": tx.now, "expires_at": tx.now + seconds}
     return {"digest": digest, "role": role, "maker": maker, "proof": _proof(token, digest), **times}
-
-
-def _touch(tx: Transaction, *, digest: str) -> None:
-    row = browser_sessions.c.digest == digest
-    tx.conn.execute(browser_sessions.update().where(row).values(used_at=tx.now))
 
 
 GUESSES: Final = 10

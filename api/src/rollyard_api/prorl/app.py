@@ -29,7 +29,7 @@ from rollyard_api.prorl.calls import Asked, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.gate import BodyGate
 from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, task_of
-from rollyard_api.prorl.waits import Ends
+from rollyard_api.prorl.waits import End, Ends
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -86,7 +86,7 @@ class ProrlCalls:
     def __init__(self, plane: ControlPlane, config: ProrlConfig) -> None:
         self._plane = plane
         self._config = config
-        self._ends = Ends(plane)
+        self.ends = Ends(plane)
         self._reading = asyncio.Semaphore(READING)
         self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
 
@@ -123,8 +123,7 @@ class ProrlCalls:
     async def cancel(self, request: Request) -> Response:
         """Answer POST /cancel: 200, also for an unknown job_id; 503 if no batch is open."""
         asked = await self._body(request, CancelCall)
-        key, _ = calls.key_of(asked.job_id)
-        found = await self._write(partial(calls.cancel, key=key))
+        found = await self._write(partial(calls.cancel, key=calls.key_of(asked.job_id)))
         await self._plane.database.write(claims.release_unneeded, durable=False)
         what = "cancelled" if found else "is unknown, so nothing was cancelled"
         return JSONResponse({"status": "success", "message": f"job {asked.job_id[:128]} {what}"})
@@ -142,7 +141,7 @@ class ProrlCalls:
             del asked  # The call may wait for hours, and nobody needs its task any more.
             left = asyncio.ensure_future(_disconnected(request))
             try:
-                end = await self._ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
+                end = await self.ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
             finally:
                 left.cancel()
                 with suppress(asyncio.CancelledError):
@@ -158,28 +157,40 @@ class ProrlCalls:
                 raise Unavailable(f"no result within {seconds} s; ask again with the same job_id")
             return await self._result(result, call)
 
+    def behind_gate(self, bound: str) -> ASGIApp:
+        """Return the application with the calls, for a listener that is bound to this address."""
+        posts = {
+            "/start": self.start,
+            "/stop": self.stop,
+            "/process": self.process,
+            "/cancel": self.cancel,
+            "/add_llm_server": self.add_server,
+            "/clear_llm_server": self.clear_servers,
+        }
+        routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
+        routes.append(Route("/status", self.status, methods=["GET"]))
+        handled = (ApiError, ValidationError, HTTPException, Exception)
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _problem))
+        app.router.redirect_slashes = False
+        return BodyGate(app, HostCheck(bound, self._config.hosts))
+
     async def forget_lost(self) -> None:
         """End the rollouts whose clients an earlier process has lost, and those of a stopped batch."""
         if self._plane.database.sqlite:  # Otherwise other replicas have clients of their own.
             await self._write(calls.drop_anonymous)
         await self._cancel_rest()
 
-    async def close(self) -> None:
-        """End all waits."""
-        await self._ends.close()
-
     async def _asked(self, request: Request) -> Asked:
         plane, config = self._plane, self._config
         body = await self._body(request, ProcessCall)
-        key, anonymous = calls.key_of(body.job_id)
         spec = job_spec(config.spec, config.pool, body.sampling_params)
         plane.sandbox_hosts.check(spec)
         plane.reward_services.check(spec, config.namespace)
         read = partial(task_of, body.instance, config.formats, config.specs)
         return Asked(
-            key=key,
+            key=calls.key_of(body.job_id),
             digest=_digest([body.instance, body.sampling_params.model_dump()]),
-            anonymous=anonymous,
+            anonymous=body.job_id is None,
             spec=spec,
             settings=_digest(spec.to_json()),
             task=await plane.parsing.run(read, config.namespace),
@@ -244,9 +255,10 @@ def _digest(document: Any) -> str:
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-async def _disconnected(request: Request) -> None:
+async def _disconnected(request: Request) -> End:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    return "left"
 
 
 def _detail(status: int, detail: Any) -> Response:
@@ -274,27 +286,3 @@ async def _problem(_request: Request, error: Exception) -> Response:
             return _detail(error.status_code, error.detail)
         case _:  # Starlette raises it again after the answer, and the server logs it.
             return _detail(500, "unexpected error; the server's log says more")
-
-
-def build(api: ProrlCalls, config: ProrlConfig, bound: str) -> ASGIApp:
-    """Return the application behind its gate.
-
-    Args:
-        api: The calls.
-        config: What the installer decided.
-        bound: The address that the listener is bound to.
-    """
-    posts = {
-        "/start": api.start,
-        "/stop": api.stop,
-        "/process": api.process,
-        "/cancel": api.cancel,
-        "/add_llm_server": api.add_server,
-        "/clear_llm_server": api.clear_servers,
-    }
-    routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
-    routes.append(Route("/status", api.status, methods=["GET"]))
-    handled = (ApiError, ValidationError, HTTPException, Exception)
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _problem))
-    app.router.redirect_slashes = False
-    return BodyGate(app, HostCheck(bound, config.hosts))

@@ -162,16 +162,16 @@ class Asked:
     room: Room
 
 
-def key_of(job_id: str | None) -> tuple[str, bool]:
-    """Return the key of a job_id, and whether the client gave none, so that the key is a random one.
+def key_of(job_id: str | None) -> str:
+    """Return the key of a job_id, which is a random one where the client gave none.
 
     Raises:
         Invalid: The job_id is longer than 512 characters.
     """
-    if job_id is not None and len(job_id) > MAX_KEY:
-        raise Invalid("job_id: is too long", errors=[f"job_id: may have {MAX_KEY} characters"])
     name = secrets.token_hex(16) if job_id is None else job_id
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest(), job_id is None
+    if len(name) > MAX_KEY:
+        raise Invalid("job_id: is too long", errors=[f"job_id: may have {MAX_KEY} characters"])
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def admit(tx: Transaction, asked: Asked) -> StartedCall:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -63,7 +62,6 @@ class BodyGate:
         request = Request(scope, receive)
         async with AsyncExitStack() as held:
             try:
-                self._check_caller(request.headers)
                 request.state.body = await self._body(request, held)
             except ApiError as refusal:
                 # The rest of the body is not read, so the connection cannot be used again.
@@ -89,6 +87,11 @@ class BodyGate:
 
     async def _body(self, request: Request, held: AsyncExitStack) -> bytes:
         headers, path = request.headers, request.url.path
+        if any(name in headers for name in _BROWSERS):
+            raise Forbidden("requests of web pages are refused")
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._hosts(hosts[0]):
+            raise Forbidden("the Host header names another host than this listener; see its setting 'hosts'")
         most = MAX_INSTANCE_BYTES if path == "/process" else MAX_BODY_BYTES
         too_large = TooLarge(f"the body of {path} may have {most} bytes")
         length = headers.get("content-length", "0")
@@ -115,10 +118,3 @@ class BodyGate:
         if body and kind != "application/json":
             raise Invalid("the body must be JSON, with Content-Type: application/json")
         return bytes(body)
-
-    def _check_caller(self, headers: Headers) -> None:
-        if any(name in headers for name in _BROWSERS):
-            raise Forbidden("requests of web pages are refused")
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._hosts(hosts[0]):
-            raise Forbidden("the Host header names another host than this listener; see its setting 'hosts'")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from rollyard_crds.reading.manifest import describe
+from pydantic import BaseModel, ConfigDict, Field
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.task_formats.interface import RowRefused
@@ -83,9 +82,6 @@ def _refused(field: str, problem: str) -> Invalid:
     return Invalid.of(f"instance.{field}: {problem}")
 
 
-_FIXED: Final = ("tasks", "backendRef", "samplesPerTask", "dynamicSampling", "minGroupSize", "handler")
-
-
 class RolloutParams(BaseModel):
     """The parameters that a rollout depends on. The others of the protocol have no counterpart here."""
 
@@ -103,18 +99,6 @@ class RolloutParams(BaseModel):
 
 _OF_AGENT: Final = {"max_iterations", "max_model_len"}
 """The parameters that belong to a job's agent. The others belong to its sampling."""
-
-
-def template_problem(template: dict[str, Any], pool: str) -> str:
-    """Return why this part of a spec cannot be that of the jobs, or "" if it can."""
-    for name in _FIXED:
-        if name in template:
-            return f"spec.{name}: is decided by the calls themselves; remove it"
-    try:
-        job_spec(template, pool, RolloutParams())
-    except ValidationError as error:
-        return describe(error, "spec", RolloutJobSpec)[0]
-    return ""
 
 
 def job_spec(template: dict[str, Any], pool: str, params: RolloutParams) -> RolloutJobSpec:

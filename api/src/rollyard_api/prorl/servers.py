@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
@@ -19,7 +17,7 @@ from rollyard_api.backends import pools
 from rollyard_api.core.hosts import address_of
 from rollyard_api.core.problems import ApiError, Conflict, Invalid
 from rollyard_api.prorl import calls
-from rollyard_api.prorl.config import ProrlConfig
+from rollyard_api.prorl.config import ProrlConfig, ServerRule
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
@@ -30,7 +28,7 @@ MAX_ADDRESS: Final = 2048
 PROBE_SECONDS: Final = 10.0
 
 
-def server_url(address: str, rules: Sequence[str]) -> str:
+def server_url(address: str, rules: Sequence[ServerRule]) -> str:
     """Return the base URL of a server that a client adds; `HOST:PORT` stands for `http://HOST:PORT`.
 
     Args:
@@ -66,18 +64,11 @@ def _refused(problem: str) -> Invalid:
     return Invalid.of(f"address: {problem}")
 
 
-def _allowed(host: str, rules: Sequence[str]) -> bool:
+def _allowed(host: str, rules: Sequence[ServerRule]) -> bool:
     address = address_of(host)
     if address is None:
-        return host.lower() in {"localhost", *(rule.lower() for rule in rules)}
-    return address.is_loopback or any(address in network for network in map(_network, rules) if network)
-
-
-def _network(rule: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Return the network that a rule is, or None for a name."""
-    with suppress(ValueError):
-        return ipaddress.ip_network(rule)
-    return None
+        return host.lower() in {"localhost", *rules}
+    return address.is_loopback or any(address in rule for rule in rules if not isinstance(rule, str))
 
 
 async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:

@@ -64,7 +64,7 @@ class Ends:
         self._plane = plane
         self._followers: dict[int, _Follower] = {}
 
-    async def wait(self, job_id: int, rollout: str, seconds: float, left: asyncio.Future[None]) -> End:
+    async def wait(self, job_id: int, rollout: str, seconds: float, left: asyncio.Future[End]) -> End:
         """Return once a rollout has ended, the time is over, the client has left, or the process ends.
 
         Args:
@@ -85,7 +85,7 @@ class Ends:
             if await self._plane.database.read(partial(_has_ended, rollout=rollout)):
                 return "ended"
             await asyncio.wait({future, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            return future.result() if future.done() else "left" if left.done() else "late"
+            return next((one.result() for one in (future, left) if one.done()), "late")
         finally:
             follower.waiting[rollout].discard(future)
             if not follower.waiting[rollout]:

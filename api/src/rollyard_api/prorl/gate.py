@@ -86,7 +86,7 @@ class BodyGate:
             self._freed.set()
 
     async def _body(self, request: Request, held: AsyncExitStack) -> bytes:
-        headers, path = request.headers, request.url.path
+        headers, path = request.headers, request.scope["path"]
         if any(name in headers for name in _BROWSERS):
             raise Forbidden("requests of web pages are refused")
         hosts = headers.getlist("host")

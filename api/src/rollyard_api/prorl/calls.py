@@ -67,10 +67,6 @@ def _opened(state: ProrlBatch) -> ProrlBatch:
     return state
 
 
-def _of_batch(namespace: str, state: ProrlBatch) -> sa.ColumnElement[bool]:
-    return sa.and_(prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.batch)
-
-
 def put(tx: Transaction, namespace: str, **values: Any) -> None:
     """Change columns of a namespace's state, whose row is locked."""
     tx.conn.execute(sa.update(prorl_state).where(prorl_state.c.namespace == namespace).values(**values))
@@ -186,8 +182,8 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
         QueueFull: There is no room for another rollout, or for another combination of parameters.
     """
     state = _opened(locked(tx, asked.namespace))
-    of_call = sa.and_(_of_batch(asked.namespace, state), prorl_calls.c.key == asked.key)
-    row = tx.conn.execute(sa.select(prorl_calls).where(of_call)).one_or_none()
+    of_call = (prorl_calls.c.namespace == asked.namespace, prorl_calls.c.key == asked.key)
+    row = tx.conn.execute(sa.select(prorl_calls).where(*of_call)).one_or_none()
     if row is not None:
         if row.digest != asked.digest:
             raise Invalid.of(
@@ -202,11 +198,11 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
     jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.room, max_unread=None)
     values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
     if row is None:
-        fixed = {"namespace": asked.namespace, "batch": state.batch, "key": asked.key}
-        fixed |= {"digest": asked.digest, "cancelled": False, "anonymous": asked.anonymous}
+        fixed = {"namespace": asked.namespace, "key": asked.key, "digest": asked.digest}
+        fixed |= {"cancelled": False, "anonymous": asked.anonymous}
         tx.conn.execute(sa.insert(prorl_calls).values(**fixed, **values))
     else:
-        tx.conn.execute(sa.update(prorl_calls).where(of_call).values(**values))
+        tx.conn.execute(sa.update(prorl_calls).where(*of_call).values(**values))
     return StartedCall(job.id, rollout)
 
 
@@ -249,8 +245,9 @@ def cancel(tx: Transaction, namespace: str, key: str) -> bool:
     Raises:
         Unavailable: No batch is open.
     """
-    of_call = sa.and_(_of_batch(namespace, _opened(locked(tx, namespace))), prorl_calls.c.key == key)
-    cancelled = sa.update(prorl_calls).where(of_call).values(cancelled=True)
+    _opened(locked(tx, namespace))
+    of_call = (prorl_calls.c.namespace == namespace, prorl_calls.c.key == key)
+    cancelled = sa.update(prorl_calls).where(*of_call).values(cancelled=True)
     found = tx.conn.execute(cancelled.returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)).one_or_none()
     if found is not None:
         jobs.cancel_unfinished(tx, found.job_id, found.rollout_id)
@@ -262,8 +259,8 @@ def drop_anonymous(tx: Transaction, namespace: str) -> int:
     query = (
         sa.select(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
         .join(rollouts, rollouts.c.id == prorl_calls.c.rollout_id)
-        .where(_of_batch(namespace, batch(tx.conn, namespace)))
-        .where(prorl_calls.c.anonymous.is_(True), rollouts.c.state.in_(UNFINISHED))
+        .where(prorl_calls.c.namespace == namespace, prorl_calls.c.anonymous.is_(True))
+        .where(rollouts.c.state.in_(UNFINISHED))
         .limit(jobs.BATCH)
     )
     return sum(jobs.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query)))
@@ -275,9 +272,10 @@ def counts(conn: Connection, namespace: str) -> dict[str, int]:
     Raises:
         Unavailable: No batch is open.
     """
-    of_batch = _of_batch(namespace, _opened(batch(conn, namespace)))
-    count = sa.select(sa.func.count()).select_from(prorl_calls).where(of_batch)
-    found = {"jobs": conn.execute(count).scalar_one(), "init": 0, "run": 0, "eval": 0}
+    _opened(batch(conn, namespace))
+    count = sa.select(sa.func.count()).select_from(prorl_calls)
+    calls = count.where(prorl_calls.c.namespace == namespace)
+    found = {"jobs": conn.execute(calls).scalar_one(), "init": 0, "run": 0, "eval": 0}
     ids = [job.id for job in open_jobs(conn, namespace)]
     query = (
         sa.select(rollouts.c.state, sa.func.count().label("n"))

@@ -199,7 +199,7 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
     values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
     if row is None:
         fixed = {"namespace": asked.namespace, "key": asked.key, "digest": asked.digest}
-        fixed |= {"cancelled": False, "anonymous": asked.anonymous}
+        values |= {"cancelled": False, "anonymous": asked.anonymous}
         tx.conn.execute(sa.insert(prorl_calls).values(**fixed, **values))
     else:
         tx.conn.execute(sa.update(prorl_calls).where(*of_call).values(**values))

@@ -20,7 +20,7 @@ from rollyard_api.core.problems import Invalid
 from rollyard_api.prorl import calls
 from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
 from rollyard_api.prorl.listener import ProrlListener
-from rollyard_api.prorl.process_calls import FORMATS, Formats, task_of
+from rollyard_api.prorl.process_calls import FORMATS, task_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_testing.inference.scripted import VllmShaped
@@ -529,7 +529,7 @@ async def test_several_segments_are_one_sequence_without_a_repeat(prorl: Prorl) 
 def test_settings_name_the_field_that_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "prorl.yaml"
     for text, problem in (
-        ("tokenizer: t\nservers: ['10.0.0.0/99']\n", "servers.0: .*must be a network"),
+        ("tokenizer: t\nservers: ['10.0.0.0/99']\n", r"servers\[0\]: .*must be a network"),
         ("tokenizer: t\ncolor: red\n", "color"),
         ("tokenizer: t\nspec: {agent: {maxTurns: 0}}\n", "spec.agent.maxTurns"),
         ("tokenizer: t\nspec: {handler: math}\n", "spec.handler: is decided by the calls"),
@@ -594,10 +594,8 @@ def test_the_calls_are_off_unless_asked_for_and_wrong_settings_end_the_start(
 
 
 def test_ground_truths_of_deepcoder_are_tests() -> None:
-    formats = Formats(FORMATS)
-
     def tests_of(truth: Any) -> Any:
-        return task_of(CODE | {"reward_model": {"ground_truth": truth}}, "t", formats).tests
+        return task_of(CODE | {"reward_model": {"ground_truth": truth}}, FORMATS).tests
 
     called = {"testtype": "functional", "metadata": {"func_name": "add"}}
     found = tests_of([{"input": "1\n2", "output": "3", **called}, {"input": "2\n2", "output": "4", **called}])

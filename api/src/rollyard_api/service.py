@@ -40,7 +40,7 @@ from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import RolloutSize
+from rollyard_api.storage.rows import EndedRollout, RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_api.views.fleet.feed import FleetFeed
@@ -223,7 +223,7 @@ class ControlPlane:
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
-    def pages_of(self, rows: Sequence[RolloutSize]) -> Turns:
+    def pages_of(self, rows: Sequence[RolloutSize | EndedRollout]) -> Turns:
         """Return the places for answers with these results.
 
         Results in the trajectory store and in the database have separate places, and a store that hangs holds

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rollyard_api.core.hosts import NAME, HostCheck, address_of
+from rollyard_api.core.hosts import MAX_HOST, NAME, HostCheck, address_of
 from rollyard_api.core.problems import ControlPlaneError
 
 MAX_PREFIX: Final = 200
 """The largest number of characters of a path prefix."""
-MAX_HOST: Final = 253
-"""The largest number of characters of a host's DNS name."""
-IDLE_SECONDS: Final = 12 * 3600.0
-SESSION_SECONDS: Final = 7 * 86400.0
 _PREFIX: Final = re.compile(r"(/[A-Za-z0-9_~][A-Za-z0-9._~-]*)+")
 _OWN: Final = frozenset({"assets", "docs", "healthz", "jobs", "metrics", "openapi.json", "readyz", "v1"})
 """What paths of the control plane itself begin with."""
@@ -36,9 +32,9 @@ class BrowserSettings:
     """The path below which browsers find the page and the calls, such as `/rollyard`, or "" for the root."""
     allowed_hosts: tuple[str, ...] = ()
     """The DNS names under which browsers may reach the control plane, in addition to `localhost`."""
-    idle_seconds: float = IDLE_SECONDS
+    idle_seconds: float = 12 * 3600.0
     """The time in seconds after which a session ends that nobody uses."""
-    session_seconds: float = SESSION_SECONDS
+    session_seconds: float = 7 * 86400.0
     """The time in seconds after which every session ends."""
     page_folder: Path = Path(__file__).parent.parent / "page"
     """The folder with the page's index.html and its assets."""
@@ -108,9 +104,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="DNS name under which browsers may open the page, beside localhost and the address of --host; "
         "may be given several times",
     )
+    usual = BrowserSettings()
     for option, seconds, text in (
-        ("--session-idle-seconds", IDLE_SECONDS, "a session that nobody uses ends after so long"),
-        ("--session-seconds", SESSION_SECONDS, "every session ends after so long"),
+        ("--session-idle-seconds", usual.idle_seconds, "a session that nobody uses ends after so long"),
+        ("--session-seconds", usual.session_seconds, "every session ends after so long"),
     ):
         group.add_argument(option, type=float, default=seconds, help=f"{text} (default: %(default)s)")
 

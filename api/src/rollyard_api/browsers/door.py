@@ -9,16 +9,20 @@ installation, so that two control planes on one host do not replace each other's
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import Final
 
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
 from rollyard_api.access.permissions import Rule
 from rollyard_api.browsers import origins
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.browsers.page import data_headers
+from rollyard_api.browsers.origins import BrowserHeaders
+from rollyard_api.browsers.page import DATA_HEADERS
 from rollyard_api.browsers.sessions import SECRET, BrowserSession, Sessions
 from rollyard_api.core.problems import ControlPlaneError, Forbidden, Unauthorized
 
@@ -45,35 +49,9 @@ def secrets_in(header: str, instance: str, *, https: bool) -> list[str]:
         return []
     base = f"rollyard-{instance}"
     names = [_HOST_ONLY + base, _SECURE + base, *(() if https else (base,))]
-    found: dict[str, list[str]] = {name: [] for name in names}
-    for pair in header.split(";"):
-        name, _, value = pair.strip().partition("=")
-        if name in found and SECRET.fullmatch(value) and value not in found[name]:
-            found[name].append(value)
-    return [value for name in names for value in found[name]][:MAX_TRIED]
-
-
-def set_cookie(secret: str, instance: str, prefix: str, *, https: bool, seconds: float) -> str:
-    """Return the Set-Cookie header of a session.
-
-    Args:
-        secret: The secret of the session, or "" to remove the cookie.
-        instance: The name of the installation.
-        prefix: The path prefix of the page, or "".
-        https: Whether the browser uses HTTPS.
-        seconds: The time in seconds for which the browser keeps the cookie. It is a span, and no date,
-            because the browser's clock may differ.
-    """
-    start = "" if not https else _SECURE if prefix else _HOST_ONLY
-    parts = [
-        f"{start}rollyard-{instance}={secret}",
-        f"Path={prefix}/",
-        f"Max-Age={int(seconds)}",
-        "HttpOnly",
-        "SameSite=Strict",
-        *(("Secure",) if https else ()),
-    ]
-    return "; ".join(parts)
+    pairs = [pair.strip().partition("=") for pair in header.split(";")]
+    found = [value for wanted in names for name, _, value in pairs if name == wanted]
+    return list(dict.fromkeys(value for value in found if SECRET.fullmatch(value)))[:MAX_TRIED]
 
 
 PROBES: Final = frozenset({"/healthz", "/readyz"})
@@ -110,7 +88,7 @@ class Door:
         """
         if scope["path"] in PROBES:
             return
-        given = origins.headers_of(scope)
+        given = BrowserHeaders(scope)
         origins.check_host(given, self._hosts)
         if not given.is_read:
             origins.check_origin(given)
@@ -121,9 +99,9 @@ class Door:
         Raises:
             Forbidden: A page of another origin has sent it.
         """
-        given = origins.headers_of(scope)
-        if given.origin is not None and origins.is_foreign(given):
-            raise Forbidden("this request comes from a page of another origin", reason="ForeignOrigin")
+        given = BrowserHeaders(scope)
+        if "origin" in given:
+            origins.check_foreign(given)
 
     async def admit(self, scope: Scope, rule: Rule) -> BrowserSession | None:
         """Return the session of a request without a bearer token, or None if it has no cookie of ours.
@@ -132,7 +110,7 @@ class Door:
             Forbidden: The request comes from elsewhere, or a session may not make this call.
             Unauthorized: The session has ended.
         """
-        given = origins.headers_of(scope)
+        given = BrowserHeaders(scope)
         secrets = await self.secrets(given)
         if not secrets:
             return None
@@ -146,17 +124,33 @@ class Door:
         _authorize(rule, session, scope["method"], scope["path"])
         return session
 
-    async def secrets(self, given: origins.BrowserHeaders) -> list[str]:
+    async def secrets(self, given: BrowserHeaders) -> list[str]:
         """Return the secrets of sessions that a request carries."""
-        if not given.cookie:
+        header = "; ".join(given.getlist("cookie"))  # HTTP/2 permits several headers of this name.
+        if not header:
             return []
-        name = await self._sessions.installation()
-        return secrets_in(given.cookie, name, https=given.scheme == "https")
+        return secrets_in(header, await self._sessions.installation(), https=given.scheme == "https")
 
-    async def cookie(self, given: origins.BrowserHeaders, secret: str, seconds: float) -> str:
-        """Return the Set-Cookie header for a session's secret; "" removes the cookie."""
-        name = await self._sessions.installation()
-        return set_cookie(secret, name, self._prefix, https=given.is_https, seconds=seconds)
+    async def set_cookie(self, answer: Response, given: BrowserHeaders, secret: str, seconds: float) -> None:
+        """Let an answer set the cookie of a session.
+
+        Args:
+            answer: The answer.
+            given: The headers of the request.
+            secret: The secret of the session, or "" to remove the cookie.
+            seconds: The time in seconds for which the browser keeps the cookie. It is a span, and no date,
+                because the browser's clock may differ.
+        """
+        start = "" if not given.is_https else _SECURE if self._prefix else _HOST_ONLY
+        answer.set_cookie(
+            f"{start}rollyard-{await self._sessions.installation()}",
+            secret,
+            max_age=math.ceil(seconds),
+            path=f"{self._prefix}/",
+            secure=given.is_https,
+            httponly=True,
+            samesite="strict",
+        )
 
     def sender(self, send: Send, session: BrowserSession) -> Send:
         """Return a function that sends the answer to a session.
@@ -164,32 +158,24 @@ class Door:
         It adds the headers that keep other pages and caches from the answer. It ends a stream whose session
         has ended in the meantime.
         """
-        return _SessionSend(send, session.digest, self._sessions)
+        looked, is_endless = time.monotonic(), False
 
+        async def sending(message: Message) -> None:
+            nonlocal looked, is_endless
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                # An answer whose length was announced must be sent as a whole, and it ends soon.
+                is_endless = "content-length" not in headers
+                for name, value in {**DATA_HEADERS, "Cache-Control": "no-store", "Vary": "Cookie"}.items():
+                    headers.setdefault(name, value)
+            elif is_endless and time.monotonic() - looked >= LOOK_SECONDS:
+                looked = time.monotonic()
+                if message.get("more_body", False) and await self._sessions.current(session.digest) is None:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    raise SessionOver("the session has ended")
+            await send(message)
 
-class _SessionSend:
-    def __init__(self, send: Send, digest: str, sessions: Sessions) -> None:
-        self._send = send
-        self._digest = digest
-        self._sessions = sessions
-        self._looked = time.monotonic()
-        self._is_endless = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            present = {name.lower() for name, _ in message.get("headers", ())}
-            # An answer whose length was announced must be sent as a whole, and it ends soon.
-            self._is_endless = b"content-length" not in present
-            more = {**data_headers(), "Cache-Control": "no-store", "Vary": "Cookie"}
-            added = [(name.lower().encode(), value.encode()) for name, value in more.items()]
-            kept = [pair for pair in added if pair[0] not in present]
-            message = {**message, "headers": [*message.get("headers", ()), *kept]}
-        elif self._is_endless and time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
-            if message.get("more_body", False) and await self._sessions.current(self._digest) is None:
-                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-                raise SessionOver("the session has ended")
-        await self._send(message)
+        return sending
 
 
 def _authorize(rule: Rule, session: BrowserSession, method: str, path: str) -> None:

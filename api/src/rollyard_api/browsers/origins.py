@@ -9,76 +9,46 @@ here follows `_view/network.py` of inspect_ai 0.3.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import Forbidden
 
-PAGE_HEADER: Final = b"rollyard-page"
+PAGE_HEADER: Final = "rollyard-page"
 """The header that the page sends with every change. No page of another origin can add it, because the
 browser would ask for permission first, and the control plane never gives it."""
 READS: Final = frozenset({"GET", "HEAD"})
-_ORIGIN: Final = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
-_HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
+_HOST: Final = r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?"
 _PORTS: Final = {"http": "80", "https": "443"}
-_NAMES: Final = (b"host", b"origin", b"sec-fetch-site", b"cookie", PAGE_HEADER)
 
 
-@dataclass(frozen=True, slots=True)
-class BrowserHeaders:
-    """The headers of one request that say where it comes from. Each is None if it was not sent."""
+class BrowserHeaders(Headers):
+    """The headers of one request, some of which say where it comes from.
 
-    method: str
-    scheme: str
-    """`http` or `https`, as the control plane itself was reached."""
-    host: str | None
-    origin: str | None
-    site: str | None
-    """The value of Sec-Fetch-Site."""
-    page: str | None
-    """The value of `Rollyard-Page`."""
-    cookie: str
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the request changes nothing."""
-        return self.method in READS
-
-    @property
-    def is_https(self) -> bool:
-        """Whether the browser uses HTTPS, of which only its Origin header tells behind an ingress."""
-        return self.scheme == "https" or (self.origin or "").startswith("https://")
-
-
-def headers_of(scope: Scope) -> BrowserHeaders:
-    """Return the headers of a request.
+    Args:
+        scope: The request.
 
     Raises:
         Forbidden: A header that is checked was sent twice, so that two readers could take different ones.
     """
-    found: dict[bytes, str] = {}
-    for name, value in scope["headers"]:
-        if name not in _NAMES:
-            continue
-        text = value.decode("latin-1")
-        if name == b"cookie":
-            # HTTP/2 permits several headers of this name.
-            text = f"{found[name]}; {text}" if name in found else text
-        elif name in found:
-            raise Forbidden(f"the header {name.decode()} was sent twice", reason="HeaderRepeated")
-        found[name] = text
-    return BrowserHeaders(
-        method=scope["method"],
-        scheme=scope.get("scheme", "http"),
-        host=found.get(b"host"),
-        origin=found.get(b"origin"),
-        site=found.get(b"sec-fetch-site"),
-        page=found.get(PAGE_HEADER),
-        cookie=found.get(b"cookie", ""),
-    )
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(raw=scope["headers"])
+        self.is_read = scope["method"] in READS
+        """Whether the request changes nothing."""
+        self.scheme = scope.get("scheme", "http")
+        """`http` or `https`, as the control plane itself was reached."""
+        for name in ("host", "origin", "sec-fetch-site", PAGE_HEADER):
+            if len(self.getlist(name)) > 1:
+                raise Forbidden(f"the header {name} was sent twice", reason="HeaderRepeated")
+
+    @property
+    def is_https(self) -> bool:
+        """Whether the browser uses HTTPS, of which only its Origin header tells behind an ingress."""
+        return self.scheme == "https" or self.get("origin", "").startswith("https://")
 
 
 def check_host(headers: BrowserHeaders, hosts: HostCheck) -> None:
@@ -87,27 +57,43 @@ def check_host(headers: BrowserHeaders, hosts: HostCheck) -> None:
     Raises:
         Forbidden: The Host header is missing, or names another host.
     """
-    if headers.host is None or not hosts(headers.host):
+    host = headers.get("host", "")
+    if not hosts(host):
         raise Forbidden(
-            f"no browser may open this control plane under the name {(headers.host or '')[:300]!r}; "
+            f"no browser may open this control plane under the name {host[:300]!r}; "
             "whoever runs it permits a name with --allowed-host",
             reason="HostNotAllowed",
         )
 
 
-def is_foreign(headers: BrowserHeaders) -> bool:
+def _is_foreign(headers: BrowserHeaders) -> bool:
     """Return whether a page of another origin has sent the request.
 
     `none` of Sec-Fetch-Site stands for an address that the user has entered. A sandboxed frame and a page
     that keeps its address secret have the origin `null`; only the former is of another site.
     """
-    if headers.site is not None and headers.site != "same-origin":
-        return not (headers.site == "none" and headers.is_read)
-    if headers.origin is None:
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None and site != "same-origin":
+        return not (site == "none" and headers.is_read)
+    if origin is None:
         return False
-    if headers.origin == "null":
-        return headers.site != "same-origin"
-    return not _is_same(headers.origin, headers.host, headers.scheme)
+    if origin == "null":
+        return site != "same-origin"
+    return not _is_same(origin, headers.get("host", ""), headers.scheme)
+
+
+def _refusal(problem: str) -> Forbidden:
+    return Forbidden(problem, reason="ForeignOrigin")
+
+
+def check_foreign(headers: BrowserHeaders) -> None:
+    """Refuse a request that a page of another origin has sent.
+
+    Raises:
+        Forbidden: It has.
+    """
+    if _is_foreign(headers):
+        raise _refusal("this request comes from a page of another origin")
 
 
 def check_origin(headers: BrowserHeaders) -> None:
@@ -116,27 +102,22 @@ def check_origin(headers: BrowserHeaders) -> None:
     Raises:
         Forbidden: The request comes from elsewhere, or does not show that it comes from the page.
     """
-    if is_foreign(headers):
-        raise Forbidden("this request comes from a page of another origin", reason="ForeignOrigin")
+    check_foreign(headers)
     if headers.is_read:
         return
-    if headers.page != "1":
-        raise Forbidden(
-            "a change with a session needs the header 'Rollyard-Page: 1', which the page sends",
-            reason="ForeignOrigin",
-        )
-    if headers.site is None and headers.origin is None:
-        raise Forbidden(
-            "a change with a session needs the header Origin, which browsers send", reason="ForeignOrigin"
-        )
+    if headers.get(PAGE_HEADER) != "1":
+        raise _refusal("a change with a session needs the header 'Rollyard-Page: 1', which the page sends")
+    if "sec-fetch-site" not in headers and "origin" not in headers:
+        raise _refusal("a change with a session needs the header Origin, which browsers send")
 
 
-def _is_same(origin: str, host: str | None, scheme: str) -> bool:
+def _is_same(origin: str, host: str, scheme: str) -> bool:
     """Return whether an Origin and a Host header name the same host and port.
 
     Behind an ingress with TLS, the origin has the scheme `https` although the control plane serves HTTP.
     """
-    given, asked = _ORIGIN.fullmatch(origin.lower()), _HOST.fullmatch((host or "").lower())
+    given = re.fullmatch(f"(https?)://{_HOST}", origin.lower())
+    asked = re.fullmatch(_HOST, host.lower())
     if given is None or asked is None or (scheme == "https" and given[1] != "https"):
         return False
     usual = _PORTS[given[1]]

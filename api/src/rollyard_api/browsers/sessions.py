@@ -24,8 +24,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.core.problems import ApiError, Conflict, Unauthorized
+from rollyard_api.core.hosts import address_of
+from rollyard_api.core.problems import ApiError, Unauthorized
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import browser_sessions, installation, sign_in_codes
 
 SessionRole = Literal["viewer", "admin"]
@@ -44,6 +46,7 @@ TOUCHES: Final = 12
 """How often the use of a session is recorded within the time after which it would end unused."""
 
 _Valid = Mapping[Any, Sequence[str]]
+_FIRST_NAME: Final = by_dialect(lambda insert: insert(installation).on_conflict_do_nothing())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,6 @@ class BrowserSession:
     role: SessionRole
     expires_at: float
     """When it ends at the latest, in seconds since the epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class OneTimeCode:
-    """A code that becomes a session once."""
-
-    text: str
-    role: SessionRole
-    expires_at: float
 
 
 class Sessions:
@@ -84,35 +78,28 @@ class Sessions:
 
     async def installation(self) -> str:
         """Return the name of this installation, which all of its replicas share. The first call makes it."""
+        self._name = self._name or await self._database.read(_named)
         if not self._name:
-            self._name = await self._database.read(_named)
-        if not self._name:
-            # Another replica may be faster.
-            with contextlib.suppress(Conflict):
-                await self._database.write(partial(_name_it, made=secrets.token_hex(4)))
-            self._name = await self._database.read(_named)
+            self._name = await self._database.write(partial(_name_it, name=secrets.token_hex(4)))
         return self._name
 
-    async def make_code(self, role: SessionRole, maker: str, token: str) -> OneTimeCode:
-        """Make a code for a session of this role.
+    async def make_code(self, role: SessionRole, maker: str, token: str) -> tuple[str, float]:
+        """Make a code for a session of this role, and return it and the time at which it expires.
 
         Args:
             role: The role of the session.
             maker: The role of the bearer token that asks for it.
             token: The secret of this token.
         """
-        text = secrets.token_urlsafe(32)
-        digest = _digest(text)
-        row = {"digest": digest, "role": role, "maker": maker, "proof": _proof(token, digest)}
+        code = secrets.token_urlsafe(32)
 
         def add(tx: Transaction) -> float:
-            _forget_old(tx, self._idle)
-            _make_room(tx, sign_in_codes, sign_in_codes.c.made_at, maker, MAX_CODES)
-            times = {"made_at": tx.now, "expires_at": tx.now + CODE_SECONDS}
-            tx.conn.execute(sign_in_codes.insert().values(**row, **times))
-            return times["expires_at"]
+            self._make_room(tx, sign_in_codes, sign_in_codes.c.made_at, maker, MAX_CODES)
+            row = _row(tx, _digest(code), role, maker, token, CODE_SECONDS)
+            tx.conn.execute(sign_in_codes.insert().values(row))
+            return tx.now + CODE_SECONDS
 
-        return OneTimeCode(text, role, await self._database.write(add))
+        return code, await self._database.write(add)
 
     async def redeem(self, code: str, earlier: Sequence[str] = ()) -> tuple[str, BrowserSession]:
         """Make a session of a code, which cannot be used again, and return its secret and the session.
@@ -136,23 +123,11 @@ class Sessions:
             if row is None or token is None or not gone or row.expires_at <= tx.now:
                 # Nothing is raised, because a code that has expired is to be removed all the same.
                 return None
-            if ended:
-                tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest.in_(ended)))
-            _forget_old(tx, self._idle)
-            _make_room(tx, browser_sessions, browser_sessions.c.used_at, row.maker, MAX_SESSIONS)
-            made = BrowserSession(digest, row.role, tx.now + self._longest)
-            tx.conn.execute(
-                browser_sessions.insert().values(
-                    digest=digest,
-                    role=row.role,
-                    maker=row.maker,
-                    proof=_proof(token, digest),
-                    made_at=tx.now,
-                    used_at=tx.now,
-                    expires_at=made.expires_at,
-                )
-            )
-            return made
+            tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest.in_(ended)))
+            self._make_room(tx, browser_sessions, browser_sessions.c.used_at, row.maker, MAX_SESSIONS)
+            made = _row(tx, digest, row.role, row.maker, token, self._longest)
+            tx.conn.execute(browser_sessions.insert().values(**made, used_at=tx.now))
+            return BrowserSession(digest, row.role, tx.now + self._longest)
 
         session = await self._database.write(exchange)
         if session is None:
@@ -177,18 +152,18 @@ class Sessions:
         if _maker_of(row, self._valid()) is None:
             return None
         if now - row.used_at >= self._touch:
+            touch = browser_sessions.update().where(browser_sessions.c.digest == digest)
             # A database without space for this record can still be read.
             with contextlib.suppress(ApiError):
-                await self._database.write(partial(_touch, digest=digest), durable=False)
+                await self._database.write(
+                    lambda tx: tx.conn.execute(touch.values(used_at=tx.now)), durable=False
+                )
         return BrowserSession(digest, row.role, row.expires_at)
 
     async def end(self, digest: str) -> None:
         """End a session."""
-
-        def remove(tx: Transaction) -> None:
-            tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest == digest))
-
-        await self._database.write(remove)
+        gone = browser_sessions.delete().where(browser_sessions.c.digest == digest)
+        await self._database.write(lambda tx: tx.conn.execute(gone))
 
     async def end_all(self, token: str | None) -> int:
         """End all sessions and codes, or those that were made by one token, and return their number."""
@@ -203,6 +178,18 @@ class Sessions:
             return count
 
         return await self._database.write(remove)
+
+    def _make_room(
+        self, tx: Transaction, table: sa.Table, age: sa.Column[Any], maker: str, most: int
+    ) -> None:
+        """Remove all that is over, and the oldest rows of a maker, so that one more has room."""
+        sessions, codes = browser_sessions.c, sign_in_codes.c
+        over = sa.or_(sessions.expires_at <= tx.now, sessions.used_at <= tx.now - self._idle)
+        tx.conn.execute(browser_sessions.delete().where(over))
+        tx.conn.execute(sign_in_codes.delete().where(codes.expires_at <= tx.now))
+        oldest = sa.select(table.c.digest).where(table.c.maker == maker).order_by(age.desc()).offset(most - 1)
+        digests = tx.conn.execute(oldest).scalars().all()
+        tx.conn.execute(table.delete().where(table.c.digest.in_(digests)))
 
 
 def _unusable() -> Unauthorized:
@@ -234,29 +221,18 @@ def _named(conn: Connection) -> str:
     return conn.execute(sa.select(installation.c.name)).scalar_one_or_none() or ""
 
 
-def _name_it(tx: Transaction, *, made: str) -> None:
-    if not _named(tx.conn):
-        tx.conn.execute(installation.insert().values(no=1, name=made))
+def _name_it(tx: Transaction, *, name: str) -> str:
+    # Another replica may be faster.
+    tx.conn.execute(_FIRST_NAME[tx.sqlite], {"no": 1, "name": name})
+    return _named(tx.conn)
 
 
-def _touch(tx: Transaction, *, digest: str) -> None:
-    row = browser_sessions.c.digest == digest
-    tx.conn.execute(browser_sessions.update().where(row).values(used_at=tx.now))
-
-
-def _forget_old(tx: Transaction, idle: float) -> None:
-    sessions, codes = browser_sessions.c, sign_in_codes.c
-    over = sa.or_(sessions.expires_at <= tx.now, sessions.used_at <= tx.now - idle)
-    tx.conn.execute(browser_sessions.delete().where(over))
-    tx.conn.execute(sign_in_codes.delete().where(codes.expires_at <= tx.now))
-
-
-def _make_room(tx: Transaction, table: sa.Table, age: sa.Column[Any], maker: str, most: int) -> None:
-    """Remove the oldest rows of a maker, so that one more has room."""
-    oldest = sa.select(table.c.digest).where(table.c.maker == maker).order_by(age.desc()).offset(most - 1)
-    digests = tx.conn.execute(oldest).scalars().all()
-    if digests:
-        tx.conn.execute(table.delete().where(table.c.digest.in_(digests)))
+def _row(
+    tx: Transaction, digest: str, role: str, maker: str, token: str, seconds: float
+) -> dict[str, str | float]:
+    """Return the columns that codes and sessions have in common."""
+    times = {"made_at": tx.now, "expires_at": tx.now + seconds}
+    return {"digest": digest, "role": role, "maker": maker, "proof": _proof(token, digest), **times}
 
 
 GUESSES: Final = 10
@@ -310,12 +286,7 @@ class Guesses:
 
 
 def _user(address: str) -> str:
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return address
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))
+    found = address_of(address)
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))
+    return address if found is None else str(found)

@@ -33,8 +33,9 @@ class _Call(Generic[T]):
     function: Callable[[], T]
     future: asyncio.Future[T]
     key: str
-    started: float = field(default=0.0)
-    overdue: asyncio.TimerHandle | None = None
+    started: float = field(init=False)
+    overdue: asyncio.TimerHandle = field(init=False)
+    """What notes that the call hangs."""
 
 
 class Bulkhead:
@@ -197,13 +198,11 @@ class Bulkhead:
     def _returned(
         self, call: _Call[Any], result: Any, error: BaseException | None, loop: asyncio.AbstractEventLoop
     ) -> None:
-        if call.overdue is not None:
-            call.overdue.cancel()
+        call.overdue.cancel()
         self._running.discard(call)
         self._idle += 1
-        if call in self._hanging:
-            self._hanging.discard(call)
-            self._written_off.discard(call)
+        self._hanging.discard(call)
+        self._written_off.discard(call)
         # An earlier call that has not returned will not return soon. It gives up its place.
         self._written_off |= {old for old in self._hanging if old.started <= call.started}
         self._probes = 0

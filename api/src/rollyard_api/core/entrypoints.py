@@ -31,19 +31,17 @@ def installed() -> Installed:
 
 def problems(spec: RolloutJobSpec, available: Installed) -> list[str]:
     """Return a line for each name in the spec that no installed distribution provides."""
-    formats = [] if spec.tasks.format is None else [spec.tasks.format]
     function = None if spec.reward is None else spec.reward.function
-    functions = [] if function is None else [function.name]
-    asked = [
-        *(("spec.tasks.format", "task format", name) for name in formats),
+    named = [
+        ("spec.tasks.format", "task format", spec.tasks.format),
         ("spec.handler", "handler", spec.handler),
         ("spec.agent.type", "agent", spec.agent.type),
         ("spec.agent.toolParser", "tool parser", spec.agent.tool_parser),
-        *(("spec.reward.function.name", "reward function", name) for name in functions),
+        ("spec.reward.function.name", "reward function", None if function is None else function.name),
         *((f"spec.agent.tools[{i}]", "tool", tool) for i, tool in enumerate(spec.agent.tools)),
     ]
     return [
         f"{field}: no {kind} {name!r} is installed; installed: {', '.join(sorted(available[kind])) or 'none'}"
-        for field, kind, name in asked
-        if name not in available[kind]
+        for field, kind, name in named
+        if name is not None and name not in available[kind]
     ]

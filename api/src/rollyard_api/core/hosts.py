@@ -9,6 +9,8 @@ from typing import Final
 
 NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 """The form of a host's DNS name."""
+MAX_HOST: Final = 253
+"""The largest number of characters of such a name."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -149,8 +149,8 @@ class StorageFull(ApiError):
     status = 507
 
 
-def problem(error: ApiError) -> dict[str, Any]:
-    """Return the problem document of an error."""
+def response(error: ApiError) -> Response:
+    """Return the HTTP response of an error, whose body is its problem document."""
     kebab = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", error.reason).lower()
     document: dict[str, Any] = {
         "type": TYPE_BASE + kebab,
@@ -161,11 +161,4 @@ def problem(error: ApiError) -> dict[str, Any]:
     }
     if error.errors:
         document["errors"] = error.errors
-    return document
-
-
-def response(error: ApiError) -> Response:
-    """Return the HTTP response of an error."""
-    return Response(
-        orjson.dumps(problem(error)), status_code=error.status, media_type=MEDIA_TYPE, headers=error.headers
-    )
+    return Response(orjson.dumps(document), error.status, error.headers, MEDIA_TYPE)

@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -124,30 +124,20 @@ class Turns:
         line = self._lines.setdefault(key, _Line(asyncio.Semaphore(most)))
         line.users += 1
         try:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    await self._acquire(line)
-            except TimeoutError as error:
-                raise self._refusal(key, most) from error
-            try:
+            async with AsyncExitStack() as places:
+                try:
+                    async with asyncio.timeout(self._seconds):
+                        # The key's own line comes first. The common line then never holds more of a key than
+                        # the key has places.
+                        await places.enter_async_context(line.places)
+                        await places.enter_async_context(self._all)
+                except TimeoutError as error:
+                    raise self._refusal(key, most) from error
                 yield
-            finally:
-                self._all.release()
-                line.places.release()
         finally:
             line.users -= 1
             if not line.users:
                 del self._lines[key]
-
-    async def _acquire(self, line: _Line) -> None:
-        # The key's own line comes first. The common line then never holds more of a key than the key has
-        # places.
-        await line.places.acquire()
-        try:
-            await self._all.acquire()
-        except BaseException:
-            line.places.release()
-            raise
 
     def _too_many(self, key: str | None, _most: int) -> ApiError:
         return TooManyWaits(

@@ -19,36 +19,30 @@ class NoSocket(ControlPlaneError):
 def listening_socket(host: str, port: int, option: str) -> socket.socket:
     """Return a listening socket; `option` is what chooses another port.
 
-    A host that begins with a slash is the path of a Unix socket.
+    A host that begins with a slash is the path of a Unix socket, which only this user can access.
 
     Raises:
         NoSocket: The address is not available.
     """
+    is_path = host.startswith("/")
+    family = socket.AF_UNIX if is_path else socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if host.startswith("/"):
-            return _unix_socket(host)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return _bound(made, (host, port))
+        if is_path:
+            _remove_unused(host)
+            made.bind(host)
+            os.chmod(host, 0o600)
+        else:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((host, port))
+        made.listen(1024)
     except OSError as error:
+        made.close()
         if error.errno == errno.EADDRINUSE:
             why = f"is in use: stop what listens there, or choose another with {option} (0: any free one)"
         else:
             why = f"cannot be listened on: {error.strerror}"
-        where = host if host.startswith("/") else f"port {port} on {host}"
-        raise NoSocket(f"{where} {why}") from error
-
-
-def _bound(made: socket.socket, address: tuple[str, int] | str) -> socket.socket:
-    try:
-        made.bind(address)
-        if isinstance(address, str):
-            os.chmod(address, 0o600)
-        made.listen(1024)
-    except OSError:
-        made.close()
-        raise
+        raise NoSocket(f"{host if is_path else f'port {port} on {host}'} {why}") from error
     return made
 
 
@@ -58,11 +52,11 @@ def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
-def _unix_socket(path: str) -> socket.socket:
-    """Return a Unix socket that only this user can access, in place of one that no process uses.
+def _remove_unused(path: str) -> None:
+    """Remove a Unix socket on which no process listens.
 
     Raises:
-        OSError: The path is not available.
+        OSError: A process listens there, or the path cannot be used.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
@@ -71,4 +65,3 @@ def _unix_socket(path: str) -> socket.socket:
             Path(path).unlink(missing_ok=True)
         else:
             raise OSError(errno.EADDRINUSE, "another process listens there")
-    return _bound(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
@@ -20,22 +20,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from rollyard_api.core import entrypoints
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
-from rollyard_api.core.problems import ApiError, Invalid, Unavailable
+from rollyard_api.core.problems import ApiError, Unavailable
 from rollyard_api.core.quotas import Quota
 from rollyard_api.prorl import calls, results, servers
 from rollyard_api.prorl.calls import Asked, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.gate import BodyGate
-from rollyard_api.prorl.process_calls import RolloutParams, job_spec, name_of, task_of
-from rollyard_api.prorl.servers import MAX_ADDRESS
-from rollyard_api.prorl.waits import Ends
+from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, task_of
+from rollyard_api.prorl.waits import End, Ends
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_one
+from rollyard_api.storage.rows import EndedRollout, JobRow, read_one
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.trajectories.delivery import Delivery
@@ -49,29 +47,28 @@ RESULT_TRIES: Final = 20
 """How often a result is read from a trajectory store that does not answer."""
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 _Result = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class AddServer(BaseModel):
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class AddServer(_Body):
     """The body of `/add_llm_server`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    address: Annotated[str, Field(min_length=1, max_length=MAX_ADDRESS)]
+    address: Annotated[str, Field(min_length=1, max_length=servers.MAX_ADDRESS)]
 
 
-class CancelCall(BaseModel):
+class CancelCall(_Body):
     """The body of `/cancel`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     job_id: str
 
 
-class ProcessCall(BaseModel):
+class ProcessCall(_Body):
     """The body of `/process`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     instance: dict[str, Any]
     sampling_params: RolloutParams = Field(default_factory=RolloutParams)
@@ -89,8 +86,7 @@ class ProrlCalls:
     def __init__(self, plane: ControlPlane, config: ProrlConfig) -> None:
         self._plane = plane
         self._config = config
-        self._ends = Ends(plane)
-        self._formats = config.formats
+        self.ends = Ends(plane)
         self._reading = asyncio.Semaphore(READING)
         self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
 
@@ -103,16 +99,13 @@ class ProrlCalls:
 
     async def stop(self, request: Request) -> Response:
         """Answer POST /stop: 200 if the batch and its unfinished rollouts were ended, 503 if none is open."""
-        if not await self._write(calls.stop):
-            return _detail(503, calls.NOT_RUNNING)
+        await self._write(calls.stop)
         await self._cancel_rest()
         return JSONResponse({"status": "Server stopped successfully"})
 
     async def status(self, request: Request) -> Response:
         """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
         found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
-        if found is None:
-            return _detail(503, calls.NOT_RUNNING)
         pending = sum(found.values()) - found["jobs"]
         return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **found})
 
@@ -130,8 +123,7 @@ class ProrlCalls:
     async def cancel(self, request: Request) -> Response:
         """Answer POST /cancel: 200, also for an unknown job_id; 503 if no batch is open."""
         asked = await self._body(request, CancelCall)
-        key, _ = calls.key_of(asked.job_id)
-        found = await self._write(partial(calls.cancel, key=key))
+        found = await self._write(partial(calls.cancel, key=calls.key_of(asked.job_id)))
         await self._plane.database.write(claims.release_unneeded, durable=False)
         what = "cancelled" if found else "is unknown, so nothing was cancelled"
         return JSONResponse({"status": "success", "message": f"job {asked.job_id[:128]} {what}"})
@@ -141,20 +133,23 @@ class ProrlCalls:
         with self._open.held(self._config.namespace):
             # A trainer sends all calls of a batch at once. A few are read at a time, and the others wait.
             async with self._reading:
-                asked, result = await self._asked(request)
+                asked = await self._asked(request)
                 call = await self._plane.database.write(partial(calls.admit, asked=asked))
             key, anonymous = asked.key, asked.anonymous
+            names = {name: asked.task.metadata[name] for name in NAMES}
+            result = partial(results.result, names=names, tools=tuple(asked.spec.agent.tools))
             del asked  # The call may wait for hours, and nobody needs its task any more.
             left = asyncio.ensure_future(_disconnected(request))
             try:
-                end = await self._ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
+                end = await self.ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
             finally:
                 left.cancel()
                 with suppress(asyncio.CancelledError):
                     await left
             if end != "ended" and anonymous:
                 # Without a job_id, nobody can ask for the result any more.
-                await self._write(partial(calls.cancel, key=key), quiet=True)
+                with suppress(ApiError):
+                    await self._write(partial(calls.cancel, key=key))
             if end == "closing":
                 raise Unavailable("the server is restarting; ask again with the same job_id")
             if end != "ended":
@@ -162,47 +157,47 @@ class ProrlCalls:
                 raise Unavailable(f"no result within {seconds} s; ask again with the same job_id")
             return await self._result(result, call)
 
+    def behind_gate(self, bound: str) -> ASGIApp:
+        """Return the application with the calls, for a listener that is bound to this address."""
+        posts = {
+            "/start": self.start,
+            "/stop": self.stop,
+            "/process": self.process,
+            "/cancel": self.cancel,
+            "/add_llm_server": self.add_server,
+            "/clear_llm_server": self.clear_servers,
+        }
+        routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
+        routes.append(Route("/status", self.status, methods=["GET"]))
+        handled = (ApiError, ValidationError, HTTPException, Exception)
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _problem))
+        app.router.redirect_slashes = False
+        return BodyGate(app, HostCheck(bound, self._config.hosts))
+
     async def forget_lost(self) -> None:
         """End the rollouts whose clients an earlier process has lost, and those of a stopped batch."""
         if self._plane.database.sqlite:  # Otherwise other replicas have clients of their own.
             await self._write(calls.drop_anonymous)
         await self._cancel_rest()
 
-    async def close(self) -> None:
-        """End all waits."""
-        await self._ends.close()
-
-    async def _asked(self, request: Request) -> tuple[Asked, _Result]:
-        """Return what a call asks for, and what makes its answer of the record of its rollout."""
+    async def _asked(self, request: Request) -> Asked:
+        plane, config = self._plane, self._config
         body = await self._body(request, ProcessCall)
-        key, anonymous = calls.key_of(body.job_id)
-        spec = job_spec(self._config.spec, self._config.pool, body.sampling_params)
-        missing = entrypoints.problems(spec, self._plane.installed)
-        if missing:
-            raise Invalid(missing[0], reason="NotInstalled", errors=missing)
-        self._plane.sandbox_hosts.check(spec)
-        self._plane.reward_services.check(spec, self._config.namespace)
-        task = await self._plane.parsing.run(
-            partial(task_of, body.instance, "new", self._formats), self._config.namespace
-        )
-        asked = Asked(
-            key=key,
+        spec = job_spec(config.spec, config.pool, body.sampling_params)
+        plane.sandbox_hosts.check(spec)
+        plane.reward_services.check(spec, config.namespace)
+        read = partial(task_of, body.instance, config.formats, config.specs)
+        return Asked(
+            key=calls.key_of(body.job_id),
             digest=_digest([body.instance, body.sampling_params.model_dump()]),
-            anonymous=anonymous,
+            anonymous=body.job_id is None,
             spec=spec,
             settings=_digest(spec.to_json()),
-            task=task,
-            namespace=self._config.namespace,
-            max_jobs=self._config.max_jobs,
-            room=self._plane.settings.rollout_room,
+            task=await plane.parsing.run(read, config.namespace),
+            namespace=config.namespace,
+            max_jobs=config.max_jobs,
+            room=plane.settings.rollout_room,
         )
-        result = partial(
-            results.result,
-            instance_id=name_of(body.instance, "instance_id"),
-            trajectory_id=name_of(body.instance, "trajectory_id"),
-            tools=tuple(spec.agent.tools),
-        )
-        return asked, result
 
     async def _result(self, result: _Result, call: StartedCall) -> Response:
         plane, namespace = self._plane, self._config.namespace
@@ -221,17 +216,15 @@ class ProrlCalls:
     async def _read(self, result: _Result, call: StartedCall) -> Response:
         plane, namespace = self._plane, self._config.namespace
 
-        def query(conn: Connection) -> tuple[EndedRollout | None, RolloutSize | None]:
+        def query(conn: Connection) -> tuple[JobRow | None, EndedRollout | None]:
             row = conn.execute(records.select().where(rollouts.c.id == call.rollout)).one_or_none()
-            size = conn.execute(records.sizes().where(rollouts.c.id == call.rollout)).one_or_none()
-            return read_one(EndedRollout, row), read_one(RolloutSize, size)
+            return job_rows.by_id(conn, call.job_id), read_one(EndedRollout, row)
 
-        job = await plane.database.read(partial(job_rows.by_id, job_id=call.job_id))
-        row, size = await plane.database.read(query)
-        if job is None or row is None or size is None:
-            raise _Gone("the rollout is gone, because somebody deleted its job")
+        job, row = await plane.database.read(query)
+        if job is None or row is None:
+            raise ApiError("the rollout is gone, because somebody deleted its job", reason="RolloutGone")
         async with AsyncExitStack() as held:
-            await held.enter_async_context(plane.pages_of([size]).held(namespace))
+            await held.enter_async_context(plane.pages_of([row]).held(namespace))
             (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
             body = await plane.archive.builds.run(lambda: dumps(result(loads(line))), namespace)
             return Delivery(body, JSON, {}, held.pop_all())
@@ -241,34 +234,20 @@ class ProrlCalls:
             pass
         await self._plane.database.write(claims.release_unneeded, durable=False)
 
-    async def _write(self, op: Callable[..., Any], *, quiet: bool = False) -> Any:
-        """Run a change with the namespace of the calls; with `quiet`, its refusal does not matter."""
-        try:
-            return await self._plane.database.write(partial(op, namespace=self._config.namespace))
-        except ApiError:
-            if not quiet:
-                raise
-            return None
+    async def _write(self, op: Callable[..., T]) -> T:
+        """Run a change with the namespace of the calls."""
+        return await self._plane.database.write(partial(op, namespace=self._config.namespace))
 
     async def _body(self, request: Request, model: type[M]) -> M:
-        data = await request.body()
-
         def decoded() -> Any:
-            document = decode(data, JSON)
+            document = decode(request.state.body, JSON)
             check_plain(document)
             return document
 
         document = await self._plane.parsing.run(decoded, self._config.namespace)
-        del request._body  # The call may wait for hours, and nobody reads the body again.
+        del request.state.body  # The call may wait for hours, and nobody reads the body again.
         await request.state.body_read()
         return model.model_validate(document)
-
-
-class _Gone(ApiError):
-    """The rollout of a call does not exist any more."""
-
-    status = 500
-    reason = "RolloutGone"
 
 
 def _digest(document: Any) -> str:
@@ -276,63 +255,34 @@ def _digest(document: Any) -> str:
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-async def _disconnected(request: Request) -> None:
+async def _disconnected(request: Request) -> End:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    return "left"
 
 
 def _detail(status: int, detail: Any) -> Response:
     return JSONResponse({"detail": detail}, status)
 
 
-_BUSY: Final = frozenset({429, 504, 507})
-"""The statuses that the protocol does not know, and that stand for a server that cannot answer now."""
+_STATUSES: Final[Mapping[int, int]] = {400: 422, 409: 500, 429: 503, 504: 503, 507: 503}
+"""What stands for the statuses that the protocol does not know. 503 is a server that cannot answer now."""
 
 
-def _answering(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        try:
-            return await call(request)
-        except ApiError as error:
-            status = 503 if error.status in _BUSY else {400: 422, 409: 500}.get(error.status, error.status)
+async def _problem(_request: Request, error: Exception) -> Response:
+    """Return the answer of a call that raised an exception."""
+    match error:
+        case ApiError():
+            status = _STATUSES.get(error.status, error.status)
             return JSONResponse({"detail": error.detail}, status, error.headers)
-        except ValidationError as error:
+        case ValidationError():
             # The content of the request is left out, because it may hold a key of another service.
             found = [
                 {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
                 for item in error.errors(include_url=False, include_context=False, include_input=False)
             ]
             return _detail(422, found)
-        except Exception:
-            log.exception("%s failed", request.url.path)
+        case HTTPException():
+            return _detail(error.status_code, error.detail)
+        case _:  # Starlette raises it again after the answer, and the server logs it.
             return _detail(500, "unexpected error; the server's log says more")
-
-    return answer
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _detail(error.status_code, error.detail)
-
-
-def build(api: ProrlCalls, config: ProrlConfig, bound: str) -> ASGIApp:
-    """Return the application behind its gate.
-
-    Args:
-        api: The calls.
-        config: What the installer decided.
-        bound: The address that the listener is bound to.
-    """
-    posts = {
-        "/start": api.start,
-        "/stop": api.stop,
-        "/process": api.process,
-        "/cancel": api.cancel,
-        "/add_llm_server": api.add_server,
-        "/clear_llm_server": api.clear_servers,
-    }
-    routes = [Route(path, _answering(call), methods=["POST"]) for path, call in posts.items()]
-    routes.append(Route("/status", _answering(api.status), methods=["GET"]))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
-    app.router.redirect_slashes = False
-    return BodyGate(app, HostCheck(bound, config.hosts))

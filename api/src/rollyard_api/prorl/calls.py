@@ -21,7 +21,7 @@ from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.functions import by_dialect
-from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.rows import JobRow, columns, read_all, read_one
 from rollyard_api.storage.schema import jobs as job_table
 from rollyard_api.storage.schema import prorl_calls, prorl_jobs, prorl_state, rollouts
 
@@ -30,7 +30,6 @@ MAX_TRIES: Final = 4
 MAX_GROUPS: Final = 20_000
 """The calls after which a job is closed at the next /start, so that no job grows for ever."""
 MAX_KEY: Final = 512
-NOT_RUNNING: Final = "Server is not running"
 _FIRST = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 
 
@@ -38,26 +37,34 @@ _FIRST = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 class ProrlBatch:
     """A row of `prorl_state`."""
 
-    number: int
+    batch: int
+    """The number of times that it was started."""
     running: bool
     pool_uid: str | None
 
 
 def batch(conn: Connection, namespace: str, *, lock: bool = False) -> ProrlBatch:
     """Return the state of a namespace, which was never started if it has no row."""
-    query = sa.select(prorl_state.c.batch, prorl_state.c.running, prorl_state.c.pool_uid).where(
-        prorl_state.c.namespace == namespace
-    )
+    query = sa.select(*columns(ProrlBatch, prorl_state)).where(prorl_state.c.namespace == namespace)
     row = conn.execute(query.with_for_update() if lock else query).one_or_none()
-    if row is None:
-        return ProrlBatch(0, False, None)
-    return ProrlBatch(row.batch, bool(row.running), row.pool_uid)
+    return read_one(ProrlBatch, row) or ProrlBatch(0, False, None)
 
 
 def locked(tx: Transaction, namespace: str) -> ProrlBatch:
     """Return what `batch` returns, with a row that is locked until the commit."""
     tx.conn.execute(_FIRST[tx.sqlite], {"namespace": namespace, "batch": 0, "running": False})
     return batch(tx.conn, namespace, lock=True)
+
+
+def _opened(state: ProrlBatch) -> ProrlBatch:
+    """Return the state.
+
+    Raises:
+        Unavailable: No batch is open.
+    """
+    if not state.running:
+        raise Unavailable("Server is not running")
+    return state
 
 
 def put(tx: Transaction, namespace: str, **values: Any) -> None:
@@ -73,7 +80,7 @@ def start(tx: Transaction, namespace: str) -> bool:
     state = locked(tx, namespace)
     if state.running:
         return False
-    put(tx, namespace, batch=state.number + 1, running=True)
+    put(tx, namespace, batch=state.batch + 1, running=True)
     tx.conn.execute(sa.delete(prorl_calls).where(prorl_calls.c.namespace == namespace))
     gone = sa.select(job_table.c.id).where(job_table.c.deleted_at.is_(None))
     tx.conn.execute(
@@ -87,12 +94,14 @@ def start(tx: Transaction, namespace: str) -> bool:
     return True
 
 
-def stop(tx: Transaction, namespace: str) -> bool:
-    """Close the batch and return True, or return False if none is open. Its rollouts are ended afterwards."""
-    if not locked(tx, namespace).running:
-        return False
+def stop(tx: Transaction, namespace: str) -> None:
+    """Close the batch. Its rollouts are ended afterwards.
+
+    Raises:
+        Unavailable: No batch is open.
+    """
+    _opened(locked(tx, namespace))
     put(tx, namespace, running=False)
-    return True
 
 
 def cancel_some(tx: Transaction, namespace: str) -> int:
@@ -119,7 +128,7 @@ def open_jobs(conn: Connection, namespace: str, settings: str | None = None) -> 
     )
     if settings is not None:
         query = query.where(prorl_jobs.c.settings == settings)
-    return [JobRow(*row) for row in conn.execute(query)]
+    return read_all(JobRow, conn.execute(query))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +158,16 @@ class Asked:
     room: Room
 
 
-def key_of(job_id: str | None) -> tuple[str, bool]:
-    """Return the key of a job_id, and whether the client gave none, so that the key is a random one.
+def key_of(job_id: str | None) -> str:
+    """Return the key of a job_id, which is a random one where the client gave none.
 
     Raises:
         Invalid: The job_id is longer than 512 characters.
     """
-    if job_id is not None and len(job_id) > MAX_KEY:
-        raise Invalid("job_id: is too long", errors=[f"job_id: may have {MAX_KEY} characters"])
     name = secrets.token_hex(16) if job_id is None else job_id
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest(), job_id is None
+    if len(name) > MAX_KEY:
+        raise Invalid("job_id: is too long", errors=[f"job_id: may have {MAX_KEY} characters"])
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def admit(tx: Transaction, asked: Asked) -> StartedCall:
@@ -172,15 +181,9 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
         Invalid: The job_id belongs to another call of the batch.
         QueueFull: There is no room for another rollout, or for another combination of parameters.
     """
-    state = locked(tx, asked.namespace)
-    if not state.running:
-        raise Unavailable(NOT_RUNNING)
-    where = (
-        prorl_calls.c.namespace == asked.namespace,
-        prorl_calls.c.batch == state.number,
-        prorl_calls.c.key == asked.key,
-    )
-    row = tx.conn.execute(sa.select(prorl_calls).where(*where)).one_or_none()
+    state = _opened(locked(tx, asked.namespace))
+    of_call = (prorl_calls.c.namespace == asked.namespace, prorl_calls.c.key == asked.key)
+    row = tx.conn.execute(sa.select(prorl_calls).where(*of_call)).one_or_none()
     if row is not None:
         if row.digest != asked.digest:
             raise Invalid.of(
@@ -190,16 +193,16 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
             return StartedCall(row.job_id, row.rollout_id)
     tries = 1 if row is None else row.tries + 1
     job = _job(tx, asked)
-    task = asked.task.model_copy(update={"id": f"b{state.number}/{asked.key[:40]}/{tries}"})
+    task = asked.task.model_copy(update={"id": f"b{state.batch}/{asked.key[:40]}/{tries}"})
     rollout = f"{prefix_of(job.name, job.uid)}-{job.groups}-0"
     jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.room, max_unread=None)
     values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
     if row is None:
-        fixed = {"namespace": asked.namespace, "batch": state.number, "key": asked.key}
-        fixed |= {"digest": asked.digest, "cancelled": False, "anonymous": asked.anonymous}
+        fixed = {"namespace": asked.namespace, "key": asked.key, "digest": asked.digest}
+        values |= {"cancelled": False, "anonymous": asked.anonymous}
         tx.conn.execute(sa.insert(prorl_calls).values(**fixed, **values))
     else:
-        tx.conn.execute(sa.update(prorl_calls).where(*where).values(**values))
+        tx.conn.execute(sa.update(prorl_calls).where(*of_call).values(**values))
     return StartedCall(job.id, rollout)
 
 
@@ -242,19 +245,10 @@ def cancel(tx: Transaction, namespace: str, key: str) -> bool:
     Raises:
         Unavailable: No batch is open.
     """
-    state = locked(tx, namespace)
-    if not state.running:
-        raise Unavailable(NOT_RUNNING)
-    found = tx.conn.execute(
-        sa.update(prorl_calls)
-        .where(
-            prorl_calls.c.namespace == namespace,
-            prorl_calls.c.batch == state.number,
-            prorl_calls.c.key == key,
-        )
-        .values(cancelled=True)
-        .returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
-    ).one_or_none()
+    _opened(locked(tx, namespace))
+    of_call = (prorl_calls.c.namespace == namespace, prorl_calls.c.key == key)
+    cancelled = sa.update(prorl_calls).where(*of_call).values(cancelled=True)
+    found = tx.conn.execute(cancelled.returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)).one_or_none()
     if found is not None:
         jobs.cancel_unfinished(tx, found.job_id, found.rollout_id)
     return found is not None
@@ -262,29 +256,26 @@ def cancel(tx: Transaction, namespace: str, key: str) -> bool:
 
 def drop_anonymous(tx: Transaction, namespace: str) -> int:
     """End the rollouts of calls without a job_id, whose clients an earlier process has lost."""
-    state = batch(tx.conn, namespace)
     query = (
         sa.select(prorl_calls.c.job_id, prorl_calls.c.rollout_id)
         .join(rollouts, rollouts.c.id == prorl_calls.c.rollout_id)
-        .where(
-            prorl_calls.c.namespace == namespace,
-            prorl_calls.c.batch == state.number,
-            prorl_calls.c.anonymous.is_(True),
-            rollouts.c.state.in_(UNFINISHED),
-        )
+        .where(prorl_calls.c.namespace == namespace, prorl_calls.c.anonymous.is_(True))
+        .where(rollouts.c.state.in_(UNFINISHED))
         .limit(jobs.BATCH)
     )
     return sum(jobs.cancel_unfinished(tx, row.job_id, row.rollout_id) for row in list(tx.conn.execute(query)))
 
 
-def counts(conn: Connection, namespace: str) -> dict[str, int] | None:
-    """Return the calls of the open batch and its unfinished rollouts by stage, or None if none is open."""
-    state = batch(conn, namespace)
-    if not state.running:
-        return None
-    of_batch = (prorl_calls.c.namespace == namespace, prorl_calls.c.batch == state.number)
-    calls = conn.execute(sa.select(sa.func.count()).select_from(prorl_calls).where(*of_batch)).scalar_one()
-    found = {"jobs": calls, "init": 0, "run": 0, "eval": 0}
+def counts(conn: Connection, namespace: str) -> dict[str, int]:
+    """Return the calls of the open batch and its unfinished rollouts by stage.
+
+    Raises:
+        Unavailable: No batch is open.
+    """
+    _opened(batch(conn, namespace))
+    count = sa.select(sa.func.count()).select_from(prorl_calls)
+    calls = count.where(prorl_calls.c.namespace == namespace)
+    found = {"jobs": conn.execute(calls).scalar_one(), "init": 0, "run": 0, "eval": 0}
     ids = [job.id for job in open_jobs(conn, namespace)]
     query = (
         sa.select(rollouts.c.state, sa.func.count().label("n"))

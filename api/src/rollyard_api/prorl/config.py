@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
+from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, PlainValidator, ValidationError
 from rollyard_crds.base import Model, Name
 from rollyard_crds.base import Path as FilePath
+from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.yaml_text import YamlError, load_one
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task_formats.registry import task_format
 
-from rollyard_api.core.hosts import NAME
+from rollyard_api.core import entrypoints
+from rollyard_api.core.hosts import MAX_HOST, NAME
 from rollyard_api.core.problems import ControlPlaneError
-from rollyard_api.prorl.process_calls import FORMATS, Formats, template_problem
+from rollyard_api.prorl.process_calls import FORMATS, RolloutParams, job_spec
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -24,15 +30,13 @@ class ProrlConfigError(ControlPlaneError, ValueError):
     reason = "InvalidProrlConfig"
 
 
-def _rule(text: str) -> str:
-    try:
-        ipaddress.ip_network(text)
-    except ValueError as error:
-        if "/" in text or not NAME.fullmatch(text) or text[-1].isdigit():
-            raise ValueError(
-                "must be a network such as 10.0.0.0/8, an address, or a name of a host"
-            ) from error
-    return text
+def _rule(text: Any) -> IPv4Network | IPv6Network | str:
+    if isinstance(text, str) and len(text) <= MAX_HOST:
+        with suppress(ValueError):
+            return ip_network(text)
+        if NAME.fullmatch(text) and not text[-1].isdigit():
+            return text.lower()
+    raise ValueError("must be a network such as 10.0.0.0/8, an address, or a name of a host")
 
 
 def _host(text: str) -> str:
@@ -41,8 +45,14 @@ def _host(text: str) -> str:
     return text.lower()
 
 
-ServerRule = Annotated[str, Field(max_length=253), AfterValidator(_rule)]
-HostPattern = Annotated[str, Field(max_length=253), AfterValidator(_host)]
+def _format(name: str) -> str:
+    task_format(name)  # It raises a ValueError if the format is not installed.
+    return name
+
+
+FormatName = Annotated[str, AfterValidator(_format)]
+ServerRule = Annotated[IPv4Network | IPv6Network | str, PlainValidator(_rule)]
+HostPattern = Annotated[str, Field(max_length=MAX_HOST), AfterValidator(_host)]
 
 
 class ProrlConfig(Model):
@@ -72,7 +82,7 @@ class ProrlConfig(Model):
     """The largest number of open RolloutJobs, one for each combination of sampling parameters in use."""
     max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
     """The rollouts that each server holds at the same time; more wait in the Run queue."""
-    data_sources: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    data_sources: Annotated[dict[str, FormatName], Field(max_length=256)] = Field(default_factory=dict)
     """The task format of further data sources, by the name in `instance.data_source`."""
     specs: dict[str, Any] | None = None
     """The file `tasks.specs` of the format `swebench`, for rows from before SWE-bench 5."""
@@ -80,9 +90,26 @@ class ProrlConfig(Model):
     """A part of a RolloutJob's spec: agent, sampling, sandbox, stages, reward and the like."""
 
     @property
-    def formats(self) -> Formats:
+    def formats(self) -> Mapping[str, str]:
         """The task formats by data source."""
-        return Formats({**FORMATS, **self.data_sources}, self.specs)
+        return {**FORMATS, **self.data_sources}
+
+
+_FIXED: Final = ("tasks", "backendRef", "samplesPerTask", "dynamicSampling", "minGroupSize", "handler")
+
+
+def _template_problem(config: ProrlConfig) -> str:
+    """Return why the part of a spec cannot be that of the jobs, or "" if it can."""
+    for name in _FIXED:
+        if name in config.spec:
+            return f"spec.{name}: is decided by the calls themselves; remove it"
+    try:
+        spec = job_spec(config.spec, config.pool, RolloutParams())
+    except ValidationError as error:
+        return describe(error, "spec", RolloutJobSpec)[0]
+    # No parameter of a call changes which extensions its job needs.
+    missing = entrypoints.problems(spec, entrypoints.installed())
+    return missing[0] if missing else ""
 
 
 def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
@@ -93,7 +120,7 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
         tokenizer: The tokenizer, where the file names none.
 
     Raises:
-        ProrlConfigError: The file cannot be read, a field is wrong, or there is no tokenizer.
+        ProrlConfigError: The file cannot be read, a field is wrong, or something that it names is missing.
     """
     document: Any = {}
     if path is not None:
@@ -114,14 +141,12 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
     try:
         config = ProrlConfig.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ProrlConfigError(f"{path or 'the settings'}: {field}: {first['msg']}") from error
+        problem = describe(error, model=ProrlConfig)[0]
+        raise ProrlConfigError(f"{path or 'the settings'}: {problem}") from error
     if config.tokenizer is None:
         raise ProrlConfigError(
             "tokenizer: is required: give a folder with tokenizer.json and the chat template"
         )
-    problem = template_problem(config.spec, config.pool)
-    if problem:
+    if problem := _template_problem(config):
         raise ProrlConfigError(f"{path}: {problem}")
     return config

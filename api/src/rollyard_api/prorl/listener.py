@@ -14,11 +14,9 @@ from typing import Final
 
 import uvicorn
 
-from rollyard_api.core import entrypoints
 from rollyard_api.core.sockets import listening_socket
-from rollyard_api.prorl.app import ProrlCalls, build
+from rollyard_api.prorl.app import ProrlCalls
 from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
-from rollyard_api.prorl.process_calls import RolloutParams, job_spec
 from rollyard_api.service import ControlPlane
 
 DEFAULT_PORT: Final = 8006
@@ -80,12 +78,6 @@ def opened(given: argparse.Namespace) -> ProrlListener | None:
             raise ProrlConfigError("--prorl-config goes with --prorl")
         return None
     config = read_config(given.prorl_config, given.prorl_tokenizer)
-    problem = config.formats.check()
-    missing = entrypoints.problems(
-        job_spec(config.spec, config.pool, RolloutParams()), entrypoints.installed()
-    )
-    if problem or missing:
-        raise ProrlConfigError(problem or missing[0])
     sock = listening_socket(given.prorl_host, given.prorl_port, "--prorl-port")
     return ProrlListener(sock, config, given.prorl_host, given.prorl_port_file)
 
@@ -96,7 +88,7 @@ async def listening(plane: ControlPlane, listener: ProrlListener) -> AsyncIterat
     api = ProrlCalls(plane, listener.config)
     await api.forget_lost()
     config = uvicorn.Config(
-        build(api, listener.config, listener.host),
+        api.behind_gate(listener.host),
         http="httptools",
         ws="none",
         lifespan="off",
@@ -117,6 +109,6 @@ async def listening(plane: ControlPlane, listener: ProrlListener) -> AsyncIterat
         yield
     finally:
         # The waiting calls are answered first, because the server waits for them.
-        await api.close()
+        await api.ends.close()
         server.should_exit = True
         await serving

@@ -20,27 +20,19 @@ _TIMEOUTS: Final = ("Timeout", "DeadlineExceeded", "LeaseExpired")
 Json = dict[str, Any]
 
 
-def result(
-    trajectory: Mapping[str, Any],
-    *,
-    instance_id: str | int | None,
-    trajectory_id: str | int | None,
-    tools: Sequence[str],
-) -> Json:
+def result(trajectory: Mapping[str, Any], *, names: Mapping[str, Any], tools: Sequence[str]) -> Json:
     """Return the body of the answer to `/process`.
 
     Args:
         trajectory: The record of the rollout.
-        instance_id: What the client named the row.
-        trajectory_id: What the client named the sample.
+        names: What the client named the row and the sample.
         tools: The names of the tools that the job's agent has.
     """
     scored = trajectory["status"] == "succeeded" and trajectory["reward"] is not None
     truncated = bool(trajectory.get("truncated"))
     turns = trajectory["turns"]
     body: Json = {
-        "instance_id": instance_id,
-        "trajectory_id": trajectory_id,
+        **names,
         "git_patch": None,
         "success": scored,
         "error": None if scored else _error(trajectory),

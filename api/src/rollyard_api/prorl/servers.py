@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -16,21 +15,20 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
 from rollyard_api.core.hosts import address_of
-from rollyard_api.core.problems import ApiError, Conflict, Invalid, NotFound
+from rollyard_api.core.problems import ApiError, Conflict, Invalid
 from rollyard_api.prorl import calls
-from rollyard_api.prorl.config import ProrlConfig
+from rollyard_api.prorl.config import ProrlConfig, ServerRule
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import PoolRow
 
-_LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 MAX_ADDRESS: Final = 2048
 """The largest number of characters of a server's address."""
 PROBE_SECONDS: Final = 10.0
 
 
-def server_url(address: str, rules: Sequence[str]) -> str:
+def server_url(address: str, rules: Sequence[ServerRule]) -> str:
     """Return the base URL of a server that a client adds; `HOST:PORT` stands for `http://HOST:PORT`.
 
     Args:
@@ -63,26 +61,14 @@ def server_url(address: str, rules: Sequence[str]) -> str:
 
 
 def _refused(problem: str) -> Invalid:
-    return Invalid(f"address: {problem}", errors=[f"address: {problem}"])
+    return Invalid.of(f"address: {problem}")
 
 
-def _allowed(host: str, rules: Sequence[str]) -> bool:
+def _allowed(host: str, rules: Sequence[ServerRule]) -> bool:
     address = address_of(host)
     if address is None:
-        return host.lower() == "localhost" or host.lower() in {rule.lower() for rule in rules}
-    networks = [*_LOOPBACK]
-    for rule in rules:
-        try:
-            networks.append(ipaddress.ip_network(rule))
-        except ValueError:
-            continue  # The rule is a name.
-    return any(address in network for network in networks if network.version == address.version)
-
-
-class ServerUnusable(ApiError):
-    """A server does not say which model it serves."""
-
-    status = 500
+        return host.lower() in {"localhost", *rules}
+    return address.is_loopback or any(address in rule for rule in rules if not isinstance(rule, str))
 
 
 async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
@@ -90,7 +76,7 @@ async def add(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
 
     Raises:
         Invalid: The address is refused, or there are as many servers as may be.
-        ServerUnusable: The model is not known, and the server does not say it.
+        ApiError: The model is not known, and the server does not say it.
         Conflict: Somebody else made a pool of this name.
     """
     url = server_url(address, config.servers)
@@ -113,11 +99,8 @@ async def clear(plane: ControlPlane, config: ProrlConfig) -> None:
 
 
 def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
-    try:
-        found = pool_rows.find(conn, config.namespace, config.pool)
-    except NotFound:
-        return None
-    if found.uid != calls.batch(conn, config.namespace).pool_uid:
+    found = pool_rows.named(conn, config.namespace, config.pool)
+    if found is not None and found.uid != calls.batch(conn, config.namespace).pool_uid:
         raise Conflict(
             f"BackendPool {config.pool!r} in namespace {config.namespace!r} was not made by these calls; "
             "choose another name with the setting 'pool'",
@@ -130,13 +113,11 @@ async def _model(plane: ControlPlane, config: ProrlConfig, url: str) -> str:
     try:
         found = await served_models(plane.transport, url, PROBE_SECONDS)
     except BackendError as error:
-        raise ServerUnusable(f"{url} does not say which model it serves: {error}") from error
+        raise ApiError(f"{url} does not say which model it serves: {error}") from error
     if found is None:
         return str(config.tokenizer)
     if len(found) > 1:
-        raise ServerUnusable(
-            f"{url} serves {', '.join(sorted(found)[:8])}; choose one with the setting 'model'"
-        )
+        raise ApiError(f"{url} serves {', '.join(sorted(found)[:8])}; choose one with the setting 'model'")
     return next(iter(found))
 
 
@@ -161,5 +142,5 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
     if url in urls:
         return
     if len(urls) >= config.max_servers:
-        raise Invalid.of(f"address: there are {len(urls)} servers, and no more may be")
+        raise _refused(f"there are {len(urls)} servers, and no more may be")
     pools.put_servers(tx, pool, [*urls, url])

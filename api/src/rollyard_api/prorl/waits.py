@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
@@ -31,18 +31,24 @@ End = Literal["ended", "late", "left", "closing"]
 class _Follower:
     """The calls that wait for rollouts of one job."""
 
-    waiting: defaultdict[str, set[asyncio.Future[None]]]
+    waiting: defaultdict[str, set[asyncio.Future[End]]] = field(default_factory=lambda: defaultdict(set))
     task: asyncio.Task[None] | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def wake(self, rollouts: Iterable[str], end: End) -> None:
+        for rollout in rollouts:
+            for future in self.waiting.get(rollout, ()):
+                if not future.done():
+                    future.set_result(end)
 
-def _look(conn: Connection, job_id: int, after: int) -> tuple[dict[str, int], bool]:
-    """Return the places of rollouts that ended after a place, and whether the job still exists."""
-    query = sa.select(rollouts.c.id, rollouts.c.end_seq).where(
-        rollouts.c.job_id == job_id, rollouts.c.end_seq > after
-    )
-    found = {row.id: row.end_seq for row in conn.execute(query)}
-    return found, conn.execute(sa.select(jobs.c.id).where(jobs.c.id == job_id)).first() is not None
+
+def _look(conn: Connection, job_id: int, after: int | None) -> tuple[list[str], int | None]:
+    """Return the rollouts that ended after a place, and the place of the last one; None for a lost job."""
+    place = conn.scalar(sa.select(jobs.c.ended).where(jobs.c.id == job_id))
+    if place is None or after is None:
+        return [], place
+    of_job = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id)
+    return list(conn.scalars(of_job.where(rollouts.c.end_seq > after, rollouts.c.end_seq <= place))), place
 
 
 def _has_ended(conn: Connection, rollout: str) -> bool:
@@ -58,7 +64,7 @@ class Ends:
         self._plane = plane
         self._followers: dict[int, _Follower] = {}
 
-    async def wait(self, job_id: int, rollout: str, seconds: float, left: asyncio.Future[None]) -> End:
+    async def wait(self, job_id: int, rollout: str, seconds: float, left: asyncio.Future[End]) -> End:
         """Return once a rollout has ended, the time is over, the client has left, or the process ends.
 
         Args:
@@ -69,53 +75,43 @@ class Ends:
         """
         follower = self._followers.get(job_id)
         if follower is None:
-            follower = self._followers[job_id] = _Follower(defaultdict(set))
+            follower = self._followers[job_id] = _Follower()
             follower.task = asyncio.create_task(self._follow(job_id, follower))
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         follower.waiting[rollout].add(future)
         try:
             # Every end after the follower's first look is noticed by it, and every earlier one by this look.
             await follower.begun.wait()
-            if await self._ended(rollout):
+            if await self._plane.database.read(partial(_has_ended, rollout=rollout)):
                 return "ended"
             await asyncio.wait({future, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if future.done():
-                return "ended" if await self._ended(rollout) else "closing"
-            return "left" if left.done() else "late"
+            return next((one.result() for one in (future, left) if one.done()), "late")
         finally:
             follower.waiting[rollout].discard(future)
             if not follower.waiting[rollout]:
                 del follower.waiting[rollout]
             future.cancel()
 
-    async def _ended(self, rollout: str) -> bool:
-        return await self._plane.database.read(partial(_has_ended, rollout=rollout))
-
     async def _follow(self, job_id: int, follower: _Follower) -> None:
-        read, bus, of_job = self._plane.database.read, self._plane.bus, jobs.c.id == job_id
+        database, bus = self._plane.database, self._plane.bus
         after: int | None = None
         try:
             while follower.waiting and not bus.closing:
+                look = partial(database.read, partial(_look, job_id=job_id, after=after))
+                wait = 0.0 if after is None else LOOK_SECONDS
                 try:
-                    if after is None:
-                        place = await read(lambda conn: conn.scalar(sa.select(jobs.c.ended).where(of_job)))
-                        after = int(place or 0)
-                        follower.begun.set()
-                    look = partial(read, partial(_look, job_id=job_id, after=after))
-                    ended, there = await bus.until(
-                        job_topic(job_id), look, lambda seen: bool(seen[0]), LOOK_SECONDS
-                    )
+                    ended, after = await bus.until(job_topic(job_id), look, lambda seen: bool(seen[0]), wait)
                 except ApiError as error:
                     log.warning("waiting for rollouts: %s: %s", error.reason, error.detail)
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
-                after = max((after, *ended.values()))
-                _wake(follower, ended if there else list(follower.waiting))
+                follower.begun.set()
+                follower.wake(list(follower.waiting) if after is None else ended, "ended")
         finally:
             # No await stands between the last check of `waiting` and this line, so that no call is missed.
             del self._followers[job_id]
             follower.begun.set()
-            _wake(follower, list(follower.waiting))
+            follower.wake(list(follower.waiting), "closing")
 
     async def close(self) -> None:
         """Answer the calls that still wait, and end what looks for them."""
@@ -123,10 +119,3 @@ class Ends:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _wake(follower: _Follower, ended: Mapping[str, int] | list[str]) -> None:
-    for rollout in ended:
-        for future in follower.waiting.get(rollout, ()):
-            if not future.done():
-                future.set_result(None)

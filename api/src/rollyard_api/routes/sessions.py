@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from rollyard_api.browsers import origins
+from rollyard_api.browsers.origins import BrowserHeaders
 from rollyard_api.browsers.sessions import BrowserSession
 from rollyard_api.core.problems import Forbidden, Invalid, QueryRefused, Unauthorized
 from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body_schema, caller_of, plane_of
@@ -58,7 +58,7 @@ async def sign_in(request: Request, plane: Plane) -> Response:
     """
     address = request.client.host if request.client is not None else ""
     plane.guesses.check(address)
-    given = origins.headers_of(request.scope)
+    given = BrowserHeaders(request.scope)
     wanted = _read(SignIn, await body_of(request))
     try:
         secret, made = await plane.sessions.redeem(wanted.code, await plane.door.secrets(given))
@@ -67,8 +67,9 @@ async def sign_in(request: Request, plane: Plane) -> Response:
         raise
     log.info("a browser at %s has signed in as %s", address, made.role)
     seconds = plane.settings.browsers.session_seconds
-    cookie = await plane.door.cookie(given, secret, seconds)
-    return Response(status_code=204, headers={"Set-Cookie": cookie, **NO_STORE})
+    done = Response(status_code=204, headers=NO_STORE)
+    await plane.door.set_cookie(done, given, secret, seconds)
+    return done
 
 
 @router.get("/session")
@@ -92,8 +93,9 @@ async def sign_out(request: Request, plane: Plane) -> Response:
     if found is None:
         raise QueryRefused("a bearer token has no session; DELETE /v1/sessions ends all that it has made")
     await plane.sessions.end(found.digest)
-    cookie = await plane.door.cookie(origins.headers_of(request.scope), "", 0)
-    return Response(status_code=204, headers={"Set-Cookie": cookie, **NO_STORE})
+    done = Response(status_code=204, headers=NO_STORE)
+    await plane.door.set_cookie(done, BrowserHeaders(request.scope), "", 0)
+    return done
 
 
 @router.post("/session/codes", status_code=201, openapi_extra=body_schema(CodeRequest))
@@ -103,13 +105,9 @@ async def make_code(request: Request) -> Response:
     wanted = _read(CodeRequest, await body_of(request) if await request.body() else {})
     if wanted.role == "admin" and role != "admin":
         raise Forbidden(f"the role '{role}' makes links for viewers only")
-    code = await plane.sessions.make_code(wanted.role, role, _token_of(request))
-    document = {
-        "code": code.text,
-        "role": code.role,
-        "expires_at": code.expires_at,
-        "prefix": plane.settings.browsers.path_prefix,
-    }
+    code, expires = await plane.sessions.make_code(wanted.role, role, _token_of(request))
+    prefix = plane.settings.browsers.path_prefix
+    document = {"code": code, "role": wanted.role, "expires_at": expires, "prefix": prefix}
     return answer(document, 201, NO_STORE)
 
 

@@ -319,12 +319,11 @@ prorl_jobs = sa.Table(
     sa.Column("settings", sa.String(64), nullable=False),
 )
 
-# The /process calls of the open batch, by the SHA-256 of what the client calls job_id.
+# The /process calls of the last batch, by the SHA-256 of what the client calls job_id.
 prorl_calls = sa.Table(
     "prorl_calls",
     metadata,
     sa.Column("namespace", sa.String(63), primary_key=True),
-    sa.Column("batch", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("key", sa.String(64), primary_key=True),
     # The SHA-256 of the instance and the parameters, which distinguishes a repeat from another call.
     sa.Column("digest", sa.String(64), nullable=False),

@@ -45,9 +45,10 @@ class TestBrowser:
         self.http.cookies.clear()
         if "set-cookie" in answer.headers:
             self.set_cookie = answer.headers["set-cookie"]
-            name, _, value = self.set_cookie.partition(";")[0].partition("=")
+            pair, *attributes = self.set_cookie.split("; ")
+            name, _, value = pair.partition("=")
             self.cookies.pop(name, None)
-            if value:
+            if "Max-Age=0" not in attributes:
                 self.cookies[name] = value
         return answer
 

@@ -11,7 +11,7 @@ from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.machine.states import ENDED
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage.rows import JobRow, RolloutSize
+from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.views.rollout.records import CompactRecord, compact
@@ -51,10 +51,14 @@ async def record_line(
     """
     find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
     job, short = await plane.database.read(find)
-    return await _line(plane, held, job, short)
+    rows = await _rows(plane, held, job, short)
+    (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
+    return line
 
 
-async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize) -> bytes:
+async def _rows(
+    plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize
+) -> list[EndedRollout]:
     await held.enter_async_context(plane.pages_of([short]).held(job.namespace))
     at = short.end_seq
     rows = await plane.database.read(
@@ -62,8 +66,7 @@ async def _line(plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: R
     )
     if not rows:
         raise NotFound(f"no RolloutJob {job.name!r} in namespace {job.namespace!r}", reason="JobNotFound")
-    (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
-    return line
+    return rows
 
 
 async def compact_record(
@@ -83,7 +86,8 @@ async def compact_record(
     if kept is not None:
         return job, kept
     async with AsyncExitStack() as held:
-        line = await _line(plane, held, job, short)
-        record = await plane.views.record_threads.run(partial(compact, line), namespace)
+        rows = await _rows(plane, held, job, short)
+        (data,) = await plane.archive.arrays(rows, job, plane.settings.page_bytes)
+        record = await plane.views.record_threads.run(partial(compact, data), namespace)
     plane.views.kept_records.put(job.uid, short.id, record)
     return job, record

@@ -133,7 +133,7 @@ async def difference(
     _, right = await compact_record(plane, namespace, name, other)
     if left.head["group_id"] != right.head["group_id"]:
         raise QueryRefused.of("other: must be a rollout of the same group, since others have another prompt")
-    document = pieces.difference(left, right)
+    document = await plane.views.record_threads.run(partial(pieces.difference, left, right), namespace)
     vocabulary, reason = await _vocabulary(plane, job)
     for side in (document["left"], document["right"]):
         side["texts"] = None if vocabulary is None else vocabulary.texts(side["ids"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
@@ -19,9 +19,9 @@ from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import ApiError, Invalid, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, StrictRoute, Wait, page_answer, plane_of
+from rollyard_api.routes.common import Namespace, StrictRoute, Wait, from_query, page_answer, plane_of
 from rollyard_api.routes.page.records import record_line
-from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
+from rollyard_api.routes.page.rollout_pages import check_plain_list, slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
@@ -246,7 +246,7 @@ async def _large_group(
 async def list_rollouts(
     request: Request,
     name: str,
-    asked: Annotated[RolloutFilter, Depends(rollout_filter)],
+    asked: Annotated[RolloutFilter, from_query(RolloutFilter)],
     namespace: Namespace = "default",
     slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,

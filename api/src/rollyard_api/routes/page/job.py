@@ -11,21 +11,19 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, page_answer
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, from_query, page_answer
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.views.job import folding, rollout_list
 from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
 from rollyard_api.views.job.gantt import GanttSort
-from rollyard_api.views.job.grid import GridSort, GroupFilter
-from rollyard_api.views.job.rollout_list import Status
+from rollyard_api.views.job.grid import GroupFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"], route_class=StrictRoute)
 
 FOLDS = 20
 """The number of transactions with which a request folds what has just ended, before it answers."""
-After = Annotated[str, Query(alias="continue", max_length=256)]
 
 
 async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
@@ -49,20 +47,15 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
 async def grid(
     plane: Plane,
     name: str,
+    asked: Annotated[GroupFilter, from_query(GroupFilter)],
     namespace: Namespace = "default",
-    sort: GridSort = "no",
-    informative: bool | None = None,
-    status: Status | None = None,
-    task: Annotated[str | None, Query(max_length=128)] = None,
-    search: Annotated[str, Query(max_length=128)] = "",
     limit: Annotated[int, Query(ge=1, le=grid_rows.MAX_GROUPS)] = 100,
-    after: After = "",
+    after: Annotated[str, Query(alias="continue", max_length=256)] = "",
 ) -> Response:
     """List groups with one cell a sample: [id after `prefix`, q|l|s|f|c, reward], without trajectories.
 
     Any order but `no` lists the groups that have ended. `status` selects groups of which a sample has it.
     """
-    asked = GroupFilter(sort, informative, status, task, search)
     async with plane.looks.held(namespace):
         job = await folded(plane, namespace, name)
         look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)

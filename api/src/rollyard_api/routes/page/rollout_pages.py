@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import sqlalchemy as sa
-from fastapi import Query
-from rollyard_crds.rolloutjob import StageName
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
@@ -27,10 +23,8 @@ from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.views import keyset
 from rollyard_api.views.job import rollout_list
-from rollyard_api.views.job.rollout_list import RolloutFilter, RolloutPage, Sort, Status
-from rollyard_api.views.keyset import ListPlace
+from rollyard_api.views.job.rollout_list import RolloutFilter, RolloutPage
 
-MAX_SEARCH: Final = 256
 CHUNK: Final = 2000
 """The number of rollouts whose hashes one query looks at."""
 READ_AT_ONCE: Final = 16
@@ -38,45 +32,6 @@ READ_AT_ONCE: Final = 16
 SECONDS: Final = 1.5
 """The time after which a search answers with what it has found."""
 MAX_WORDS: Final = 16
-
-
-async def rollout_filter(
-    sort: Sort = "id",
-    stage: StageName | None = None,
-    status: Status | None = None,
-    reason: Annotated[str | None, Query(max_length=128)] = None,
-    min_reward: float | None = None,
-    max_reward: float | None = None,
-    task: Annotated[str | None, Query(max_length=128)] = None,
-    after_time: float | None = None,
-    before_time: float | None = None,
-    search: Annotated[str, Query(max_length=MAX_SEARCH)] = "",
-    retried: bool = False,
-) -> RolloutFilter:
-    """Return the order and the filters of a request.
-
-    Raises:
-        QueryRefused: A number is not finite.
-    """
-    numbers = {
-        "min_reward": min_reward,
-        "max_reward": max_reward,
-        "after_time": after_time,
-        "before_time": before_time,
-    }
-    for name, value in numbers.items():
-        if value is not None and not math.isfinite(value):
-            raise QueryRefused.of(f"{name}: must be a finite number (got {value})")
-    return RolloutFilter(
-        sort=sort,
-        stage=stage,
-        status=status,
-        reason=reason,
-        task=task,
-        search=search.strip(),
-        retried=retried,
-        **numbers,
-    )
 
 
 def check_plain_list(asked: RolloutFilter) -> None:
@@ -120,7 +75,8 @@ async def _searched(
     and its `continue` begins there, so that a page may be empty and not the last.
     """
     wanted = _words(asked.search)
-    place = keyset.place(after, job.uid, job.name, asdict(asked), float)
+    query, order = rollout_list.ended(job.id, asked)
+    place = order.place(after, job, asked)
     if not asked.states:
         return RolloutPage([], None)
     read = plane.database.read
@@ -128,7 +84,8 @@ async def _searched(
     found: list[Any] = []
     async with plane.searches.held(job.namespace):
         while True:
-            look = partial(_candidates, job_id=job.id, asked=asked, wanted=wanted, place=place)
+            page = partial(order.rows, query=query, limit=CHUNK, place=place)
+            look = partial(_candidates, job_id=job.id, page=page, wanted=wanted)
             async with plane.looks.held(job.namespace):
                 chosen, place = await read(look)
             for at in range(0, len(chosen), READ_AT_ONCE):
@@ -136,15 +93,15 @@ async def _searched(
                 found += await _confirmed(plane, job, some, wanted)
                 if len(found) >= limit:
                     del found[limit:]
-                    place = rollout_list.place_of(found[-1], asked.sort)
+                    place = keyset.place_of(found[-1])
                     break
                 if time.monotonic() > end:
-                    place = rollout_list.place_of(some[-1], asked.sort)
+                    place = keyset.place_of(some[-1])
                     break
             if len(found) == limit or place is None or time.monotonic() > end:
                 break
-    rows = await read(partial(rollout_list.slim_ended, job=job, rows=found))
-    return RolloutPage(rows, None if place is None else keyset.text(job.uid, asdict(asked), place))
+    rows = await read(partial(rollout_list.slim, job=job, rows=found))
+    return RolloutPage(rows, keyset.text(job, asked, place))
 
 
 def _words(search: str) -> list[str]:
@@ -162,10 +119,13 @@ def _words(search: str) -> list[str]:
 
 
 def _candidates(
-    conn: Connection, job_id: int, asked: RolloutFilter, wanted: Sequence[str], place: ListPlace | None
-) -> tuple[list[Any], ListPlace | None]:
-    """Return those of the next rows of the list whose hashes match, and the place after these rows."""
-    rows, last = rollout_list.ended_after(conn, job_id, asked, CHUNK, place)
+    conn: Connection,
+    job_id: int,
+    page: Callable[[Connection], tuple[list[Any], keyset.Place | None]],
+    wanted: Sequence[str],
+) -> tuple[list[Any], keyset.Place | None]:
+    """Return those rows of a page of the list whose hashes match, and the place after the page."""
+    rows, last = page(conn)
     t = rollout_words.c
     query = sa.select(t.end_seq).where(t.job_id == job_id, t.end_seq.in_([row.end_seq for row in rows]))
     for word in wanted:

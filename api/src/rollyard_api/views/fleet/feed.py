@@ -20,7 +20,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views.fleet.overview import FleetReader, FleetSnapshot
-from rollyard_api.views.job.rollout_list import slim_ended
+from rollyard_api.views.job.rollout_list import ENDED_ROWS, slim
 
 BUFFER: Final = 256
 """The number of events that a follower may fall behind."""
@@ -171,9 +171,9 @@ def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[
             continue
         most = min(MAX_ENDED, room)
         t = ended_rollouts.c
-        query = sa.select(ended_rollouts).where(t.job_id == number, t.end_seq > after, t.end_seq <= upto)
+        query = ENDED_ROWS.where(t.job_id == number, t.end_seq > after, t.end_seq <= upto)
         rows = conn.execute(query.order_by(t.end_seq.desc()).limit(most)).all() if most else []
         room -= len(rows)
         more = upto - after - len(rows)
-        found.append((number, {"rollouts": slim_ended(conn, job, rows), "more": more}))
+        found.append((number, {"rollouts": slim(conn, job, rows), "more": more}))
     return found

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-import orjson
 import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict, StringConstraints
 from rollyard_crds.rolloutjob import STAGES
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
 from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
@@ -173,55 +170,51 @@ def waits_for(
 
 JobSort = Literal["late", "created", "-created", "name"]
 JobState = Literal["active", "finished", "late"]
-_PARAMETER: Final = "continue"
+
+
+class JobFilter(BaseModel):
+    """Which jobs are listed, as a request says it; None and "" stand for no restriction."""
+
+    model_config = ConfigDict(frozen=True)
+
+    namespace: Annotated[str | None, StringConstraints(max_length=63)] = None
+    state: JobState | None = None
+    search: Annotated[str, StringConstraints(max_length=128)] = ""
+    """A part of the name or of `namespace/name`, in any case of letters."""
+    sort: JobSort = "late"
+    """The order. By `late`, the jobs that are late longest come first, then the unfinished ones, the oldest
+    first, and last those that have finished, the newest first."""
 
 
 def page(
-    jobs: Mapping[int, dict[str, Any]],
-    *,
-    namespace: str | None,
-    state: JobState | None,
-    search: str,
-    sort: JobSort,
-    limit: int,
-    given: str,
+    jobs: Mapping[int, dict[str, Any]], asked: JobFilter, limit: int, given: str
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return a page of slim rows, and the `continue` of the next page or None.
 
     Args:
         jobs: The slim rows by the jobs' numbers.
-        namespace: The only namespace, or None for all.
-        state: The only state, or None.
-        search: A part of the name or of `namespace/name`, in any case of letters.
-        sort: The order. By `late`, the jobs that are late longest come first, then the unfinished ones, the
-            oldest first, and last those that have finished, the newest first.
+        asked: Which of them are listed.
         limit: The largest number of rows.
         given: The `continue` of the page before, or an empty text.
 
     Raises:
         QueryRefused: `given` is not a `continue` of this list.
     """
-    part = search.lower()
+    part = asked.search.lower()
     chosen = [
-        (_key(sort, number, job), job)
+        (_key(asked.sort, number, job), job)
         for number, job in jobs.items()
-        if (namespace is None or job["namespace"] == namespace)
-        and (state is None or _is(job, state))
+        if asked.namespace in (None, job["namespace"])
+        and (asked.state is None or _is(job, asked.state))
         and (not part or part in f"{job['namespace']}/{job['name']}".lower())
     ]
     chosen.sort(key=lambda item: item[0])
-    asked = keyset.digest([namespace, state, search, sort])
     if given:
-        after = _after(given, asked)
-        try:
-            chosen = [item for item in chosen if item[0] > after]
-        except TypeError as error:
-            raise cursors.garbage(_PARAMETER, given, "jobs") from error
+        key = str if asked.sort == "name" else float
+        after = tuple(keyset.decode(given, asked, (int, key, int)))
+        chosen = [item for item in chosen if item[0] > after]
     rows = [job for _, job in chosen[:limit]]
-    if len(chosen) <= limit:
-        return rows, None
-    data = orjson.dumps([asked, *chosen[limit - 1][0]])
-    return rows, base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+    return rows, None if len(chosen) <= limit else keyset.encode(asked, chosen[limit - 1][0])
 
 
 def _is(job: Mapping[str, Any], state: JobState) -> bool:
@@ -243,14 +236,3 @@ def _key(sort: JobSort, number: int, job: Mapping[str, Any]) -> tuple[Any, ...]:
             return (0, -job["created_at"], -number)
         case "name":
             return (0, f"{job['namespace']}/{job['name']}", number)
-
-
-def _after(given: str, asked: str) -> tuple[Any, ...]:
-    try:
-        padded = given + "=" * (-len(given) % 4)
-        found = orjson.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError) as error:
-        raise cursors.garbage(_PARAMETER, given, "jobs") from error
-    if not isinstance(found, list) or len(found) != 4 or found[0] != asked:
-        raise cursors.garbage(_PARAMETER, given, "this list of jobs")
-    return tuple(found[1:])

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -55,7 +56,7 @@ _ENDED = (
 )
 _PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
-    sa.select(*groups.c["no", "seq", "informative", "reason"])
+    sa.select(*groups.c["no", "seq"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)
@@ -161,19 +162,9 @@ def _fold_groups(tx: Transaction, job_id: int, found: Sequence[Any]) -> None:
     rows = []
     for group in found:
         values = rewards[group.no]
-        mean = sum(values) / len(values) if values else None
-        variance = None if mean is None else sum((value - mean) ** 2 for value in values) / len(values)
-        rows.append(
-            {
-                "job_id": job_id,
-                "no": group.no,
-                "seq": group.seq,
-                "mean": mean,
-                "variance": variance,
-                "informative": bool(group.informative),
-                "reason": group.reason,
-            }
-        )
+        mean = fmean(values) if values else None
+        variance = None if mean is None else fmean((value - mean) ** 2 for value in values)
+        rows.append({"job_id": job_id, "no": group.no, "mean": mean, "variance": variance})
     tx.conn.execute(sa.insert(ended_groups), rows)
 
 

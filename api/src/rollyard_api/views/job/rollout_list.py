@@ -7,26 +7,30 @@ and `since` lists those that have not ended, the ones that have been in their st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
 from rollyard_crds.rolloutjob import StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
+from rollyard_api.core.problems import QueryRefused
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.machine.states import ENDED, UNFINISHED, RolloutState
+from rollyard_api.machine.states import ENDED, RolloutState
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.views import keyset
 from rollyard_api.views.job.folding import ATTEMPTS, active_seconds
-from rollyard_api.views.keyset import ListPlace
+from rollyard_api.views.keyset import Order
 
 Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"]
+Chars128 = Annotated[str, StringConstraints(max_length=128)]
 Status = Literal["queued", "leased", "succeeded", "failed", "cancelled"]
 MAX_ROWS: Final = 200
 
@@ -38,24 +42,32 @@ _LABELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Which rollouts of a job are listed; None and "" stand for no restriction."""
+class RolloutFilter(BaseModel):
+    """Which rollouts of a job are listed, as a request says it; None and "" stand for no restriction."""
+
+    model_config = ConfigDict(frozen=True)
 
     sort: Sort = "id"
     stage: StageName | None = None
     status: Status | None = None
-    reason: str | None = None
+    reason: Chars128 | None = None
     min_reward: float | None = None
     max_reward: float | None = None
-    task: str | None = None
+    task: Chars128 | None = None
     after_time: float | None = None
     """The earliest end, in seconds since the epoch."""
     before_time: float | None = None
     """The time before which the rollouts ended."""
-    search: str = ""
+    search: Annotated[str, StringConstraints(max_length=256, strip_whitespace=True)] = ""
     """Words that the conversation must have, all of them."""
     retried: bool = False
+
+    @field_validator("min_reward", "max_reward", "after_time", "before_time")
+    @classmethod
+    def _finite(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise QueryRefused.of(f"{info.field_name}: must be a finite number (got {value})")
+        return value
 
     @property
     def states(self) -> list[RolloutState]:
@@ -97,18 +109,13 @@ def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given:
         return _by_id(conn, job, asked, limit, given)
     if not asked.states:
         return RolloutPage([], None)
-    if asked.sort == "since":
-        return _unfinished(conn, job, asked, limit, given)
-    place = keyset.place(given, job.uid, job.name, asdict(asked), float)
-    rows, last = ended_after(conn, job.id, asked, limit, place)
-    more = None if last is None else keyset.text(job.uid, asdict(asked), last)
-    return RolloutPage(slim_ended(conn, job, rows), more)
+    query, order = _unfinished(job.id, asked) if asked.sort == "since" else ended(job.id, asked)
+    rows, last = order.rows(conn, query, limit, order.place(given, job, asked))
+    return RolloutPage(slim(conn, job, rows), keyset.text(job, asked, last))
 
 
-def ended_after(
-    conn: Connection, job_id: int, asked: RolloutFilter, limit: int, place: ListPlace | None
-) -> tuple[list[Any], ListPlace | None]:
-    """Return rows of `ended_rollouts` after a place, and the place of the last one if there are more."""
+def ended(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
+    """Return a query for the rows of `ENDED_ROWS` that were asked for, and their order."""
     t = ended_rollouts.c
     where = [t.job_id == job_id, *_restrictions(job_id, asked)]
     falls = asked.sort.startswith("-")
@@ -118,15 +125,12 @@ def ended_after(
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
     key: sa.ColumnElement[Any] = column if len(where) == 1 or column is t.end_seq else column + 0
     missing = (column + 0).is_(None) if column.nullable else None
-    order = keyset.Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
-    rows = order.rows(conn, sa.select(ended_rollouts).where(*where), limit, place)
-    return rows[:limit], place_of(rows[limit - 1], asked.sort) if len(rows) > limit else None
+    return ENDED_ROWS.where(*where), Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
 
 
-def place_of(row: Any, sort: Sort) -> ListPlace:
-    """Return the place of a row of `ended_rollouts` in a list with this order."""
-    key = getattr(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
-    return ListPlace(None if key is None else float(key), row.end_seq)
+def _unfinished(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
+    where = [rollouts.c.job_id == job_id, rollouts.c.state.in_(asked.states), *_conditions(job_id, asked)]
+    return _ROWS.where(*where), Order(rollouts.c.since, rollouts.c.place)
 
 
 def _of_task(table: sa.Table, job_id: int, task: str) -> sa.ColumnElement[bool]:
@@ -173,29 +177,19 @@ def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
 
 _ROWS = sa.select(
     *rollouts.c["id", "job_id", "group_no", "sample", "state", "reason", "reward", "since", "timings"],
-    *rollouts.c["sampled_tokens", "worker", "node", "policy_index"],
+    *rollouts.c["worker", "node", "policy_index"],
+    sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
     ATTEMPTS,
 )
-
-
-def slim_ended(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of `ended_rollouts` as the API answers them."""
-    return _slim(conn, job, [(row, row.ended_at, row.seconds, row.tokens) for row in rows])
+ENDED_ROWS = sa.select(ended_rollouts, ended_rollouts.c.ended_at.label("since"), sa.literal("").label("node"))
+"""A query for rows of `ended_rollouts` that `slim` takes, too."""
 
 
 def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of `rollouts` in any state as the API answers them."""
-    of_rows = [(row, row.since, active_seconds(loads(row.timings)), row.sampled_tokens or 0) for row in rows]
-    return _slim(conn, job, of_rows)
-
-
-def _slim(
-    conn: Connection, job: JobRow, rows: Sequence[tuple[Any, float, float, int]]
-) -> list[dict[str, Any]]:
-    """Return rows of either table, each with the begin of its state, its seconds and its tokens."""
+    """Return rows of `rollouts` in any state, or of ENDED_ROWS, as the API answers them."""
     if not rows:
         return []
-    tasks, versions = task_ids(conn, job.id, {row.group_no for row, *_ in rows}), labels(conn, job)
+    tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
     return [
         {
             "id": row.id,
@@ -205,17 +199,17 @@ def _slim(
             "stage": row.state.stage,
             "reason": row.reason or "",
             "reward": row.reward,
-            "since": since,
-            "ended_at": since if row.state.has_ended else None,
-            "seconds": seconds,
-            "tokens": tokens,
+            "since": row.since,
+            "ended_at": row.since if row.state.has_ended else None,
+            "seconds": row.seconds if "seconds" in row._fields else active_seconds(loads(row.timings)),
+            "tokens": row.tokens,
             "attempts": row.attempts,
             # While a rollout waits in a queue, its row names the worker of the stage before.
             "worker": (row.worker or "") if row.state.is_leased or row.state.has_ended else "",
             "node": row.node if row.state.is_leased else "",
             "policy_version": versions.get(row.policy_index, ""),
         }
-        for row, since, seconds, tokens in rows
+        for row in rows
     ]
 
 
@@ -241,20 +235,6 @@ def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, give
     where += _conditions(job.id, asked)
     rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
     more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
-    return RolloutPage(slim(conn, job, rows[:limit]), more)
-
-
-def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
-    place = keyset.place(given, job.uid, job.name, asdict(asked), float)
-    number = rollouts.c.place
-    where = [rollouts.c.job_id == job.id, rollouts.c.state.in_(asked.states or UNFINISHED)]
-    where += _conditions(job.id, asked)
-    order = keyset.Order(rollouts.c.since, number)
-    rows = order.rows(conn, _ROWS.add_columns(number).where(*where), limit, place)
-    more = None
-    if len(rows) > limit:
-        last = rows[limit - 1]
-        more = keyset.text(job.uid, asdict(asked), ListPlace(last.since, last.place))
     return RolloutPage(slim(conn, job, rows[:limit]), more)
 
 

@@ -20,7 +20,7 @@ from rollyard_api.core.problems import ApiError, Invalid, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import Namespace, StrictRoute, Wait, from_query, page_answer, plane_of
-from rollyard_api.routes.page.records import record_line
+from rollyard_api.routes.page.rollout import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -272,9 +272,7 @@ async def list_rollouts(
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
-    async with plane.looks.held(namespace):
-        found, more = await plane.database.read(query)
-    return page_answer(found, more)
+    return page_answer(*await plane.look(namespace, query))
 
 
 @router.get("/{name}/rollouts/{rollout}")

@@ -64,9 +64,7 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
                 items += [row | {"namespace": job.namespace, "job": job.name} for row in rows]
         return sorted(items, key=lambda row: row["since"])
 
-    async with plane.looks.held(namespace or ""):
-        items = await plane.database.read(query)
-    return page_answer(items, None)
+    return page_answer(await plane.look(namespace or "", query), None)
 
 
 _JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")

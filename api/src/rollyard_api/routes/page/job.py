@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
@@ -26,7 +26,7 @@ FOLDS = 20
 """The number of transactions with which a request folds what has just ended, before it answers."""
 
 
-async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
+async def folded(plane: Plane, name: str, namespace: Namespace = "default") -> JobRow:
     """Return a job after what has ended of it was folded, as far as FOLDS transactions go.
 
     Raises:
@@ -37,18 +37,21 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
         job = job_rows.find(conn, namespace, name)
         return job, folding.is_behind(conn, job)
 
-    job, behind = await plane.database.read(query)
-    if behind:
-        await plane.views.folding.fold(job.id, FOLDS)
+    async with plane.looks.held(namespace):
+        job, behind = await plane.database.read(query)
+        if behind:
+            await plane.views.folding.fold(job.id, FOLDS)
     return job
+
+
+_Folded = Annotated[JobRow, Depends(folded)]
 
 
 @router.get("/{name}/grid")
 async def grid(
     plane: Plane,
-    name: str,
+    job: _Folded,
     asked: Annotated[GroupFilter, from_query(GroupFilter)],
-    namespace: Namespace = "default",
     limit: Annotated[int, Query(ge=1, le=grid_rows.MAX_GROUPS)] = 100,
     after: Annotated[str, Query(alias="continue", max_length=256)] = "",
 ) -> Response:
@@ -56,32 +59,28 @@ async def grid(
 
     Any order but `no` lists the groups that have ended. `status` selects groups of which a sample has it.
     """
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
-        items, more = await plane.database.read(look)
+    look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
+    items, more = await plane.look(job.namespace, look)
     return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
 
 @router.get("/{name}/statistics")
-async def statistics(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def statistics(plane: Plane, job: _Folded) -> Response:
     """Return the statistics that are kept of a job: rewards, versions, time, failures, stages.
 
     `upto` is the number of ended rollouts that they hold. `by_time` has the width of its buckets in seconds.
     """
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        found = await plane.database.read(
-            lambda conn: folding.statistics(conn, job, rollout_list.labels(conn, job))
-        )
-    return answer(found)
+
+    def look(conn: Connection) -> dict[str, Any]:
+        return folding.statistics(conn, job, rollout_list.labels(conn, job))
+
+    return answer(await plane.look(job.namespace, look))
 
 
 @router.get("/{name}/gantt")
 async def gantt(
     plane: Plane,
-    name: str,
-    namespace: Namespace = "default",
+    job: _Folded,
     sort: GanttSort = "-duration",
     limit: Annotated[int, Query(ge=1, le=gantt_rows.MAX_ROWS)] = 100,
 ) -> Response:
@@ -91,8 +90,6 @@ async def gantt(
     rollout that has not ended has `open` and ends at `time`.
     """
     now = time.time()
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
-        items = await plane.database.read(look)
+    look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
+    items = await plane.look(job.namespace, look)
     return answer({"time": now, "items": items, "metadata": {}})

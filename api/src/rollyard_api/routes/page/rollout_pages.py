@@ -55,13 +55,12 @@ async def slim_page(
         NotFound: There is no such job.
         QueryRefused: `after` is not the `continue` of this list.
     """
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        if not asked.search:
-            look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
-            found = await plane.database.read(look)
+    job = await folded(plane, name, namespace)
     if asked.search:
         found = await _searched(plane, job, asked, limit, after)
+    else:
+        look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
+        found = await plane.look(namespace, look)
     return page_answer(found.rows, found.more)
 
 
@@ -79,15 +78,13 @@ async def _searched(
     place = order.place(after, job, asked)
     if not asked.states:
         return RolloutPage([], None)
-    read = plane.database.read
     end = time.monotonic() + SECONDS
     found: list[Any] = []
     async with plane.searches.held(job.namespace):
         while True:
             page = partial(order.rows, query=query, limit=CHUNK, place=place)
             look = partial(_candidates, job_id=job.id, page=page, wanted=wanted)
-            async with plane.looks.held(job.namespace):
-                chosen, place = await read(look)
+            chosen, place = await plane.look(job.namespace, look)
             for at in range(0, len(chosen), READ_AT_ONCE):
                 some = chosen[at : at + READ_AT_ONCE]
                 found += await _confirmed(plane, job, some, wanted)
@@ -100,7 +97,7 @@ async def _searched(
                     break
             if len(found) == limit or place is None or time.monotonic() > end:
                 break
-    rows = await read(partial(rollout_list.slim, job=job, rows=found))
+    rows = await plane.database.read(partial(rollout_list.slim, job=job, rows=found))
     return RolloutPage(rows, keyset.text(job, asked, place))
 
 

@@ -22,7 +22,7 @@ from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout import pieces
-from rollyard_api.views.rollout.records import CompactRecord, compact
+from rollyard_api.views.rollout.records import CompactRecord, compact, row_of
 from rollyard_api.views.rollout.texts import Pieces
 
 router = APIRouter(
@@ -40,10 +40,7 @@ def _find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tu
         Conflict: The rollout has not ended.
     """
     job = job_rows.find(conn, namespace, name)
-    short = records.sizes().add_columns(rollouts.c.state)
-    row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
-    if row is None:
-        raise NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
+    row = row_of(conn, job, rollout, records.sizes().add_columns(rollouts.c.state))
     if row.end_seq is None:
         raise Conflict(
             f"rollout {rollout!r} has not ended: {row.state.status} in stage "
@@ -118,9 +115,7 @@ async def brief(plane: Plane, ended: _Ended) -> Response:
     failed rollouts before and after it.
     """
     job, record = ended
-    look = partial(pieces.around, job_id=job.id, rollout=record.head["id"])
-    spans, neighbours = await plane.look(job.namespace, look)
-    return answer(pieces.brief(record, spans, neighbours))
+    return answer(await plane.look(job.namespace, partial(pieces.brief, job=job, record=record)))
 
 
 @router.get("/messages")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -24,9 +25,8 @@ from rollyard_api.views.job.rollout_list import ENDED_ROWS, slim
 
 BUFFER: Final = 256
 """The number of events that a follower may fall behind."""
-IDLE_SECONDS: Final = 10.0
+IDLE_SECONDS: Final = 1.0
 """The time after which a stream without events gets a comment, so that nothing on the way closes it."""
-LOOK_SECONDS: Final = 1.0
 MAX_ENDED: Final = 50
 """The number of ended rollouts of one job in one event."""
 MAX_ENDED_ALL: Final = 500
@@ -126,18 +126,10 @@ class FleetFeed:
         self._followers.add(follower)
         try:
             yield event("overview", glance(await self._reader.look()))
-            idle = 0.0
             while not closing():
-                try:
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        data = await follower.events.get()
-                except TimeoutError:
-                    idle += LOOK_SECONDS
-                    if idle >= IDLE_SECONDS:
-                        idle = 0.0
-                        yield b": idle\n\n"
-                    continue
-                idle = 0.0
+                data: bytes | None = b": idle\n\n"
+                with suppress(TimeoutError):
+                    data = await asyncio.wait_for(follower.events.get(), IDLE_SECONDS)
                 if data is None:
                     yield event("dropped", {"reason": "SlowConsumer"})
                     return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from statistics import fmean
 from typing import Any, Final
@@ -26,7 +25,7 @@ from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
-from rollyard_api.views.job.statistics import EndedView, Statistics
+from rollyard_api.views.job.statistics import Statistics
 
 BATCH: Final = 500
 """The number of rollouts and of groups that one transaction folds. Requests of others run in between."""
@@ -105,7 +104,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
     empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
     tx.conn.execute(_FIRST[tx.sqlite], empty)
     kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
-    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).mappings().all()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
     found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
     if not ended and not found:
         return False
@@ -118,7 +117,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
         sa.update(job_statistics)
         .where(job_statistics.c.job_id == job_id)
         .values(
-            rollouts=ended[-1]["end_seq"] if ended else kept.rollouts,
+            rollouts=ended[-1].end_seq if ended else kept.rollouts,
             groups=found[-1].seq if found else kept.groups,
             document=document,
         )
@@ -126,20 +125,19 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
+def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.Row[Any]]) -> bytes:
     statistics = msgspec.json.decode(document, type=Statistics)
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
-        timings = loads(row["timings"])
-        view = {field.name: row[field.name] for field in fields(EndedView)}
-        statistics.add(EndedView(**view | {"timings": timings}))
-        kept = {column.name: row[column.name] for column in ended_rollouts.c if column.name in row}
+        timings = loads(row.timings)
+        statistics.add(row, timings)
+        kept = {name: value for name, value in row._mapping.items() if name in ended_rollouts.c}
         rows.append({**kept, "job_id": job_id, "seconds": active_seconds(timings)})
-        if row["ended_at"] > tx.now - RATE_KEPT:
-            bucket = recent[int(row["ended_at"] // RATE_SECONDS) * RATE_SECONDS]
+        if row.ended_at > tx.now - RATE_KEPT:
+            bucket = recent[int(row.ended_at // RATE_SECONDS) * RATE_SECONDS]
             bucket[0] += 1
-            bucket[1] += row["tokens"]
+            bucket[1] += row.tokens
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
         # Two replicas take the buckets in the same order, since they could deadlock otherwise.

@@ -14,27 +14,29 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import NotFound
 from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces
-from rollyard_api.views.rollout.records import CompactRecord
+from rollyard_api.views.rollout.records import CompactRecord, row_of
 
 MAX_TURNS: Final = 2000
 """The number of turns that are shown."""
-_ROW = sa.select(*rollouts.c["id", "end_seq", "group_no", "sample", "since", "timings"])
+_ROW = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
 
 
-def brief(
-    record: CompactRecord, spans: list[tuple[str, float, float]], neighbours: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a record's head with the sizes of what is left out.
+def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any]:
+    """Return a record's head with the sizes of what is left out, its spans and its neighbours.
 
-    Args:
-        record: The record.
-        spans: The name, begin and end of each state, in seconds since the epoch.
-        neighbours: The ids of the rollouts around it.
+    The spans are the name, begin and end of each state, in seconds since the epoch. The neighbours are the
+    ids of the samples of its group by number, and of the failed rollouts of the job in the order of their
+    ends, or None where there is no other.
+
+    Raises:
+        NotFound: The rollout has been removed.
     """
     head = dict(record.head)
+    row = row_of(conn, job, head["id"], _ROW)
     turns = head.pop("turns", [])
     head["turns"] = [
         turn
@@ -53,24 +55,13 @@ def brief(
             {"prompt": len(one.prompt_ids), "response": len(one.response_ids)} for one in record.segments
         ],
         "messages": len(record.messages),
-        "spans": spans,
-        "neighbours": neighbours,
+        "spans": [(one.name, one.start, one.end) for one in traces.spans(loads(row.timings), row.since)],
+        "neighbours": _neighbours(conn, job.id, row),
         "trace_id": trace_id(head["id"]),
     }
 
 
-def around(
-    conn: Connection, job_id: int, rollout: str
-) -> tuple[list[tuple[str, float, float]], dict[str, Any]]:
-    """Return the spans of an ended rollout and the ids of its neighbours, or None where there is no other.
-
-    The neighbours are the samples of its group by number, and the failed rollouts of the job in the order of
-    their ends.
-    """
-    row = conn.execute(_ROW.where(rollouts.c.job_id == job_id, rollouts.c.id == rollout)).one_or_none()
-    if row is None or row.end_seq is None:
-        return [], {}
-    spans = [(one.name, one.start, one.end) for one in traces.spans(loads(row.timings), row.since)]
+def _neighbours(conn: Connection, job_id: int, row: Any) -> dict[str, str | None]:
     group = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id, rollouts.c.group_no == row.group_no)
     t = ended_rollouts.c
     failed = sa.select(t.id).where(t.job_id == job_id, t.state == RolloutState.FAILED)
@@ -82,7 +73,7 @@ def around(
         before, after = query.where(column < place), query.where(column > place)
         neighbours[f"{name}_before"] = conn.scalar(before.order_by(column.desc()).limit(1))
         neighbours[f"{name}_after"] = conn.scalar(after.order_by(column).limit(1))
-    return spans, neighbours
+    return neighbours
 
 
 MAX_MESSAGES: Final = 200

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgpack
+import sqlalchemy as sa
 from rollyard_crds.token_arrays import PackedSegment
 from rollyard_crds.trajectory import turns_said
+from sqlalchemy.engine import Connection
 
+from rollyard_api.core.problems import NotFound
+from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories.delivery import Piece
 
 MAX_BYTES: Final = 128 << 20
@@ -47,6 +52,18 @@ def compact(data: Piece) -> CompactRecord:
     runs = sum(len(one.policy_versions.runs) for one in segments)
     # What is not tokens is as long in memory as here, give or take the objects around short texts.
     return CompactRecord(head, messages, segments, said, 2 * len(data) + _RUN_BYTES * runs + 4096)
+
+
+def row_of(conn: Connection, job: JobRow, rollout: str, query: sa.Select[Any]) -> Any:
+    """Return the row of one of a job's rollouts in a query of `rollouts`.
+
+    Raises:
+        NotFound: The job has no such rollout.
+    """
+    row = conn.execute(query.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
+    if row is None:
+        raise NotFound(f"RolloutJob {job.name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
+    return row
 
 
 class KeptRecords:

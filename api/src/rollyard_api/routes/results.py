@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
-from rollyard_api.core.problems import ApiError, Invalid, TooLarge
+from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import Namespace, StrictRoute, Wait, from_query, page_answer, plane_of
 from rollyard_api.routes.page.rollout import record_line
-from rollyard_api.routes.page.rollout_pages import check_plain_list, slim_page
+from rollyard_api.routes.page.rollout_pages import slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
@@ -261,7 +261,10 @@ async def list_rollouts(
     plane = plane_of(request)
     if slim:
         return await slim_page(plane, namespace, name, asked, min(limit, MAX_ROWS), after)
-    check_plain_list(asked)
+    if not asked.is_plain:
+        raise QueryRefused.of(
+            "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
+        )
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:

@@ -31,6 +31,10 @@ Place = tuple[Any, int]
 A key of None stands for the rows without a value, which come last in either direction."""
 
 
+Page = tuple[list[dict[str, Any]], str | None]
+"""Some rows of a list, and the `continue` of the next page, or None if there are no more."""
+
+
 def encode(asked: BaseModel, place: Sequence[Any]) -> str:
     """Return the `continue` of a place in the list that was asked for."""
     data = msgspec.json.encode((_digest(asked), *place))

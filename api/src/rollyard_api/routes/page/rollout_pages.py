@@ -23,7 +23,8 @@ from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.views import keyset
 from rollyard_api.views.job import rollout_list
-from rollyard_api.views.job.rollout_list import RolloutFilter, RolloutPage
+from rollyard_api.views.job.rollout_list import RolloutFilter
+from rollyard_api.views.keyset import Page, Place
 
 CHUNK: Final = 2000
 """The number of rollouts whose hashes one query looks at."""
@@ -32,18 +33,6 @@ READ_AT_ONCE: Final = 16
 SECONDS: Final = 1.5
 """The time after which a search answers with what it has found."""
 MAX_WORDS: Final = 16
-
-
-def check_plain_list(asked: RolloutFilter) -> None:
-    """Check that a request without `slim=true` asks for nothing that only slim rows have.
-
-    Raises:
-        QueryRefused: It does.
-    """
-    if asked != RolloutFilter(stage=asked.stage, status=asked.status, retried=asked.retried):
-        raise QueryRefused.of(
-            "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
-        )
 
 
 async def slim_page(
@@ -57,16 +46,12 @@ async def slim_page(
     """
     job = await folded(plane, name, namespace)
     if asked.search:
-        found = await _searched(plane, job, asked, limit, after)
-    else:
-        look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
-        found = await plane.look(namespace, look)
-    return page_answer(found.rows, found.more)
+        return page_answer(*await _searched(plane, job, asked, limit, after))
+    look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
+    return page_answer(*await plane.look(namespace, look))
 
 
-async def _searched(
-    plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str
-) -> RolloutPage:
+async def _searched(plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str) -> Page:
     """Return the rollouts after a place whose conversations have all words of the search.
 
     The rows of the list are taken in its order, CHUNK at a time. Those whose hashes have all words are read
@@ -77,7 +62,7 @@ async def _searched(
     query, order = rollout_list.ended(job.id, asked)
     place = order.place(after, job, asked)
     if not asked.states:
-        return RolloutPage([], None)
+        return [], None
     end = time.monotonic() + SECONDS
     found: list[Any] = []
     async with plane.searches.held(job.namespace):
@@ -98,7 +83,7 @@ async def _searched(
             if len(found) == limit or place is None or time.monotonic() > end:
                 break
     rows = await plane.database.read(partial(rollout_list.slim, job=job, rows=found))
-    return RolloutPage(rows, keyset.text(job, asked, place))
+    return rows, keyset.text(job, asked, place)
 
 
 def _words(search: str) -> list[str]:
@@ -118,9 +103,9 @@ def _words(search: str) -> list[str]:
 def _candidates(
     conn: Connection,
     job_id: int,
-    page: Callable[[Connection], tuple[list[Any], keyset.Place | None]],
+    page: Callable[[Connection], tuple[list[Any], Place | None]],
     wanted: Sequence[str],
-) -> tuple[list[Any], keyset.Place | None]:
+) -> tuple[list[Any], Place | None]:
     """Return those rows of a page of the list whose hashes match, and the place after the page."""
     rows, last = page(conn)
     t = rollout_words.c

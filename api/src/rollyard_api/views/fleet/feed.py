@@ -7,7 +7,7 @@ dropped, because the others must not wait for it; a page simply connects again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,14 +78,12 @@ class FleetFeed:
             self._last = now
             return
         if glance(before) | {"time": 0.0} != glance(now) | {"time": 0.0}:
-            self._tell(event("overview", glance(now)), None)
+            self._tell("overview", glance(now))
         for number, job in now.jobs.items():
             if not _same(before.jobs.get(number), job):
-                self._tell(event("job", job), (job["namespace"], job["name"]))
+                self._tell("job", job, of=job)
         for number in before.jobs.keys() - now.jobs.keys():
-            job = before.jobs[number]
-            name = (job["namespace"], job["name"])
-            self._tell(event("gone", {"namespace": name[0], "name": name[1]}), name)
+            self._tell("gone", _named(before.jobs[number]), of=before.jobs[number])
         self._last = now
         await self._tell_ended(now)
 
@@ -101,13 +99,13 @@ class FleetFeed:
         if not due:
             return
         for number, found in await self._database.read(partial(_ended, due=due)):
-            job = fleet.jobs[number]
-            name = (job["namespace"], job["name"])
-            self._tell(event("ended", {"namespace": name[0], "name": name[1], **found}), name)
+            self._tell("ended", _named(fleet.jobs[number]) | found, of=fleet.jobs[number])
 
-    def _tell(self, data: bytes, of: JobName | None) -> None:
+    def _tell(self, name: str, document: Any, of: Mapping[str, Any] | None = None) -> None:
+        """Send an event to all followers, or only to those of the job with this slim row."""
+        data = event(name, document)
         for follower in list(self._followers):
-            if of is not None and follower.only not in (None, of):
+            if of is not None and follower.only not in (None, (of["namespace"], of["name"])):
                 continue
             if follower.events.qsize() >= BUFFER:
                 self._followers.discard(follower)
@@ -136,6 +134,10 @@ class FleetFeed:
                 yield data
         finally:
             self._followers.discard(follower)
+
+
+def _named(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {"namespace": job["namespace"], "name": job["name"]}
 
 
 def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views import keyset
+from rollyard_api.views.keyset import Page
 
 FINAL: Final = ("Succeeded", "Failed", "Cancelled")
 """The phases that do not change any more."""
@@ -186,19 +187,11 @@ class JobFilter(BaseModel):
     first, and last those that have finished, the newest first."""
 
 
-def page(
-    jobs: Mapping[int, dict[str, Any]], asked: JobFilter, limit: int, given: str
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return a page of slim rows, and the `continue` of the next page or None.
-
-    Args:
-        jobs: The slim rows by the jobs' numbers.
-        asked: Which of them are listed.
-        limit: The largest number of rows.
-        given: The `continue` of the page before, or an empty text.
+def page(jobs: Mapping[int, dict[str, Any]], asked: JobFilter, limit: int, given: str) -> Page:
+    """Return a page of the slim rows of jobs, by their numbers; `given` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `given` is not a `continue` of this list.
+        QueryRefused: `given` is not one of this list.
     """
     part = asked.search.lower()
     chosen = [

@@ -45,18 +45,14 @@ def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float)
 
 
 def _item(row: Any, now: float) -> dict[str, Any]:
-    timings = loads(row.timings)
     ended = row.state.has_ended
-    spans = [(one.name, one.start, one.end) for one in traces.spans(timings, row.since if ended else now)]
-    if not spans and not ended:
-        spans = [(traces.Span(row.state, row.since, now).name, row.since, now)]
     item = {
         "id": row.id,
         "group_no": row.group_no,
         "sample": row.sample,
         "status": row.state.status,
         "reward": row.reward,
-        "spans": spans,
+        "spans": traces.spans(loads(row.timings), row.since if ended else now),
     }
     return item if ended else item | {"open": True}
 

@@ -19,6 +19,7 @@ from rollyard_api.storage.view_tables import ended_groups
 from rollyard_api.trajectories.records import fitting
 from rollyard_api.views import keyset
 from rollyard_api.views.job.rollout_list import Chars128, Status
+from rollyard_api.views.keyset import Page
 
 GridSort = Literal["no", "ended", "-ended", "reward", "-reward", "variance", "-variance", "reason"]
 MAX_GROUPS: Final = 500
@@ -53,13 +54,11 @@ class GroupFilter(BaseModel):
     """A part of the task's id, in any case of letters."""
 
 
-def page(
-    conn: Connection, job: JobRow, asked: GroupFilter, limit: int, given: str
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return a page of a job's groups, and the `continue` of the next page or None.
+def page(conn: Connection, job: JobRow, asked: GroupFilter, limit: int, given: str) -> Page:
+    """Return a page of a job's groups; `given` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `given` is not a `continue` of this list.
+        QueryRefused: `given` is not one of this list.
         Gone: It belongs to another job.
     """
     order = _order(asked)

@@ -8,8 +8,8 @@ and `since` lists those that have not ended, the ones that have been in their st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import sqlalchemy as sa
@@ -27,7 +27,7 @@ from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.views import keyset
 from rollyard_api.views.job.folding import ATTEMPTS, active_seconds
-from rollyard_api.views.keyset import Order
+from rollyard_api.views.keyset import Order, Page
 
 Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"]
 Chars128 = Annotated[str, StringConstraints(max_length=128)]
@@ -35,6 +35,14 @@ Status = Literal["queued", "leased", "succeeded", "failed", "cancelled"]
 MAX_ROWS: Final = 200
 
 _COLUMN: Final = {"ended": "end_seq", "reward": "reward", "duration": "seconds", "tokens": "tokens"}
+_LIMITS: Final[dict[str, tuple[Callable[[Any, Any], sa.ColumnElement[bool]], sa.ColumnElement[Any]]]] = {
+    "reason": (operator.eq, ended_rollouts.c.reason),
+    "min_reward": (operator.ge, ended_rollouts.c.reward + 0),
+    "max_reward": (operator.le, ended_rollouts.c.reward + 0),
+    "after_time": (operator.ge, ended_rollouts.c.ended_at),
+    "before_time": (operator.lt, ended_rollouts.c.ended_at),
+}
+"""The filters of what only ended rollouts have: how a column is compared with the value of each."""
 _LABELS = (
     sa.select(weight_updates.c.policy_index, weight_updates.c.policy_version)
     .join(pools, pools.c.id == weight_updates.c.pool_id)
@@ -82,23 +90,16 @@ class RolloutFilter(BaseModel):
     @property
     def of_ended(self) -> bool:
         """Whether only rollouts that have ended can match."""
-        ended_only = (self.reason, self.min_reward, self.max_reward, self.after_time, self.before_time)
-        return (
-            self.sort not in ("id", "since")
-            or any(value is not None for value in ended_only)
-            or bool(self.search)
-        )
+        limited = any(getattr(self, name) is not None for name in _LIMITS)
+        return limited or bool(self.search) or self.sort not in ("id", "since")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only what lists have that are not of slim rows is asked for."""
+        return self == RolloutFilter(stage=self.stage, status=self.status, retried=self.retried)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutPage:
-    """Some slim rows, and the `continue` of the next page, or None if there are no more."""
-
-    rows: list[dict[str, Any]]
-    more: str | None
-
-
-def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> Page:
     """Return a page of a job's rollouts as slim rows; `given` is the `continue` of the page before.
 
     Raises:
@@ -108,16 +109,19 @@ def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given:
     if asked.sort == "id" and not asked.of_ended:
         return _by_id(conn, job, asked, limit, given)
     if not asked.states:
-        return RolloutPage([], None)
+        return [], None
     query, order = _unfinished(job.id, asked) if asked.sort == "since" else ended(job.id, asked)
     rows, last = order.rows(conn, query, limit, order.place(given, job, asked))
-    return RolloutPage(slim(conn, job, rows), keyset.text(job, asked, last))
+    return slim(conn, job, rows), keyset.text(job, asked, last)
 
 
 def ended(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
     """Return a query for the rows of `ENDED_ROWS` that were asked for, and their order."""
     t = ended_rollouts.c
-    where = [t.job_id == job_id, *_restrictions(job_id, asked)]
+    where = [t.job_id == job_id, *_conditions(ended_rollouts, job_id, asked)]
+    for name, (compare, column) in _LIMITS.items():
+        if (limit := getattr(asked, name)) is not None:
+            where.append(compare(column, limit))
     falls = asked.sort.startswith("-")
     # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
     column = t[_COLUMN.get(asked.sort.lstrip("-"), "end_seq")]
@@ -129,35 +133,22 @@ def ended(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
 
 
 def _unfinished(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
-    where = [rollouts.c.job_id == job_id, rollouts.c.state.in_(asked.states), *_conditions(job_id, asked)]
+    where = [rollouts.c.job_id == job_id, *_conditions(rollouts, job_id, asked)]
     return _ROWS.where(*where), Order(rollouts.c.since, rollouts.c.place)
 
 
-def _of_task(table: sa.Table, job_id: int, task: str) -> sa.ColumnElement[bool]:
-    """Select the rows of a job's task, which has one group."""
-    group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == task)
-    return table.c.group_no == group.scalar_subquery()
-
-
-def _restrictions(job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
-    t = ended_rollouts.c
+def _conditions(table: sa.Table, job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
+    """Return what the rows of either table can be restricted to."""
+    of_ended = table is ended_rollouts
     found: list[sa.ColumnElement[bool]] = []
-    if set(asked.states) != set(ENDED):
-        found.append(t.state.in_(asked.states))
+    if set(asked.states) != set(ENDED if of_ended else RolloutState):
+        found.append(table.c.state.in_(asked.states))
     if asked.task is not None:
-        found.append(_of_task(ended_rollouts, job_id, asked.task))
-    if asked.reason is not None:
-        found.append(t.reason == asked.reason)
-    if asked.min_reward is not None:
-        found.append(t.reward + 0 >= asked.min_reward)
-    if asked.max_reward is not None:
-        found.append(t.reward + 0 <= asked.max_reward)
-    if asked.after_time is not None:
-        found.append(t.ended_at >= asked.after_time)
-    if asked.before_time is not None:
-        found.append(t.ended_at < asked.before_time)
+        # A task has one group.
+        group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == asked.task)
+        found.append(table.c.group_no == group.scalar_subquery())
     if asked.retried:
-        found.append(t.attempts > 0)
+        found.append(table.c.attempts > 0 if of_ended else table.c.attempts.is_not(None))
     return found
 
 
@@ -213,29 +204,19 @@ def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, A
     ]
 
 
-def _conditions(job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
-    """Return what lists of rollouts in any state can be restricted to, beside the states."""
-    found = [] if asked.task is None else [_of_task(rollouts, job_id, asked.task)]
-    return [*found, rollouts.c.attempts.is_not(None)] if asked.retried else found
-
-
-def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> Page:
     prefix = f"{prefix_of(job.name, job.uid)}-"
     after = ""
     if given:
         after = cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
     # The ids of a job lie together, so SQLite need not look for them by the job. PostgreSQL may order them by
     # other rules, and plans by what it knows of the table.
-    by_job = rollouts.c.job_id + 0 if conn.dialect.name == "sqlite" else rollouts.c.job_id
-    if RolloutState.SUCCEEDED not in asked.states:
-        by_job = rollouts.c.job_id
-    where = [by_job == job.id, rollouts.c.id > max(after, prefix)]
-    if len(asked.states) < len(RolloutState):
-        where.append(rollouts.c.state.in_(asked.states))
-    where += _conditions(job.id, asked)
+    hides_job = conn.dialect.name == "sqlite" and RolloutState.SUCCEEDED in asked.states
+    by_job = rollouts.c.job_id + 0 if hides_job else rollouts.c.job_id
+    where = [by_job == job.id, rollouts.c.id > max(after, prefix), *_conditions(rollouts, job.id, asked)]
     rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
     more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
-    return RolloutPage(slim(conn, job, rows[:limit]), more)
+    return slim(conn, job, rows[:limit]), more
 
 
 def held_by(conn: Connection, worker: str, most: int) -> list[Any]:

@@ -55,7 +55,7 @@ def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any
             {"prompt": len(one.prompt_ids), "response": len(one.response_ids)} for one in record.segments
         ],
         "messages": len(record.messages),
-        "spans": [(one.name, one.start, one.end) for one in traces.spans(loads(row.timings), row.since)],
+        "spans": traces.spans(loads(row.timings), row.since),
         "neighbours": _neighbours(conn, job.id, row),
         "trace_id": trace_id(head["id"]),
     }

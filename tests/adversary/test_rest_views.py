@@ -234,7 +234,7 @@ async def test_hostile_tokenizers_are_refused_or_shown_as_they_are(tmp_path: Pat
         read(path, texts.pieces, "it")
     vocabulary = {"<script>": 1, "\u202e": 2, "x" * 100_000: 3, "neg": -5, "half": 1.5}
     path.write_text(json.dumps({"model": {"vocab": vocabulary}, "decoder": {"type": "ByteFallback"}}))
-    found = read(path, texts.pieces, "it").texts([1, 2, 3, 99, -1])
+    found = texts.texts_of(read(path, texts.pieces, "it"), [1, 2, 3, 99, -1])
     assert found == ["<script>", "\u202e", "x" * texts.MAX_PIECE_BYTES, "<?>", "<?>"]
 
 

@@ -20,8 +20,8 @@ from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import Namespace, StrictRoute, Wait, from_query, page_answer, plane_of
+from rollyard_api.routes.page.job import slim_page
 from rollyard_api.routes.page.rollout import record_line
-from rollyard_api.routes.page.rollout_pages import slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize

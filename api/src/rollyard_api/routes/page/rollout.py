@@ -23,7 +23,7 @@ from rollyard_api.trajectories import records
 from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout import pieces
 from rollyard_api.views.rollout.records import CompactRecord, compact, row_of
-from rollyard_api.views.rollout.texts import Pieces
+from rollyard_api.views.rollout.texts import Pieces, texts_of
 
 router = APIRouter(
     route_class=StrictRoute, prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"]
@@ -142,7 +142,7 @@ async def get_message_text(
 ) -> Response:
     """Return a part of the text of one message: {text, offset, characters}."""
     if number < 0:
-        raise QueryRefused("number: must be 0 or more", errors=["number: must be 0 or more"])
+        raise QueryRefused.of("number: must be 0 or more")
     _, record = ended
     return answer(pieces.message_text(record, number, offset, limit))
 
@@ -165,11 +165,9 @@ async def get_tokens(
     """
     job, record = ended
     document = pieces.tokens(record, segment, start, limit, exact=exact)
-    document |= {"texts": None, "texts_reason": ""}
-    if texts:
-        vocabulary, document["texts_reason"] = await _vocabulary(plane, job)
-        if vocabulary is not None:
-            document["texts"] = vocabulary.texts(document["ids"])
+    vocabulary = await _vocabulary(plane, job) if texts else ""
+    document["texts"] = texts_of(vocabulary, document["ids"])
+    document["texts_reason"] = vocabulary if isinstance(vocabulary, str) else ""
     return answer(document)
 
 
@@ -198,20 +196,18 @@ async def difference(plane: Plane, ended: _Ended, other: Annotated[str, Query(ma
     if left.head["group_id"] != right.head["group_id"]:
         raise QueryRefused.of("other: must be a rollout of the same group, since others have another prompt")
     document = await plane.views.record_threads.run(partial(pieces.difference, left, right), job.namespace)
-    vocabulary, reason = await _vocabulary(plane, job)
+    vocabulary = await _vocabulary(plane, job)
     for side in (document["left"], document["right"]):
-        side["texts"] = None if vocabulary is None else vocabulary.texts(side["ids"])
-    return answer(document | {"texts_reason": reason})
+        side["texts"] = texts_of(vocabulary, side["ids"])
+    return answer(document | {"texts_reason": vocabulary if isinstance(vocabulary, str) else ""})
 
 
-async def _vocabulary(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, str]:
-    """Return the texts of the tokens of a job's pool, or None and why there are none."""
+async def _vocabulary(plane: ControlPlane, job: JobRow) -> Pieces | str:
+    """Return the pieces of the tokenizer of a job's pool, or why there are none."""
     if job.pool is None:
-        return None, "the job has no pool, so no tokenizer is known"
+        return "the job has no pool, so no tokenizer is known"
     pool = await plane.database.read(partial(pool_rows.named, namespace=job.namespace, name=job.pool))
     if pool is None:
-        return None, f"the pool {job.pool!r} of the job is gone"
+        return f"the pool {job.pool!r} of the job is gone"
     found = await plane.views.token_texts.of(pool.tokenizer, job.namespace)
-    if isinstance(found, str):
-        return None, f"no texts for the tokenizer {pool.tokenizer!r}: {found}"
-    return found, ""
+    return f"no texts for the tokenizer {pool.tokenizer!r}: {found}" if isinstance(found, str) else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import sqlalchemy as sa
@@ -45,43 +45,41 @@ _LAST_ENDS = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
 )
 
 
-def counts(conn: Connection, rows: list[Any]) -> dict[int, dict[RolloutState, int]]:
-    """Return the unfinished rollouts of jobs by state.
-
-    Those that wait for Init, who may be a million, are what remains of the total.
-    """
-    found: dict[int, dict[RolloutState, int]] = {row.id: {} for row in rows}
-    for row in conn.execute(_COUNTS):
-        if row.job_id in found:
-            found[row.job_id][row.state] = row.n
-    for row in rows:
-        left = row.total - row.ended - sum(found[row.id].values())
-        found[row.id][RolloutState.QUEUED_INIT] = max(0, left)
-    return found
-
-
-def last_ends(conn: Connection) -> dict[int, float]:
-    """Return when the last folded rollout of each unfinished job ended, in seconds since the epoch."""
-    return {row.job_id: row.ended_at for row in conn.execute(_LAST_ENDS)}
-
-
 def slim(
-    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
-) -> dict[str, Any]:
-    """Return a job's slim row.
+    conn: Connection, rows: Sequence[Any], heard: Collection[int], now: float
+) -> dict[int, dict[str, Any]]:
+    """Return the slim rows of jobs by their numbers.
 
     Args:
-        row: A row of COLUMNS.
-        states: The job's unfinished rollouts by state.
-        last_end: When its last rollout ended, or None.
-        held: Whether a worker of the job was heard lately.
+        conn: The database.
+        rows: Rows of COLUMNS.
+        heard: The jobs of which a worker was heard lately. 0 stands for all jobs.
         now: The time, in seconds since the epoch.
     """
+    states: defaultdict[int, dict[RolloutState, int]] = defaultdict(dict)
+    for row in conn.execute(_COUNTS):
+        states[row.job_id][row.state] = row.n
+    # When the last folded rollout of each job ended.
+    ends = {row.job_id: row.ended_at for row in conn.execute(_LAST_ENDS)}
+    return {
+        row.id: _slim(row, states[row.id], ends.get(row.id), row.id in heard or 0 in heard, now)
+        for row in rows
+    }
+
+
+def _slim(
+    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
+) -> dict[str, Any]:
     status = loads(row.status)
-    stages: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"queued": 0, "active": 0})
-    for stage in STAGES:
-        stages[stage]["queued"] = states.get(RolloutState.queued(stage), 0)
-        stages[stage]["active"] = states.get(RolloutState.leased(stage), 0)
+    stages = {
+        stage: {
+            "queued": states.get(RolloutState.queued(stage), 0),
+            "active": states.get(RolloutState.leased(stage), 0),
+        }
+        for stage in STAGES
+    }
+    # Those that wait for Init, who may be a million, are not counted: they are what remains of the total.
+    stages["init"]["queued"] = max(0, row.total - row.ended - sum(states.values()))
     active = sum(one["active"] for one in stages.values())
     return {
         "namespace": row.namespace,
@@ -98,11 +96,16 @@ def slim(
         "succeeded": row.succeeded,
         "failed": row.failed,
         "cancelled": row.cancelled,
-        "stages": dict(stages),
+        "stages": stages,
         "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
         "late": late(row, last_end, now),
         "waits_for": waits_for(row, status, stages, active, held),
     }
+
+
+def is_final(job: Mapping[str, Any]) -> bool:
+    """Return whether a slim row does not change any more."""
+    return job["finished_at"] is not None and job["phase"] in FINAL
 
 
 def phase(row: Any, status: Mapping[str, Any]) -> str:

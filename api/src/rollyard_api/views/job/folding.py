@@ -53,7 +53,6 @@ _ENDED = (
     .order_by(rollouts.c.end_seq)
     .limit(BATCH)
 )
-_PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
     sa.select(*groups.c["no", "seq"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
@@ -79,13 +78,17 @@ _RATES = by_dialect(
 )
 
 
-def behind(conn: Connection) -> list[int]:
-    """Return the numbers of the jobs with ended rollouts that are not folded yet."""
+def behind(conn: Connection, job_id: int | None = None) -> list[int]:
+    """Return the numbers of the jobs with ended rollouts or groups that are not folded yet.
+
+    Args:
+        job_id: The only job that is looked at, or None for all.
+    """
     query = (
         sa.select(jobs.c.id)
         .outerjoin(job_statistics, job_statistics.c.job_id == jobs.c.id)
         .where(
-            jobs.c.deleted_at.is_(None),
+            jobs.c.deleted_at.is_(None) if job_id is None else jobs.c.id == job_id,
             sa.or_(
                 jobs.c.ended > sa.func.coalesce(job_statistics.c.rollouts, 0),
                 jobs.c.groups_ended > sa.func.coalesce(job_statistics.c.groups, 0),
@@ -201,13 +204,6 @@ class Folding:
         for _ in range(batches):
             if not await self._database.write(partial(fold, job_id=job_id), durable=False):
                 return
-
-
-def is_behind(conn: Connection, job: JobRow) -> bool:
-    """Return whether rollouts or groups of a job have ended that are not folded yet."""
-    row = conn.execute(_PLACES, {"b_job": job.id}).one_or_none()
-    folded, groups_folded = (0, 0) if row is None else (row.rollouts, row.groups)
-    return job.ended > folded or job.groups_ended > groups_folded
 
 
 def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict[str, Any]:

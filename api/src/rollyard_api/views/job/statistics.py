@@ -67,9 +67,7 @@ class Sketch(Struct):
         bin has all of them.
         """
         bins = [0] * BINS
-        if self.n:
-            assert self.min is not None
-            assert self.max is not None
+        if self.min is not None and self.max is not None:
             width = (self.max - self.min) / BINS
             for key, n in self.counts.items():
                 place = 0 if width <= 0 else int((key * self.step - self.min) / width)

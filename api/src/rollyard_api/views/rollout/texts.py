@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -31,15 +30,13 @@ LOOK_SECONDS: Final = 30.0
 _SPACE: Final = "\u2581"
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The bytes of each token by its id; ids that the vocabulary lacks have none."""
+Pieces = Mapping[int, bytes]
+"""The bytes of each token by its id; ids that the vocabulary lacks have none."""
 
-    by_id: Mapping[int, bytes]
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each of these tokens."""
-        return [shown(self.by_id.get(number)) for number in ids]
+def texts_of(pieces: Pieces | str, ids: Sequence[int]) -> list[str] | None:
+    """Return the text of each of these tokens, or None if there are no pieces, but why they are missing."""
+    return None if isinstance(pieces, str) else [shown(pieces.get(number)) for number in ids]
 
 
 def shown(piece: bytes | None) -> str:
@@ -80,7 +77,7 @@ def pieces(document: Any) -> Pieces:
     by_id = {number: of(token) for token, number in known if type(number) is int}
     # Added tokens are written as they are, in either kind of vocabulary.
     by_id |= {number: token.encode("utf-8", "replace") for token, number in added if type(number) is int}
-    return Pieces(by_id)
+    return by_id
 
 
 def _kinds(decoder: Any) -> set[str]:

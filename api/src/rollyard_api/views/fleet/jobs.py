@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict, StringConstraints
-from rollyard_crds.rolloutjob import STAGES
+from rollyard_crds.rolloutjob import STAGES, StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
@@ -140,7 +140,11 @@ def late(row: Any, last_end: float | None, now: float) -> float | None:
 
 
 def waits_for(
-    row: Any, status: Mapping[str, Any], stages: Mapping[str, Mapping[str, int]], active: int, held: bool
+    row: Any,
+    status: Mapping[str, Any],
+    stages: Mapping[StageName, Mapping[str, int]],
+    active: int,
+    held: bool,
 ) -> dict[str, str] | None:
     """Return {reason, message} of what keeps an unfinished job from working, or None if it works."""
     if row.finished_at is not None or row.cancel_reason is not None:

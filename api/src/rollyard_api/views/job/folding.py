@@ -128,7 +128,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.Row[Any]]) -> bytes:
+def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any]) -> bytes:
     statistics = msgspec.json.decode(document, type=Statistics)
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []

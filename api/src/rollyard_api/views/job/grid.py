@@ -74,7 +74,7 @@ def page(conn: Connection, job: JobRow, asked: GroupFilter, limit: int, given: s
 def _order(asked: GroupFilter) -> keyset.Order:
     name = asked.sort.lstrip("-")
     key = _KEYS[name]
-    # Of the groups that have ended, all have a place in the order of their ends.
+    # All groups that have ended have a place in the order of their ends.
     missing = None if name in ("no", "ended") else key.is_(None)
     return keyset.Order(key, groups.c.no, missing, falls=asked.sort.startswith("-"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -36,12 +35,6 @@ JobName = tuple[str, str]
 """The namespace and the name of a job."""
 
 
-@dataclass(eq=False, slots=True)
-class _Follower:
-    only: JobName | None
-    events: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(BUFFER + 1))
-
-
 def event(name: str, document: Any) -> bytes:
     """Return a server-sent event. JSON has no line feeds outside of escapes, so the data is one line."""
     return b"event: " + name.encode() + b"\ndata: " + dumps(document) + b"\n\n"
@@ -63,7 +56,8 @@ class FleetFeed:
     def __init__(self, reader: FleetReader, database: Database) -> None:
         self._reader = reader
         self._database = database
-        self._followers: set[_Follower] = set()
+        self._followers: dict[asyncio.Queue[bytes | None], JobName | None] = {}
+        """The events that wait for each follower, and the only job whose events it gets, or None for all."""
         self._last: FleetSnapshot | None = None
         self._folded: dict[int, int] = {}
 
@@ -89,7 +83,7 @@ class FleetFeed:
 
     async def _tell_ended(self, fleet: FleetSnapshot) -> None:
         folded, self._folded = self._folded, await self._database.read(_folded)
-        wanted = {follower.only for follower in self._followers}
+        wanted = set(self._followers.values())
         due = [
             (number, folded.get(number, 0), self._folded[number])
             for number, job in fleet.jobs.items()
@@ -104,14 +98,14 @@ class FleetFeed:
     def _tell(self, name: str, document: Any, of: Mapping[str, Any] | None = None) -> None:
         """Send an event to all followers, or only to those of the job with this slim row."""
         data = event(name, document)
-        for follower in list(self._followers):
-            if of is not None and follower.only not in (None, (of["namespace"], of["name"])):
+        for events, only in list(self._followers.items()):
+            if of is not None and only not in (None, (of["namespace"], of["name"])):
                 continue
-            if follower.events.qsize() >= BUFFER:
-                self._followers.discard(follower)
-                follower.events.put_nowait(None)
+            if events.qsize() >= BUFFER:
+                del self._followers[events]
+                events.put_nowait(None)
             else:
-                follower.events.put_nowait(data)
+                events.put_nowait(data)
 
     async def follow(self, only: JobName | None, closing: Any) -> AsyncIterator[bytes]:
         """Yield server-sent events until the client leaves, beginning with the overview.
@@ -120,20 +114,20 @@ class FleetFeed:
             only: The only job whose events are sent, or None for all.
             closing: Returns whether the control plane is about to stop.
         """
-        follower = _Follower(only)
-        self._followers.add(follower)
+        events: asyncio.Queue[bytes | None] = asyncio.Queue(BUFFER + 1)
+        self._followers[events] = only
         try:
             yield event("overview", glance(await self._reader.look()))
             while not closing():
                 data: bytes | None = b": idle\n\n"
                 with suppress(TimeoutError):
-                    data = await asyncio.wait_for(follower.events.get(), IDLE_SECONDS)
+                    data = await asyncio.wait_for(events.get(), IDLE_SECONDS)
                 if data is None:
                     yield event("dropped", {"reason": "SlowConsumer"})
                     return
                 yield data
         finally:
-            self._followers.discard(follower)
+            self._followers.pop(events, None)
 
 
 def _named(job: Mapping[str, Any]) -> dict[str, Any]:

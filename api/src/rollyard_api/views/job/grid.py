@@ -25,7 +25,6 @@ GridSort = Literal["no", "ended", "-ended", "reward", "-reward", "variance", "-v
 MAX_GROUPS: Final = 500
 MAX_CELLS: Final = 16_384
 """The number of samples in one answer. A page with larger groups has fewer of them, but at least one."""
-_LETTERS: Final = {"queued": "q", "leased": "l", "succeeded": "s", "failed": "f", "cancelled": "c"}
 _KEYS: Final[dict[str, sa.Column[Any]]] = {
     "no": groups.c.no,
     "ended": groups.c.seq,
@@ -100,8 +99,6 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
 def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int, list[tuple[Any, ...]]]:
     """Return the samples of groups: what follows the job's prefix in the id, a letter, and the reward."""
     found: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    if not nos:
-        return found
     query = (
         sa.select(*rollouts.c["group_no", "id", "state", "reward"])
         .where(rollouts.c.job_id == job.id, rollouts.c.group_no.in_(nos))
@@ -111,7 +108,7 @@ def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int
     for row in conn.execute(query):
         cell = (
             row.id[prefix:],
-            _LETTERS[row.state.status],
+            row.state.status[0],
             row.reward,
             row.state != RolloutState.QUEUED_INIT,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from rollyard_crds.telemetry.identity import trace_id
@@ -19,6 +19,8 @@ from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces
 from rollyard_api.views.rollout.records import CompactRecord, row_of
+
+T = TypeVar("T")
 
 MAX_TURNS: Final = 2000
 """The number of turns that are shown."""
@@ -169,13 +171,17 @@ def message_text(record: CompactRecord, number: int, offset: int, limit: int) ->
     Raises:
         NotFound: The record has no such message.
     """
-    if number >= len(record.messages):
-        raise NotFound(
-            f"the record has {len(record.messages)} messages, and none with number {number}",
-            reason="MessageNotFound",
-        )
-    text = text_of(record.messages[number])
+    text = text_of(_one_of(record.messages, number, "message"))
     return {"text": text[offset : offset + limit], "offset": offset, "characters": len(text)}
+
+
+def _one_of(parts: Sequence[T], number: int, what: str) -> T:
+    if number >= len(parts):
+        raise NotFound(
+            f"the record has {len(parts)} {what}s, and none with number {number}",
+            reason=f"{what.capitalize()}NotFound",
+        )
+    return parts[number]
 
 
 MAX_TOKENS: Final = 20_000
@@ -204,12 +210,7 @@ def tokens(record: CompactRecord, number: int, start: int, limit: int, *, exact:
     Raises:
         NotFound: The record has no such segment.
     """
-    if number >= len(record.segments):
-        raise NotFound(
-            f"the record has {len(record.segments)} segments, and none with number {number}",
-            reason="SegmentNotFound",
-        )
-    segment = record.segments[number]
+    segment = _one_of(record.segments, number, "segment")
     prompt, end = len(segment.prompt_ids), start + limit
     response = slice(max(0, start - prompt), max(0, end - prompt))
     # The prompt is outside the loss mask and has neither log-probabilities nor versions.

@@ -82,11 +82,8 @@ def pieces(document: Any) -> Pieces:
 
 def _kinds(decoder: Any) -> set[str]:
     """Return the types of a decoder and of the decoders in it."""
-    if not isinstance(decoder, dict):
-        return set()
-    inner = decoder.get("decoders")
-    listed = [one for one in inner if isinstance(one, dict)] if isinstance(inner, list) else []
-    return {str(one.get("type")) for one in (decoder, *listed)}
+    listed = [decoder, *(decoder.get("decoders") or ())] if isinstance(decoder, dict) else []
+    return {str(one.get("type")) for one in listed if isinstance(one, dict)}
 
 
 def _of_letters(token: str) -> bytes:

@@ -76,9 +76,7 @@ class Order:
     missing: sa.ColumnElement[bool] | None = None
     """The condition that selects the rows without a key, which come by number; None if every row has one."""
     falls: bool = False
-    """Whether the largest key comes first."""
-    ties_fall: bool = False
-    """Whether the largest number comes first among rows with the same key."""
+    """Whether the largest key comes first, and the largest number among rows with the same key."""
 
     def place(self, given: str, job: JobRow, asked: BaseModel) -> Place | None:
         """Return the place of a `continue` of a job's list, or None for an empty one.
@@ -105,12 +103,9 @@ class Order:
         if place is None or place[0] is not None:
             where = [] if self.missing is None else [key.is_not(None)]
             if place is not None:
-                # The first condition alone lets an index begin at the place.
-                where.append(key <= place[0] if self.falls else key >= place[0])
-                beyond = key < place[0] if self.falls else key > place[0]
-                further = number < place[1] if self.ties_fall else number > place[1]
-                where.append(sa.or_(beyond, further))
-            order = (key.desc() if self.falls else key, number.desc() if self.ties_fall else number)
+                both = sa.tuple_(key, number)
+                where.append(both < place if self.falls else both > place)
+            order = (key.desc(), number.desc()) if self.falls else (key, number)
             rows += conn.execute(query.where(*where).order_by(*order).limit(limit + 1))
         if self.missing is not None and len(rows) <= limit:
             where = [self.missing]

@@ -122,14 +122,13 @@ def ended(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
     for name, (compare, column) in _LIMITS.items():
         if (limit := getattr(asked, name)) is not None:
             where.append(compare(column, limit))
-    falls = asked.sort.startswith("-")
     # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
     column = t[_COLUMN.get(asked.sort.lstrip("-"), "end_seq")]
     # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
     key: sa.ColumnElement[Any] = column if len(where) == 1 or column is t.end_seq else column + 0
     missing = (column + 0).is_(None) if column.nullable else None
-    return ENDED_ROWS.where(*where), Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
+    return ENDED_ROWS.where(*where), Order(key, t.end_seq, missing, falls=asked.sort.startswith("-"))
 
 
 def _unfinished(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:

@@ -14,6 +14,7 @@ from rollyard_api.access import permissions
 from rollyard_api.views.job.statistics import MAX_KEYS, Sketch
 from rollyard_api.views.rollout import live, texts
 from rollyard_crds.lease import MAX_LIVE_TEXT, MAX_LIVE_TURNS
+from rollyard_crds.reading.vocabulary import TokenizerInvalid, read
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
@@ -225,15 +226,15 @@ async def test_hostile_tokenizers_are_refused_or_shown_as_they_are(tmp_path: Pat
     ]
     for data in hostile:
         path.write_bytes(data)
-        with pytest.raises(texts.TextsMissing):
-            texts.read(path)
+        with pytest.raises(TokenizerInvalid):
+            read(path, texts.pieces, "it")
     with path.open("wb") as file:
         file.truncate(1 << 40)  # The file is sparse, and most of it is never read.
-    with pytest.raises(texts.TextsMissing, match="more than"):
-        texts.read(path)
+    with pytest.raises(TokenizerInvalid, match="more than"):
+        read(path, texts.pieces, "it")
     vocabulary = {"<script>": 1, "\u202e": 2, "x" * 100_000: 3, "neg": -5, "half": 1.5}
     path.write_text(json.dumps({"model": {"vocab": vocabulary}, "decoder": {"type": "ByteFallback"}}))
-    found = texts.read(path).texts([1, 2, 3, 99, -1])
+    found = texts.texts_of(read(path, texts.pieces, "it"), [1, 2, 3, 99, -1])
     assert found == ["<script>", "\u202e", "x" * texts.MAX_PIECE_BYTES, "<?>", "<?>"]
 
 

@@ -314,7 +314,7 @@ async def test_followers_share_one_reader(served: Any, worker_of: Any, make_mani
     found = await asyncio.wait_for(_events(followers[0], {"gone"}), patience(10))
     assert found["gone"] == {"namespace": "default", "name": "job"}
     for _ in range(BUFFER + 5):
-        plane.views.feed._tell(b"event: x\ndata: {}\n\n", None)
+        plane.views.feed._tell("x", {})
     late = [data async for data in followers[1]]
     assert late[-1] == b'event: dropped\ndata: {"reason":"SlowConsumer"}\n\n'
     for follower in followers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 import pytest
@@ -93,15 +95,17 @@ async def test_a_continue_belongs_to_its_order_and_filters(
         answer = await served.viewer.get(path, params={**asked, "continue": given, **change})
         assert answer.status_code == 400, (change, answer.text)
         assert answer.json()["reason"] == "CursorInvalid"
-    head, _, _ = given.rpartition(".")
+    head, _, place = given.rpartition(".")
+    digest, *_ = json.loads(base64.urlsafe_b64decode(place + "=" * (-len(place) % 4)))
+    places = (["x", 1], [[], 1], [True, 1], [1.0, -1], [1.0, 1.5], [1.0, 1 << 63], [1.0], [1.0, 1, 1], [])
+    documents: list[Any] = [[digest, *one] for one in places] + [["0" * 12, 1.0, 1], [], {}, 7]
+    bodies = [json.dumps(one).encode() for one in documents]
+    bodies += [f'["{digest}",NaN,1]'.encode(), f'["{digest}",1e999,1]'.encode(), b"", b"\xff"]
     for forged in (
-        f'{head}."x"',
-        f"{head}.nan",
-        f"{head}.[]",
-        f"{head}.",
+        *(f"{head}.{base64.urlsafe_b64encode(body).rstrip(b'=').decode()}" for body in bodies),
+        f"{head}.\u00e9",
         "v1.v.x",
         "x" * 300,
-        f"{head}.true",
     ):
         answer = await served.viewer.get(path, params={**asked, "continue": forged})
         assert answer.status_code == 400, (forged, answer.text)

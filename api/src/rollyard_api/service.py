@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import httpx
 from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
@@ -230,6 +230,11 @@ class ControlPlane:
         no place of the others.
         """
         return self._pages["trajectory store" if any(row.pending is None for row in rows) else "database"]
+
+    async def look(self, namespace: str, query: Callable[[Connection], T]) -> T:
+        """Read from the database for a namespace ("" stands for all) when it is its turn."""
+        async with self.looks.held(namespace):
+            return await self.database.read(query)
 
     async def poll(
         self,

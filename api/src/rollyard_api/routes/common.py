@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Annotated, Any
 
@@ -142,6 +143,16 @@ async def _plane(request: Request) -> ControlPlane:
 
 
 Plane = Annotated[ControlPlane, Depends(_plane)]
+
+
+def from_query(model: type[BaseModel]) -> Any:
+    """Return a dependency whose value is a model, with a query parameter for each of its fields."""
+
+    async def made(**values: Any) -> BaseModel:
+        return model(**values)
+
+    made.__signature__ = inspect.signature(model)  # type: ignore[attr-defined]
+    return Depends(made)
 
 
 async def body_of(request: Request) -> Any:

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK
-from rollyard_api.core.problems import ApiError, Invalid, TooLarge
+from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, StrictRoute, Wait, page_answer, plane_of
-from rollyard_api.routes.page.records import record_line
-from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
+from rollyard_api.routes.common import Namespace, StrictRoute, Wait, from_query, page_answer, plane_of
+from rollyard_api.routes.page.job import slim_page
+from rollyard_api.routes.page.rollout import record_line
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
@@ -246,7 +246,7 @@ async def _large_group(
 async def list_rollouts(
     request: Request,
     name: str,
-    asked: Annotated[RolloutFilter, Depends(rollout_filter)],
+    asked: Annotated[RolloutFilter, from_query(RolloutFilter)],
     namespace: Namespace = "default",
     slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
@@ -261,7 +261,10 @@ async def list_rollouts(
     plane = plane_of(request)
     if slim:
         return await slim_page(plane, namespace, name, asked, min(limit, MAX_ROWS), after)
-    check_plain_list(asked)
+    if not asked.is_plain:
+        raise QueryRefused.of(
+            "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
+        )
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
@@ -272,9 +275,7 @@ async def list_rollouts(
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
-    async with plane.looks.held(namespace):
-        found, more = await plane.database.read(query)
-    return page_answer(found, more)
+    return page_answer(*await plane.look(namespace, query))
 
 
 @router.get("/{name}/rollouts/{rollout}")

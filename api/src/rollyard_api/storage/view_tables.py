@@ -34,17 +34,14 @@ ended_rollouts = sa.Table(
     sqlite_with_rowid=False,
 )
 
-# What is kept of each ended group for the same lists. The mean and the variance are those of its rewards.
+# The mean and the variance of the rewards of each ended group, for the same lists.
 ended_groups = sa.Table(
     "ended_groups",
     metadata,
     sa.Column("job_id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("seq", sa.Integer, nullable=False),
     sa.Column("mean", sa.Double),
     sa.Column("variance", sa.Double),
-    sa.Column("informative", sa.Boolean, nullable=False),
-    sa.Column("reason", sa.String(128)),
     sqlite_with_rowid=False,
 )
 

@@ -8,7 +8,6 @@ time for each state that the rollout entered.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_api.machine.events import RunCounts
@@ -41,32 +40,17 @@ def count(document: dict[str, Any], counts: RunCounts) -> None:
             kept.pop(name, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The time that a rollout spent in one state, in seconds since the epoch."""
-
-    state: RolloutState
-    start: float
-    end: float
-
-    @property
-    def name(self) -> str:
-        """The stage, with `-queue` if the rollout waited for it."""
-        return f"{self.state.stage}-queue" if not self.state.is_leased else str(self.state.stage)
-
-
-def spans(timings: Mapping[str, Any], end: float) -> list[Span]:
+def spans(timings: Mapping[str, Any], end: float) -> list[tuple[str, float, float]]:
     """Return the spans of decoded timings in their order; the last ends at `end`, in seconds of the epoch.
 
-    A rollout that has not left its first state has none yet.
+    Each has the name, the begin and the end of a state. The name is the stage, with `-queue` if the rollout
+    waited for it. A rollout that has not left its first state has none yet.
     """
     kept = timings.get(KEY, {}).get("at")
     if not kept:
         return []
     first = float(kept[0])
-    entered = [
-        (BY_NUMBER[number], first + milliseconds / 1000)
-        for number, milliseconds in zip(kept[1::2], kept[2::2], strict=True)
-    ]
-    ends = [start for _, start in entered[1:]] + [max(end, entered[-1][1])]
-    return [Span(state, start, until) for (state, start), until in zip(entered, ends, strict=True)]
+    states = [BY_NUMBER[number] for number in kept[1::2]]
+    names = [f"{state.stage}{'' if state.is_leased else '-queue'}" for state in states]
+    starts = [first + milliseconds / 1000 for milliseconds in kept[2::2]]
+    return list(zip(names, starts, [*starts[1:], max(end, starts[-1])], strict=True))

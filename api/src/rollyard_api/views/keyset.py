@@ -6,29 +6,65 @@ can name any place of the same list, which shows nothing that the list does not 
 
 from __future__ import annotations
 
+import base64
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-import orjson
+import msgspec
 import sqlalchemy as sa
+from pydantic import BaseModel
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
+from rollyard_api.storage.rows import JobRow
 
 _DIGEST_BYTES: Final = 6
 _PARAMETER: Final = "continue"
+WHOLE: Final = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""The type of the numbers in a `continue`."""
+
+Place = tuple[Any, int]
+"""A place between two rows of a sorted list: after the row with this key and this number.
+
+A key of None stands for the rows without a value, which come last in either direction."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListPlace:
-    """A place between two rows of a sorted list: after the row with this key and this number.
+Page = tuple[list[dict[str, Any]], str | None]
+"""Some rows of a list, and the `continue` of the next page, or None if there are no more."""
 
-    A key of None stands for the rows without a value, which come last in either direction.
+
+def encode(asked: BaseModel, place: Sequence[Any]) -> str:
+    """Return the `continue` of a place in the list that was asked for."""
+    data = msgspec.json.encode((_digest(asked), *place))
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def decode(given: str, asked: BaseModel, kinds: Sequence[Any]) -> list[Any]:
+    """Return the place of a `continue`, whose values have these types.
+
+    Raises:
+        QueryRefused: It is not one, or it is one of another sort order or other filters.
     """
+    try:
+        data = base64.b64decode(given + "=" * (-len(given) % 4), altchars=b"-_", validate=True)
+        bound, *values = msgspec.json.decode(data, type=list[Any])
+        place = [msgspec.convert(value, kind) for value, kind in zip(values, kinds, strict=True)]
+    except ValueError as error:
+        raise cursors.garbage(_PARAMETER, given, "views") from error
+    if bound != _digest(asked):
+        raise cursors.garbage(_PARAMETER, given, "this list with these filters and this order")
+    return place
 
-    key: float | str | None
-    number: int
+
+def _digest(asked: BaseModel) -> str:
+    return hashlib.blake2b(asked.model_dump_json().encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def text(job: JobRow, asked: BaseModel, place: Place | None) -> str | None:
+    """Return the `continue` of a place in a job's list, or None for none."""
+    return None if place is None else cursors.text("views", job.uid, encode(asked, place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,73 +76,45 @@ class Order:
     missing: sa.ColumnElement[bool] | None = None
     """The condition that selects the rows without a key, which come by number; None if every row has one."""
     falls: bool = False
-    """Whether the largest key comes first."""
-    ties_fall: bool = False
-    """Whether the largest number comes first among rows with the same key."""
+    """Whether the largest key comes first, and the largest number among rows with the same key."""
 
-    def rows(self, conn: Connection, query: sa.Select[Any], limit: int, place: ListPlace | None) -> list[Any]:
-        """Return the first rows of a query after a place, up to one more than `limit`."""
+    def place(self, given: str, job: JobRow, asked: BaseModel) -> Place | None:
+        """Return the place of a `continue` of a job's list, or None for an empty one.
+
+        Raises:
+            QueryRefused: It is not one, or it is one of another sort order or other filters.
+            Gone: It belongs to another job.
+        """
+        if not given:
+            return None
+        word = cursors.word(given, "views", uid=job.uid, job=job.name, parameter=_PARAMETER)
+        kind = self.key.type.python_type
+        key, number = decode(word, asked, ((WHOLE if kind is int else kind) | None, WHOLE))
+        return key, number
+
+    def rows(
+        self, conn: Connection, query: sa.Select[Any], limit: int, place: Place | None
+    ) -> tuple[list[Any], Place | None]:
+        """Return the first rows of a query after a place, and the place of the last if there are more."""
         key, number = self.key, self.number
+        query = query.add_columns(key.label("sort_key"), number.label("sort_number"))
         rows: list[Any] = []
         where: list[sa.ColumnElement[bool]]
-        if place is None or place.key is not None:
+        if place is None or place[0] is not None:
             where = [] if self.missing is None else [key.is_not(None)]
             if place is not None:
-                # The first condition alone lets an index begin at the place.
-                where.append(key <= place.key if self.falls else key >= place.key)
-                beyond = key < place.key if self.falls else key > place.key
-                further = number < place.number if self.ties_fall else number > place.number
-                where.append(sa.or_(beyond, further))
-            order = (key.desc() if self.falls else key, number.desc() if self.ties_fall else number)
+                both = sa.tuple_(key, number)
+                where.append(both < place if self.falls else both > place)
+            order = (key.desc(), number.desc()) if self.falls else (key, number)
             rows += conn.execute(query.where(*where).order_by(*order).limit(limit + 1))
         if self.missing is not None and len(rows) <= limit:
             where = [self.missing]
-            if place is not None and place.key is None:
-                where.append(number > place.number)
+            if place is not None and place[0] is None:
+                where.append(number > place[1])
             rows += conn.execute(query.where(*where).order_by(number).limit(limit + 1 - len(rows)))
-        return rows
+        return rows[:limit], place_of(rows[limit - 1]) if len(rows) > limit else None
 
 
-def digest(asked: Any) -> str:
-    """Return a short digest of a sort order and filters, which are values of JSON."""
-    data = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def text(uid: str, asked: Any, place: ListPlace) -> str:
-    """Return the `continue` of a place in a job's list."""
-    key = orjson.dumps(place.key).decode()
-    return cursors.text("views", uid, f"{digest(asked)}.{place.number}.{key}")
-
-
-def place(
-    given: str, uid: str, job: str, asked: Any, kind: type[float] | type[str] | None
-) -> ListPlace | None:
-    """Return the place of a `continue`, or None for an empty one.
-
-    Args:
-        given: The parameter of the request.
-        uid: The uid of the job that has the name now.
-        job: The name of the job.
-        asked: The sort order and the filters of the request.
-        kind: The type of the sort key, or None if only numbers sort.
-
-    Raises:
-        QueryRefused: It is not one, or it is one of another sort order or other filters.
-        Gone: It belongs to another job.
-    """
-    if not given:
-        return None
-    word = cursors.word(given, "views", uid=uid, job=job, parameter=_PARAMETER)
-    bound, _, rest = word.partition(".")
-    number, _, key = rest.partition(".")
-    if bound != digest(asked):
-        raise cursors.garbage(_PARAMETER, given, "this list with these filters and this order")
-    try:
-        value = orjson.loads(key)
-    except ValueError as error:
-        raise cursors.garbage(_PARAMETER, given, "views") from error
-    numeric = float if isinstance(value, int) and not isinstance(value, bool) else type(value)
-    if not number.isdigit() or len(number) > 18 or (value is not None and numeric is not kind):
-        raise cursors.garbage(_PARAMETER, given, "views")
-    return ListPlace(float(value) if kind is float and value is not None else value, int(number))
+def place_of(row: Any) -> Place:
+    """Return the place of a row that `Order.rows` has returned."""
+    return row.sort_key, row.sort_number

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 
 from rollyard_crds.errors import CrdsError
+
+T = TypeVar("T")
 
 FILE: Final = "tokenizer.json"
 MAX_FILE: Final = 64 << 20
@@ -85,18 +87,43 @@ def of_file(path: Path) -> Vocabulary:
     Raises:
         TokenizerInvalid: The file cannot be read, is too large, or has no vocabulary.
     """
+
+    def made(document: Any) -> Vocabulary:
+        return of_tokens(dict(model_tokens(document)) | dict(added_tokens(document)))
+
+    return read(path, made, str(path))
+
+
+def read(path: Path, make: Callable[[Any], T], name: str) -> T:
+    """Return what is made of a decoded tokenizer.json.
+
+    Args:
+        path: The file.
+        make: Takes the document. What it raises because the document is of another form is an error below.
+        name: The file in messages.
+
+    Raises:
+        TokenizerInvalid: The file cannot be read, is too large, or is of another form.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE + 1)
         if len(data) > MAX_FILE:
-            raise TokenizerInvalid(f"{path} has more than {MAX_FILE} bytes")
-        document = orjson.loads(data)
-        entries = document["model"]["vocab"]
-        ids = dict(entries) if isinstance(entries, dict) else {item[0]: n for n, item in enumerate(entries)}
-        ids.update((token["content"], token["id"]) for token in document.get("added_tokens") or ())
-        return of_tokens(ids)
+            raise TokenizerInvalid(f"{name} has more than {MAX_FILE} bytes")
+        return make(orjson.loads(data))
     except TokenizerInvalid:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         # What is wrong is not quoted, because a path may be that of another file.
-        raise TokenizerInvalid(f"{path} is no {FILE} with a vocabulary ({type(error).__name__})") from error
+        raise TokenizerInvalid(f"{name} is no {FILE} with a vocabulary ({type(error).__name__})") from error
+
+
+def model_tokens(document: Any) -> list[tuple[Any, Any]]:
+    """Return the tokens of the model in a tokenizer.json, each with its id. Nothing of them is checked."""
+    entries = document["model"]["vocab"]
+    return list(entries.items()) if isinstance(entries, dict) else [(e[0], n) for n, e in enumerate(entries)]
+
+
+def added_tokens(document: Any) -> list[tuple[Any, Any]]:
+    """Return the tokens in a tokenizer.json that were added to the model's, in the same form."""
+    return [(token["content"], token["id"]) for token in document.get("added_tokens") or ()]

@@ -11,12 +11,12 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.problems import QueryRefused
-from rollyard_api.routes.common import Plane, StrictRoute, answer, page_answer
+from rollyard_api.routes.common import Plane, StrictRoute, answer, from_query, page_answer
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.trajectories.delivery import Delivery
 from rollyard_api.views.fleet import jobs as slim_jobs
 from rollyard_api.views.fleet.feed import JobName
-from rollyard_api.views.fleet.jobs import JobSort, JobState
+from rollyard_api.views.fleet.jobs import JobFilter
 from rollyard_api.views.job import rollout_list
 
 router = APIRouter(prefix="/v1", tags=["views"], route_class=StrictRoute)
@@ -38,19 +38,13 @@ async def overview(plane: Plane) -> Response:
 @router.get("/jobs")
 async def list_slim_jobs(
     plane: Plane,
-    namespace: _Namespace = None,
-    state: JobState | None = None,
-    search: Annotated[str, Query(max_length=128)] = "",
-    sort: JobSort = "late",
+    asked: Annotated[JobFilter, from_query(JobFilter)],
     limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
     after: Annotated[str, Query(alias="continue", max_length=512)] = "",
 ) -> Response:
     """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
     fleet = await plane.views.fleet.look()
-    rows, more = slim_jobs.page(
-        fleet.jobs, namespace=namespace, state=state, search=search, sort=sort, limit=limit, given=after
-    )
-    return page_answer(rows, more)
+    return page_answer(*slim_jobs.page(fleet.jobs, asked, limit, after))
 
 
 @router.get("/workers/{name}/rollouts")
@@ -70,9 +64,7 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
                 items += [row | {"namespace": job.namespace, "job": job.name} for row in rows]
         return sorted(items, key=lambda row: row["since"])
 
-    async with plane.looks.held(namespace or ""):
-        items = await plane.database.read(query)
-    return page_answer(items, None)
+    return page_answer(await plane.look(namespace or "", query), None)
 
 
 _JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")

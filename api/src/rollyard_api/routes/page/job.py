@@ -1,34 +1,51 @@
-"""What people look at of one job: its groups as a grid, its statistics, and its stages over time."""
+"""What people look at of one job: its groups, its statistics, its stages over time, and lists of rollouts."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Query
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
+from rollyard_api.core.codec import loads
+from rollyard_api.core.problems import QueryRefused
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, page_answer
+from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, from_query, page_answer
+from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.functions import PlaceIn
+from rollyard_api.storage.rows import EndedRollout, JobRow, read_all
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.view_tables import rollout_words
+from rollyard_api.trajectories import records, words
+from rollyard_api.views import keyset
 from rollyard_api.views.job import folding, rollout_list
 from rollyard_api.views.job import gantt as gantt_rows
 from rollyard_api.views.job import grid as grid_rows
 from rollyard_api.views.job.gantt import GanttSort
-from rollyard_api.views.job.grid import GridSort, GroupFilter
-from rollyard_api.views.job.rollout_list import Status
+from rollyard_api.views.job.grid import GroupFilter
+from rollyard_api.views.job.rollout_list import RolloutFilter
+from rollyard_api.views.keyset import Page, Place
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"], route_class=StrictRoute)
 
 FOLDS = 20
 """The number of transactions with which a request folds what has just ended, before it answers."""
-After = Annotated[str, Query(alias="continue", max_length=256)]
+CHUNK: Final = 2000
+"""The number of rollouts whose hashes one query looks at."""
+READ_AT_ONCE: Final = 16
+"""The number of records that are read together."""
+SECONDS: Final = 1.5
+"""The time after which a search answers with what it has found."""
+MAX_WORDS: Final = 16
 
 
-async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
+async def folded(plane: Plane, name: str, namespace: Namespace = "default") -> JobRow:
     """Return a job after what has ended of it was folded, as far as FOLDS transactions go.
 
     Raises:
@@ -37,58 +54,52 @@ async def folded(plane: Plane, namespace: str, name: str) -> JobRow:
 
     def query(conn: Connection) -> tuple[JobRow, bool]:
         job = job_rows.find(conn, namespace, name)
-        return job, folding.is_behind(conn, job)
+        return job, bool(folding.behind(conn, job.id))
 
-    job, behind = await plane.database.read(query)
-    if behind:
-        await plane.views.folding.fold(job.id, FOLDS)
+    async with plane.looks.held(namespace):
+        job, behind = await plane.database.read(query)
+        if behind:
+            await plane.views.folding.fold(job.id, FOLDS)
     return job
+
+
+_Folded = Annotated[JobRow, Depends(folded)]
 
 
 @router.get("/{name}/grid")
 async def grid(
     plane: Plane,
-    name: str,
-    namespace: Namespace = "default",
-    sort: GridSort = "no",
-    informative: bool | None = None,
-    status: Status | None = None,
-    task: Annotated[str | None, Query(max_length=128)] = None,
-    search: Annotated[str, Query(max_length=128)] = "",
+    job: _Folded,
+    asked: Annotated[GroupFilter, from_query(GroupFilter)],
     limit: Annotated[int, Query(ge=1, le=grid_rows.MAX_GROUPS)] = 100,
-    after: After = "",
+    after: Annotated[str, Query(alias="continue", max_length=256)] = "",
 ) -> Response:
     """List groups with one cell a sample: [id after `prefix`, q|l|s|f|c, reward], without trajectories.
 
     Any order but `no` lists the groups that have ended. `status` selects groups of which a sample has it.
     """
-    asked = GroupFilter(sort, informative, status, task, search)
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
-        items, more = await plane.database.read(look)
+    look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
+    items, more = await plane.look(job.namespace, look)
     return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
 
 @router.get("/{name}/statistics")
-async def statistics(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def statistics(plane: Plane, job: _Folded) -> Response:
     """Return the statistics that are kept of a job: rewards, versions, time, failures, stages.
 
     `upto` is the number of ended rollouts that they hold. `by_time` has the width of its buckets in seconds.
     """
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        found = await plane.database.read(
-            lambda conn: folding.statistics(conn, job, rollout_list.labels(conn, job))
-        )
-    return answer(found)
+
+    def look(conn: Connection) -> dict[str, Any]:
+        return folding.statistics(conn, job, rollout_list.labels(conn, job))
+
+    return answer(await plane.look(job.namespace, look))
 
 
 @router.get("/{name}/gantt")
 async def gantt(
     plane: Plane,
-    name: str,
-    namespace: Namespace = "default",
+    job: _Folded,
     sort: GanttSort = "-duration",
     limit: Annotated[int, Query(ge=1, le=gantt_rows.MAX_ROWS)] = 100,
 ) -> Response:
@@ -98,8 +109,110 @@ async def gantt(
     rollout that has not ended has `open` and ends at `time`.
     """
     now = time.time()
-    async with plane.looks.held(namespace):
-        job = await folded(plane, namespace, name)
-        look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
-        items = await plane.database.read(look)
+    look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
+    items = await plane.look(job.namespace, look)
     return answer({"time": now, "items": items, "metadata": {}})
+
+
+async def slim_page(
+    plane: ControlPlane, namespace: str, name: str, asked: RolloutFilter, limit: int, after: str
+) -> Response:
+    """Return a page of slim rows.
+
+    Raises:
+        NotFound: There is no such job.
+        QueryRefused: `after` is not the `continue` of this list.
+    """
+    job = await folded(plane, name, namespace)
+    if asked.search:
+        return page_answer(*await _searched(plane, job, asked, limit, after))
+    look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
+    return page_answer(*await plane.look(namespace, look))
+
+
+async def _searched(plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str) -> Page:
+    """Return the rollouts after a place whose conversations have all words of the search.
+
+    The rows of the list are taken in its order, CHUNK at a time. Those whose hashes have all words are read
+    to find out whether they really do. When the time of a request is over, it answers with what it has found,
+    and its `continue` begins there, so that a page may be empty and not the last.
+    """
+    wanted = _words(asked.search)
+    query, order = rollout_list.ended(job.id, asked)
+    place = order.place(after, job, asked)
+    if not asked.states:
+        return [], None
+    end = time.monotonic() + SECONDS
+    found: list[Any] = []
+    async with plane.searches.held(job.namespace):
+        while True:
+            page = partial(order.rows, query=query, limit=CHUNK, place=place)
+            look = partial(_candidates, job_id=job.id, page=page, wanted=wanted)
+            chosen, place = await plane.look(job.namespace, look)
+            for at in range(0, len(chosen), READ_AT_ONCE):
+                some = chosen[at : at + READ_AT_ONCE]
+                found += await _confirmed(plane, job, some, wanted)
+                if len(found) >= limit:
+                    del found[limit:]
+                    place = keyset.place_of(found[-1])
+                    break
+                if time.monotonic() > end:
+                    place = keyset.place_of(some[-1])
+                    break
+            if len(found) == limit or place is None or time.monotonic() > end:
+                break
+    rows = await plane.database.read(partial(rollout_list.slim, job=job, rows=found))
+    return rows, keyset.text(job, asked, place)
+
+
+def _words(search: str) -> list[str]:
+    """Return the words of a search in lower case, each once.
+
+    Raises:
+        QueryRefused: It has none, or too many.
+    """
+    found = list(dict.fromkeys(words.words_in(search)))
+    if not 1 <= len(found) <= MAX_WORDS:
+        raise QueryRefused.of(
+            f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(found)})"
+        )
+    return found
+
+
+def _candidates(
+    conn: Connection,
+    job_id: int,
+    page: Callable[[Connection], tuple[list[Any], Place | None]],
+    wanted: Sequence[str],
+) -> tuple[list[Any], Place | None]:
+    """Return those rows of a page of the list whose hashes match, and the place after the page."""
+    rows, last = page(conn)
+    t = rollout_words.c
+    query = sa.select(t.end_seq).where(t.job_id == job_id, t.end_seq.in_([row.end_seq for row in rows]))
+    for word in wanted:
+        query = query.where(PlaceIn(t.words, sa.literal(words.hash_of(word), sa.LargeBinary)) > 0)
+    hits = set(conn.scalars(query)) if rows else set()
+    return [row for row in rows if row.end_seq in hits], last
+
+
+async def _confirmed(
+    plane: ControlPlane, job: JobRow, rows: Sequence[Any], wanted: Sequence[str]
+) -> list[Any]:
+    """Return those of some rows whose records really have the words."""
+    places = [row.end_seq for row in rows]
+    query = records.select().where(rollouts.c.job_id == job.id, rollouts.c.end_seq.in_(places))
+    ordered = query.order_by(rollouts.c.end_seq)
+    left = await plane.database.read(lambda conn: read_all(EndedRollout, conn.execute(ordered)))
+    true: set[int] = set()
+    while left:
+        # The store is read for a few records at a time, with the bound of a page.
+        lines = await plane.archive.lines(left, job, plane.settings.page_bytes)
+        has = await plane.views.record_threads.run(partial(_having, lines, wanted), job.namespace)
+        true |= {row.end_seq for row, one in zip(left, has, strict=False) if one}
+        left = left[len(lines) :]
+    return [row for row in rows if row.end_seq in true]
+
+
+def _having(lines: Sequence[bytes], wanted: Sequence[str]) -> list[bool]:
+    """Return which of some records have all of these words."""
+    return [words.has_all(words.texts_of(loads(line)), wanted) for line in lines]

@@ -1,23 +1,29 @@
-"""One rollout piece by piece: its head, its messages and tokens by range, and how it differs from others."""
+"""One rollout's record, and its pieces: its head, its messages and tokens by range, and what differs."""
 
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
+from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.core.problems import QueryRefused
+from rollyard_api.core.problems import Conflict, NotFound, QueryRefused
+from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
-from rollyard_api.routes.page.records import compact_record
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import pools as pool_rows
-from rollyard_api.storage.rows import JobRow
+from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.trajectories import records
 from rollyard_api.views.rollout import live as live_rollouts
 from rollyard_api.views.rollout import pieces
-from rollyard_api.views.rollout.texts import Pieces
+from rollyard_api.views.rollout.records import CompactRecord, compact, row_of
+from rollyard_api.views.rollout.texts import Pieces, texts_of
 
 router = APIRouter(
     route_class=StrictRoute, prefix="/v1/rolloutjobs/{name}/rollouts/{rollout}", tags=["views"]
@@ -26,26 +32,95 @@ router = APIRouter(
 _Number = Annotated[int, Query(ge=0, le=1 << 31)]
 
 
+def _find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tuple[JobRow, RolloutSize]:
+    """Return a job, and the place of the record of one of its rollouts.
+
+    Raises:
+        NotFound: There is no such job, or it has no such rollout.
+        Conflict: The rollout has not ended.
+    """
+    job = job_rows.find(conn, namespace, name)
+    row = row_of(conn, job, rollout, records.sizes().add_columns(rollouts.c.state))
+    if row.end_seq is None:
+        raise Conflict(
+            f"rollout {rollout!r} has not ended: {row.state.status} in stage "
+            f"{row.state.stage}; its trajectory is there once it has",
+            reason="RolloutNotEnded",
+        )
+    *size, _state = row
+    return job, RolloutSize(*size)
+
+
+async def record_line(
+    plane: ControlPlane, held: AsyncExitStack, namespace: str, name: str, rollout: str
+) -> bytes:
+    """Return the record of a rollout of a job, as JSON. A place for it is held by `held`.
+
+    Raises:
+        NotFound: There is no such job or rollout.
+        Conflict: The rollout has not ended.
+        TimedOut, Unavailable: The trajectory store does not answer.
+    """
+    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
+    job, short = await plane.database.read(find)
+    rows = await _rows(plane, held, job, short)
+    (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
+    return line
+
+
+async def _rows(
+    plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize
+) -> list[EndedRollout]:
+    await held.enter_async_context(plane.pages_of([short]).held(job.namespace))
+    at = short.end_seq
+    rows = await plane.database.read(
+        partial(records.rows_of, job_id=job.id, cursor=at - 1, wanted=ENDED, last=at)
+    )
+    if not rows:
+        raise NotFound(f"no RolloutJob {job.name!r} in namespace {job.namespace!r}", reason="JobNotFound")
+    return rows
+
+
+async def _compact_record(
+    plane: Plane, name: str, rollout: str, namespace: Namespace = "default"
+) -> tuple[JobRow, CompactRecord]:
+    """Return a job and the record of one of its rollouts in its compact form.
+
+    Raises:
+        NotFound: There is no such job or rollout.
+        Conflict: The rollout has not ended.
+        TimedOut, Unavailable: The trajectory store does not answer.
+    """
+    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
+    job, short = await plane.look(namespace, find)
+    kept = plane.views.kept_records.get(job.uid, short.id)
+    if kept is not None:
+        return job, kept
+    async with AsyncExitStack() as held:
+        rows = await _rows(plane, held, job, short)
+        (data,) = await plane.archive.arrays(rows, job, plane.settings.page_bytes)
+        record = await plane.views.record_threads.run(partial(compact, data), namespace)
+    plane.views.kept_records.put(job.uid, short.id, record)
+    return job, record
+
+
+_Ended = Annotated[tuple[JobRow, CompactRecord], Depends(_compact_record)]
+
+
 @router.get("/brief")
-async def brief(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
+async def brief(plane: Plane, ended: _Ended) -> Response:
     """Return an ended rollout's record without tokens, messages and arguments of calls.
 
     `spans` are [state, begin, end] in seconds since the epoch, and `neighbours` the ids of samples and
     failed rollouts before and after it.
     """
-    job, record = await compact_record(plane, namespace, name, rollout)
-    look = partial(pieces.around, job_id=job.id, rollout=rollout)
-    async with plane.looks.held(namespace):
-        spans, neighbours = await plane.database.read(look)
-    return answer(pieces.brief(record, spans, neighbours))
+    job, record = ended
+    return answer(await plane.look(job.namespace, partial(pieces.brief, job=job, record=record)))
 
 
 @router.get("/messages")
 async def get_messages(
-    plane: Plane,
-    name: str,
-    rollout: str,
-    namespace: Namespace = "default",
+    ended: _Ended,
     start: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_MESSAGES)] = 50,
     most: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
@@ -54,33 +129,28 @@ async def get_messages(
 
     An answer may hold fewer messages than `limit`, since it is bounded in characters too.
     """
-    _, record = await compact_record(plane, namespace, name, rollout)
+    _, record = ended
     return answer(pieces.messages(record, start, limit, most))
 
 
 @router.get("/messages/{number}")
 async def get_message_text(
-    plane: Plane,
-    name: str,
-    rollout: str,
+    ended: _Ended,
     number: int,
-    namespace: Namespace = "default",
     offset: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
 ) -> Response:
     """Return a part of the text of one message: {text, offset, characters}."""
     if number < 0:
-        raise QueryRefused("number: must be 0 or more", errors=["number: must be 0 or more"])
-    _, record = await compact_record(plane, namespace, name, rollout)
+        raise QueryRefused.of("number: must be 0 or more")
+    _, record = ended
     return answer(pieces.message_text(record, number, offset, limit))
 
 
 @router.get("/tokens")
 async def get_tokens(
     plane: Plane,
-    name: str,
-    rollout: str,
-    namespace: Namespace = "default",
+    ended: _Ended,
     segment: _Number = 0,
     start: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_TOKENS)] = pieces.MAX_TOKENS,
@@ -93,13 +163,11 @@ async def get_tokens(
     `logprobs` is base64 of a byte v for each token: 0 stands for none, and else about -(v - 1)/20 nats, at
     least -12.7. With `exact=true` it is a list of numbers.
     """
-    job, record = await compact_record(plane, namespace, name, rollout)
+    job, record = ended
     document = pieces.tokens(record, segment, start, limit, exact=exact)
-    document |= {"texts": None, "texts_reason": ""}
-    if texts:
-        vocabulary, document["texts_reason"] = await _vocabulary(plane, job)
-        if vocabulary is not None:
-            document["texts"] = vocabulary.texts(document["ids"])
+    vocabulary = await _vocabulary(plane, job) if texts else ""
+    document["texts"] = texts_of(vocabulary, document["ids"])
+    document["texts_reason"] = vocabulary if isinstance(vocabulary, str) else ""
     return answer(document)
 
 
@@ -118,36 +186,28 @@ async def live(plane: Plane, name: str, rollout: str, namespace: Namespace = "de
 
 
 @router.get("/difference")
-async def difference(
-    plane: Plane,
-    name: str,
-    rollout: str,
-    other: Annotated[str, Query(max_length=128)],
-    namespace: Namespace = "default",
-) -> Response:
+async def difference(plane: Plane, ended: _Ended, other: Annotated[str, Query(max_length=128)]) -> Response:
     """Return the first differing token of two ended rollouts of one group, with the tokens around it.
 
     `position` is null if the tokens are equal, or those of one are the beginning of the other's.
     """
-    job, left = await compact_record(plane, namespace, name, rollout)
-    _, right = await compact_record(plane, namespace, name, other)
+    job, left = ended
+    _, right = await _compact_record(plane, job.name, other, job.namespace)
     if left.head["group_id"] != right.head["group_id"]:
         raise QueryRefused.of("other: must be a rollout of the same group, since others have another prompt")
-    document = pieces.difference(left, right)
-    vocabulary, reason = await _vocabulary(plane, job)
+    document = await plane.views.record_threads.run(partial(pieces.difference, left, right), job.namespace)
+    vocabulary = await _vocabulary(plane, job)
     for side in (document["left"], document["right"]):
-        side["texts"] = None if vocabulary is None else vocabulary.texts(side["ids"])
-    return answer(document | {"texts_reason": reason})
+        side["texts"] = texts_of(vocabulary, side["ids"])
+    return answer(document | {"texts_reason": vocabulary if isinstance(vocabulary, str) else ""})
 
 
-async def _vocabulary(plane: ControlPlane, job: JobRow) -> tuple[Pieces | None, str]:
-    """Return the texts of the tokens of a job's pool, or None and why there are none."""
+async def _vocabulary(plane: ControlPlane, job: JobRow) -> Pieces | str:
+    """Return the pieces of the tokenizer of a job's pool, or why there are none."""
     if job.pool is None:
-        return None, "the job has no pool, so no tokenizer is known"
+        return "the job has no pool, so no tokenizer is known"
     pool = await plane.database.read(partial(pool_rows.named, namespace=job.namespace, name=job.pool))
     if pool is None:
-        return None, f"the pool {job.pool!r} of the job is gone"
+        return f"the pool {job.pool!r} of the job is gone"
     found = await plane.views.token_texts.of(pool.tokenizer, job.namespace)
-    if isinstance(found, str):
-        return None, f"no texts for the tokenizer {pool.tokenizer!r}: {found}"
-    return found, ""
+    return f"no texts for the tokenizer {pool.tokenizer!r}: {found}" if isinstance(found, str) else found

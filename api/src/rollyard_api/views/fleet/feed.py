@@ -7,8 +7,8 @@ dropped, because the others must not wait for it; a page simply connects again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -20,13 +20,12 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views.fleet.overview import FleetReader, FleetSnapshot
-from rollyard_api.views.job.rollout_list import slim_ended
+from rollyard_api.views.job.rollout_list import ENDED_ROWS, slim
 
 BUFFER: Final = 256
 """The number of events that a follower may fall behind."""
-IDLE_SECONDS: Final = 10.0
+IDLE_SECONDS: Final = 1.0
 """The time after which a stream without events gets a comment, so that nothing on the way closes it."""
-LOOK_SECONDS: Final = 1.0
 MAX_ENDED: Final = 50
 """The number of ended rollouts of one job in one event."""
 MAX_ENDED_ALL: Final = 500
@@ -34,12 +33,6 @@ MAX_ENDED_ALL: Final = 500
 
 JobName = tuple[str, str]
 """The namespace and the name of a job."""
-
-
-@dataclass(eq=False, slots=True)
-class _Follower:
-    only: JobName | None
-    events: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(BUFFER + 1))
 
 
 def event(name: str, document: Any) -> bytes:
@@ -63,7 +56,8 @@ class FleetFeed:
     def __init__(self, reader: FleetReader, database: Database) -> None:
         self._reader = reader
         self._database = database
-        self._followers: set[_Follower] = set()
+        self._followers: dict[asyncio.Queue[bytes | None], JobName | None] = {}
+        """The events that wait for each follower, and the only job whose events it gets, or None for all."""
         self._last: FleetSnapshot | None = None
         self._folded: dict[int, int] = {}
 
@@ -78,20 +72,18 @@ class FleetFeed:
             self._last = now
             return
         if glance(before) | {"time": 0.0} != glance(now) | {"time": 0.0}:
-            self._tell(event("overview", glance(now)), None)
+            self._tell("overview", glance(now))
         for number, job in now.jobs.items():
             if not _same(before.jobs.get(number), job):
-                self._tell(event("job", job), (job["namespace"], job["name"]))
+                self._tell("job", job, of=job)
         for number in before.jobs.keys() - now.jobs.keys():
-            job = before.jobs[number]
-            name = (job["namespace"], job["name"])
-            self._tell(event("gone", {"namespace": name[0], "name": name[1]}), name)
+            self._tell("gone", _named(before.jobs[number]), of=before.jobs[number])
         self._last = now
         await self._tell_ended(now)
 
     async def _tell_ended(self, fleet: FleetSnapshot) -> None:
         folded, self._folded = self._folded, await self._database.read(_folded)
-        wanted = {follower.only for follower in self._followers}
+        wanted = set(self._followers.values())
         due = [
             (number, folded.get(number, 0), self._folded[number])
             for number, job in fleet.jobs.items()
@@ -101,19 +93,19 @@ class FleetFeed:
         if not due:
             return
         for number, found in await self._database.read(partial(_ended, due=due)):
-            job = fleet.jobs[number]
-            name = (job["namespace"], job["name"])
-            self._tell(event("ended", {"namespace": name[0], "name": name[1], **found}), name)
+            self._tell("ended", _named(fleet.jobs[number]) | found, of=fleet.jobs[number])
 
-    def _tell(self, data: bytes, of: JobName | None) -> None:
-        for follower in list(self._followers):
-            if of is not None and follower.only not in (None, of):
+    def _tell(self, name: str, document: Any, of: Mapping[str, Any] | None = None) -> None:
+        """Send an event to all followers, or only to those of the job with this slim row."""
+        data = event(name, document)
+        for events, only in list(self._followers.items()):
+            if of is not None and only not in (None, (of["namespace"], of["name"])):
                 continue
-            if follower.events.qsize() >= BUFFER:
-                self._followers.discard(follower)
-                follower.events.put_nowait(None)
+            if events.qsize() >= BUFFER:
+                del self._followers[events]
+                events.put_nowait(None)
             else:
-                follower.events.put_nowait(data)
+                events.put_nowait(data)
 
     async def follow(self, only: JobName | None, closing: Any) -> AsyncIterator[bytes]:
         """Yield server-sent events until the client leaves, beginning with the overview.
@@ -122,28 +114,24 @@ class FleetFeed:
             only: The only job whose events are sent, or None for all.
             closing: Returns whether the control plane is about to stop.
         """
-        follower = _Follower(only)
-        self._followers.add(follower)
+        events: asyncio.Queue[bytes | None] = asyncio.Queue(BUFFER + 1)
+        self._followers[events] = only
         try:
             yield event("overview", glance(await self._reader.look()))
-            idle = 0.0
             while not closing():
-                try:
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        data = await follower.events.get()
-                except TimeoutError:
-                    idle += LOOK_SECONDS
-                    if idle >= IDLE_SECONDS:
-                        idle = 0.0
-                        yield b": idle\n\n"
-                    continue
-                idle = 0.0
+                data: bytes | None = b": idle\n\n"
+                with suppress(TimeoutError):
+                    data = await asyncio.wait_for(events.get(), IDLE_SECONDS)
                 if data is None:
                     yield event("dropped", {"reason": "SlowConsumer"})
                     return
                 yield data
         finally:
-            self._followers.discard(follower)
+            self._followers.pop(events, None)
+
+
+def _named(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {"namespace": job["namespace"], "name": job["name"]}
 
 
 def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
@@ -171,9 +159,9 @@ def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[
             continue
         most = min(MAX_ENDED, room)
         t = ended_rollouts.c
-        query = sa.select(ended_rollouts).where(t.job_id == number, t.end_seq > after, t.end_seq <= upto)
+        query = ENDED_ROWS.where(t.job_id == number, t.end_seq > after, t.end_seq <= upto)
         rows = conn.execute(query.order_by(t.end_seq.desc()).limit(most)).all() if most else []
         room -= len(rows)
         more = upto - after - len(rows)
-        found.append((number, {"rollouts": slim_ended(conn, job, rows), "more": more}))
+        found.append((number, {"rollouts": slim(conn, job, rows), "more": more}))
     return found

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
 
-import orjson
 import sqlalchemy as sa
-from rollyard_crds.rolloutjob import STAGES
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from rollyard_crds.rolloutjob import STAGES, StageName
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
 from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views import keyset
+from rollyard_api.views.keyset import Page
 
 FINAL: Final = ("Succeeded", "Failed", "Cancelled")
 """The phases that do not change any more."""
@@ -47,43 +45,41 @@ _LAST_ENDS = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
 )
 
 
-def counts(conn: Connection, rows: list[Any]) -> dict[int, dict[RolloutState, int]]:
-    """Return the unfinished rollouts of jobs by state.
-
-    Those that wait for Init, who may be a million, are what remains of the total.
-    """
-    found: dict[int, dict[RolloutState, int]] = {row.id: {} for row in rows}
-    for row in conn.execute(_COUNTS):
-        if row.job_id in found:
-            found[row.job_id][row.state] = row.n
-    for row in rows:
-        left = row.total - row.ended - sum(found[row.id].values())
-        found[row.id][RolloutState.QUEUED_INIT] = max(0, left)
-    return found
-
-
-def last_ends(conn: Connection) -> dict[int, float]:
-    """Return when the last folded rollout of each unfinished job ended, in seconds since the epoch."""
-    return {row.job_id: row.ended_at for row in conn.execute(_LAST_ENDS)}
-
-
 def slim(
-    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
-) -> dict[str, Any]:
-    """Return a job's slim row.
+    conn: Connection, rows: Sequence[Any], heard: Collection[int], now: float
+) -> dict[int, dict[str, Any]]:
+    """Return the slim rows of jobs by their numbers.
 
     Args:
-        row: A row of COLUMNS.
-        states: The job's unfinished rollouts by state.
-        last_end: When its last rollout ended, or None.
-        held: Whether a worker of the job was heard lately.
+        conn: The database.
+        rows: Rows of COLUMNS.
+        heard: The jobs of which a worker was heard lately. 0 stands for all jobs.
         now: The time, in seconds since the epoch.
     """
+    states: defaultdict[int, dict[RolloutState, int]] = defaultdict(dict)
+    for row in conn.execute(_COUNTS):
+        states[row.job_id][row.state] = row.n
+    # When the last folded rollout of each job ended.
+    ends = {row.job_id: row.ended_at for row in conn.execute(_LAST_ENDS)}
+    return {
+        row.id: _slim(row, states[row.id], ends.get(row.id), row.id in heard or 0 in heard, now)
+        for row in rows
+    }
+
+
+def _slim(
+    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
+) -> dict[str, Any]:
     status = loads(row.status)
-    stages: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"queued": 0, "active": 0})
-    for stage in STAGES:
-        stages[stage]["queued"] = states.get(RolloutState.queued(stage), 0)
-        stages[stage]["active"] = states.get(RolloutState.leased(stage), 0)
+    stages = {
+        stage: {
+            "queued": states.get(RolloutState.queued(stage), 0),
+            "active": states.get(RolloutState.leased(stage), 0),
+        }
+        for stage in STAGES
+    }
+    # Those that wait for Init, who may be a million, are not counted: they are what remains of the total.
+    stages["init"]["queued"] = max(0, row.total - row.ended - sum(states.values()))
     active = sum(one["active"] for one in stages.values())
     return {
         "namespace": row.namespace,
@@ -100,11 +96,16 @@ def slim(
         "succeeded": row.succeeded,
         "failed": row.failed,
         "cancelled": row.cancelled,
-        "stages": dict(stages),
+        "stages": stages,
         "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
         "late": late(row, last_end, now),
         "waits_for": waits_for(row, status, stages, active, held),
     }
+
+
+def is_final(job: Mapping[str, Any]) -> bool:
+    """Return whether a slim row does not change any more."""
+    return job["finished_at"] is not None and job["phase"] in FINAL
 
 
 def phase(row: Any, status: Mapping[str, Any]) -> str:
@@ -139,7 +140,11 @@ def late(row: Any, last_end: float | None, now: float) -> float | None:
 
 
 def waits_for(
-    row: Any, status: Mapping[str, Any], stages: Mapping[str, Mapping[str, int]], active: int, held: bool
+    row: Any,
+    status: Mapping[str, Any],
+    stages: Mapping[StageName, Mapping[str, int]],
+    active: int,
+    held: bool,
 ) -> dict[str, str] | None:
     """Return {reason, message} of what keeps an unfinished job from working, or None if it works."""
     if row.finished_at is not None or row.cancel_reason is not None:
@@ -173,55 +178,43 @@ def waits_for(
 
 JobSort = Literal["late", "created", "-created", "name"]
 JobState = Literal["active", "finished", "late"]
-_PARAMETER: Final = "continue"
 
 
-def page(
-    jobs: Mapping[int, dict[str, Any]],
-    *,
-    namespace: str | None,
-    state: JobState | None,
-    search: str,
-    sort: JobSort,
-    limit: int,
-    given: str,
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return a page of slim rows, and the `continue` of the next page or None.
+class JobFilter(BaseModel):
+    """Which jobs are listed, as a request says it; None and "" stand for no restriction."""
 
-    Args:
-        jobs: The slim rows by the jobs' numbers.
-        namespace: The only namespace, or None for all.
-        state: The only state, or None.
-        search: A part of the name or of `namespace/name`, in any case of letters.
-        sort: The order. By `late`, the jobs that are late longest come first, then the unfinished ones, the
-            oldest first, and last those that have finished, the newest first.
-        limit: The largest number of rows.
-        given: The `continue` of the page before, or an empty text.
+    model_config = ConfigDict(frozen=True)
+
+    namespace: Annotated[str | None, StringConstraints(max_length=63)] = None
+    state: JobState | None = None
+    search: Annotated[str, StringConstraints(max_length=128)] = ""
+    """A part of the name or of `namespace/name`, in any case of letters."""
+    sort: JobSort = "late"
+    """The order. By `late`, the jobs that are late longest come first, then the unfinished ones, the oldest
+    first, and last those that have finished, the newest first."""
+
+
+def page(jobs: Mapping[int, dict[str, Any]], asked: JobFilter, limit: int, given: str) -> Page:
+    """Return a page of the slim rows of jobs, by their numbers; `given` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `given` is not a `continue` of this list.
+        QueryRefused: `given` is not one of this list.
     """
-    part = search.lower()
+    part = asked.search.lower()
     chosen = [
-        (_key(sort, number, job), job)
+        (_key(asked.sort, number, job), job)
         for number, job in jobs.items()
-        if (namespace is None or job["namespace"] == namespace)
-        and (state is None or _is(job, state))
+        if asked.namespace in (None, job["namespace"])
+        and (asked.state is None or _is(job, asked.state))
         and (not part or part in f"{job['namespace']}/{job['name']}".lower())
     ]
     chosen.sort(key=lambda item: item[0])
-    asked = keyset.digest([namespace, state, search, sort])
     if given:
-        after = _after(given, asked)
-        try:
-            chosen = [item for item in chosen if item[0] > after]
-        except TypeError as error:
-            raise cursors.garbage(_PARAMETER, given, "jobs") from error
+        key = str if asked.sort == "name" else float
+        after = tuple(keyset.decode(given, asked, (int, key, int)))
+        chosen = [item for item in chosen if item[0] > after]
     rows = [job for _, job in chosen[:limit]]
-    if len(chosen) <= limit:
-        return rows, None
-    data = orjson.dumps([asked, *chosen[limit - 1][0]])
-    return rows, base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+    return rows, None if len(chosen) <= limit else keyset.encode(asked, chosen[limit - 1][0])
 
 
 def _is(job: Mapping[str, Any], state: JobState) -> bool:
@@ -243,14 +236,3 @@ def _key(sort: JobSort, number: int, job: Mapping[str, Any]) -> tuple[Any, ...]:
             return (0, -job["created_at"], -number)
         case "name":
             return (0, f"{job['namespace']}/{job['name']}", number)
-
-
-def _after(given: str, asked: str) -> tuple[Any, ...]:
-    try:
-        padded = given + "=" * (-len(given) % 4)
-        found = orjson.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError) as error:
-        raise cursors.garbage(_PARAMETER, given, "jobs") from error
-    if not isinstance(found, list) or len(found) != 4 or found[0] != asked:
-        raise cursors.garbage(_PARAMETER, given, "this list of jobs")
-    return tuple(found[1:])

@@ -12,10 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import sqlalchemy as sa
-from rollyard_crds.rolloutjob import STAGES, StageName
+from rollyard_crds.rolloutjob import STAGES, Phase, StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools as pool_rows
@@ -29,7 +29,6 @@ from rollyard_api.views.fleet import jobs as job_rows
 from rollyard_api.views.fleet import workers
 from rollyard_api.views.job.folding import RATE_KEPT, RATE_SECONDS
 
-PHASES: Final = ("Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled")
 MAX_POOLS: Final = 500
 _POOLS = sa.select(*columns(PoolRow, pools)).order_by(pools.c.namespace, pools.c.name).limit(MAX_POOLS)
 _BACKENDS = sa.select(*columns(BackendRow, backends)).order_by(backends.c.pool_id, backends.c.position)
@@ -145,7 +144,6 @@ class FleetReader:
         self._lock = asyncio.Lock()
         self._last: FleetSnapshot | None = None
         self._read = 0.0
-        self._ended: dict[int, dict[str, Any]] = {}
         self.reads = 0
         """The number of times that the database was read."""
 
@@ -161,45 +159,30 @@ class FleetReader:
             if self._last is not None and self._read > min(asked, time.monotonic() - self._seconds):
                 return self._last
             began = time.monotonic()
-            fleet, ended = await self._database.read(partial(_look, known=self._ended))
-            self._ended = ended
-            self._last, self._read = fleet, began
+            known = {} if self._last is None else self._last.jobs
+            self._last = await self._database.read(partial(_look, known=known))
+            self._read = began
             self.reads += 1
-            return fleet
+            return self._last
 
 
-def _look(
-    conn: Connection, known: Mapping[int, dict[str, Any]]
-) -> tuple[FleetSnapshot, dict[int, dict[str, Any]]]:
-    """Return the fleet, and the slim rows of the jobs that do not change any more."""
+def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> FleetSnapshot:
+    """Return the fleet. Of the slim rows that were read last, those that do not change any more are kept."""
     now = time.time()
     alive = jobs.c.deleted_at.is_(None)
     newest = sa.select(jobs.c.id).where(alive).order_by(jobs.c.id.desc()).limit(MAX_JOBS)
     ids = sorted(conn.scalars(newest))
-    kept = {number: known[number] for number in ids if number in known}
+    kept = {number: known[number] for number in ids if number in known and job_rows.is_final(known[number])}
     rows = list(conn.execute(sa.select(*job_rows.COLUMNS).where(alive, jobs.c.finished_at.is_(None))))
-    unfinished = {row.id for row in rows}
-    missing = [number for number in ids if number not in kept and number not in unfinished]
-    for some in chunks(missing):
+    missing = set(ids) - kept.keys() - {row.id for row in rows}
+    for some in chunks(sorted(missing)):
         rows += conn.execute(sa.select(*job_rows.COLUMNS).where(jobs.c.id.in_(some)))
     seen = workers.view(conn, now)
-    open_rows = [row for row in rows if row.finished_at is None]
-    states = job_rows.counts(conn, open_rows)
-    ends = job_rows.last_ends(conn)
-    found = dict(kept)
-    for row in rows:
-        held = row.id in seen.jobs or 0 in seen.jobs
-        found[row.id] = job_rows.slim(row, states.get(row.id, {}), ends.get(row.id), held, now)
-    listed = dict(sorted(found.items()))
-    ended = {
-        number: row
-        for number, row in listed.items()
-        if row["finished_at"] is not None and row["phase"] in job_rows.FINAL
-    }
+    listed = dict(sorted((kept | job_rows.slim(conn, rows, seen.jobs, now)).items()))
     phases = Counter(job["phase"] for job in listed.values())
     document = {
         "time": now,
-        "phases": {phase: phases[phase] for phase in PHASES},
+        "phases": {phase: phases[phase] for phase in get_args(Phase)},
         "queues": queues(listed.values(), seen.slots),
         "rates": rates_view(conn, now),
         "pools": pools_view(conn),
@@ -207,4 +190,4 @@ def _look(
         "workers": seen.workers,
         "more": seen.more,
     }
-    return FleetSnapshot(now, listed, document), ended
+    return FleetSnapshot(now, listed, document)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +25,7 @@ from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
-from rollyard_api.views.job.statistics import EndedView, Statistics
+from rollyard_api.views.job.statistics import Statistics
 
 BATCH: Final = 500
 """The number of rollouts and of groups that one transaction folds. Requests of others run in between."""
@@ -53,9 +53,8 @@ _ENDED = (
     .order_by(rollouts.c.end_seq)
     .limit(BATCH)
 )
-_PLACES = _STATISTICS.with_only_columns(job_statistics.c.rollouts, job_statistics.c.groups)
 _GROUPS = (
-    sa.select(*groups.c["no", "seq", "informative", "reason"])
+    sa.select(*groups.c["no", "seq"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)
@@ -79,13 +78,17 @@ _RATES = by_dialect(
 )
 
 
-def behind(conn: Connection) -> list[int]:
-    """Return the numbers of the jobs with ended rollouts that are not folded yet."""
+def behind(conn: Connection, job_id: int | None = None) -> list[int]:
+    """Return the numbers of the jobs with ended rollouts or groups that are not folded yet.
+
+    Args:
+        job_id: The only job that is looked at, or None for all.
+    """
     query = (
         sa.select(jobs.c.id)
         .outerjoin(job_statistics, job_statistics.c.job_id == jobs.c.id)
         .where(
-            jobs.c.deleted_at.is_(None),
+            jobs.c.deleted_at.is_(None) if job_id is None else jobs.c.id == job_id,
             sa.or_(
                 jobs.c.ended > sa.func.coalesce(job_statistics.c.rollouts, 0),
                 jobs.c.groups_ended > sa.func.coalesce(job_statistics.c.groups, 0),
@@ -104,7 +107,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
     empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
     tx.conn.execute(_FIRST[tx.sqlite], empty)
     kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
-    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).mappings().all()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
     found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
     if not ended and not found:
         return False
@@ -117,7 +120,7 @@ def fold(tx: Transaction, job_id: int) -> bool:
         sa.update(job_statistics)
         .where(job_statistics.c.job_id == job_id)
         .values(
-            rollouts=ended[-1]["end_seq"] if ended else kept.rollouts,
+            rollouts=ended[-1].end_seq if ended else kept.rollouts,
             groups=found[-1].seq if found else kept.groups,
             document=document,
         )
@@ -125,20 +128,19 @@ def fold(tx: Transaction, job_id: int) -> bool:
     return len(ended) == BATCH or len(found) == BATCH
 
 
-def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[sa.RowMapping]) -> bytes:
+def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any]) -> bytes:
     statistics = msgspec.json.decode(document, type=Statistics)
     recent: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rows = []
     for row in ended:
-        timings = loads(row["timings"])
-        view = {field.name: row[field.name] for field in fields(EndedView)}
-        statistics.add(EndedView(**view | {"timings": timings}))
-        kept = {column.name: row[column.name] for column in ended_rollouts.c if column.name in row}
+        timings = loads(row.timings)
+        statistics.add(row, timings)
+        kept = {name: value for name, value in row._mapping.items() if name in ended_rollouts.c}
         rows.append({**kept, "job_id": job_id, "seconds": active_seconds(timings)})
-        if row["ended_at"] > tx.now - RATE_KEPT:
-            bucket = recent[int(row["ended_at"] // RATE_SECONDS) * RATE_SECONDS]
+        if row.ended_at > tx.now - RATE_KEPT:
+            bucket = recent[int(row.ended_at // RATE_SECONDS) * RATE_SECONDS]
             bucket[0] += 1
-            bucket[1] += row["tokens"]
+            bucket[1] += row.tokens
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
         # Two replicas take the buckets in the same order, since they could deadlock otherwise.
@@ -161,19 +163,9 @@ def _fold_groups(tx: Transaction, job_id: int, found: Sequence[Any]) -> None:
     rows = []
     for group in found:
         values = rewards[group.no]
-        mean = sum(values) / len(values) if values else None
-        variance = None if mean is None else sum((value - mean) ** 2 for value in values) / len(values)
-        rows.append(
-            {
-                "job_id": job_id,
-                "no": group.no,
-                "seq": group.seq,
-                "mean": mean,
-                "variance": variance,
-                "informative": bool(group.informative),
-                "reason": group.reason,
-            }
-        )
+        mean = fmean(values) if values else None
+        variance = None if mean is None else fmean((value - mean) ** 2 for value in values)
+        rows.append({"job_id": job_id, "no": group.no, "mean": mean, "variance": variance})
     tx.conn.execute(sa.insert(ended_groups), rows)
 
 
@@ -212,13 +204,6 @@ class Folding:
         for _ in range(batches):
             if not await self._database.write(partial(fold, job_id=job_id), durable=False):
                 return
-
-
-def is_behind(conn: Connection, job: JobRow) -> bool:
-    """Return whether rollouts or groups of a job have ended that are not folded yet."""
-    row = conn.execute(_PLACES, {"b_job": job.id}).one_or_none()
-    folded, groups_folded = (0, 0) if row is None else (row.rollouts, row.groups)
-    return job.ended > folded or job.groups_ended > groups_folded
 
 
 def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict[str, Any]:

@@ -29,7 +29,11 @@ def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float)
     """
     since = rollouts.c.since.desc() if sort == "started" else rollouts.c.since
     unfinished = sa.select(*_COLUMNS).where(rollouts.c.job_id == job.id, rollouts.c.state.in_(_BEGUN))
-    found = [*conn.execute(unfinished.order_by(since).limit(limit)), *_ended(conn, job.id, sort, limit)]
+    t = ended_rollouts.c
+    order = (t.end_seq.desc(),) if sort == "started" else (t.seconds.desc(), t.end_seq.desc())
+    chosen = sa.select(t.id).where(t.job_id == job.id).order_by(*order).limit(limit)
+    ended = sa.select(*_COLUMNS).where(rollouts.c.id.in_(chosen))
+    found = [*conn.execute(unfinished.order_by(since).limit(limit)), *conn.execute(ended)]
     items = [_item(row, now) for row in found]
     if sort == "started":
         items.sort(key=lambda item: item["spans"][0][1] if item["spans"] else 0.0, reverse=True)
@@ -40,26 +44,15 @@ def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float)
     return [{"id": item["id"], "task_id": tasks.get(item.pop("group_no"), ""), **item} for item in items]
 
 
-def _ended(conn: Connection, job_id: int, sort: GanttSort, limit: int) -> list[Any]:
-    t = ended_rollouts.c
-    order = (t.end_seq.desc(),) if sort == "started" else (t.seconds.desc(), t.end_seq.desc())
-    chosen = sa.select(t.id).where(t.job_id == job_id).order_by(*order).limit(limit)
-    return list(conn.execute(sa.select(*_COLUMNS).where(rollouts.c.id.in_(list(conn.scalars(chosen))))))
-
-
 def _item(row: Any, now: float) -> dict[str, Any]:
-    timings = loads(row.timings)
     ended = row.state.has_ended
-    spans = [(one.name, one.start, one.end) for one in traces.spans(timings, row.since if ended else now)]
-    if not spans and not ended:
-        spans = [(traces.Span(row.state, row.since, now).name, row.since, now)]
     item = {
         "id": row.id,
         "group_no": row.group_no,
         "sample": row.sample,
         "status": row.state.status,
         "reward": row.reward,
-        "spans": spans,
+        "spans": traces.spans(loads(row.timings), row.since if ended else now),
     }
     return item if ended else item | {"open": True}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict
 from sqlalchemy.engine import Connection
 
 from rollyard_api.machine.jobs import prefix_of
@@ -18,62 +18,70 @@ from rollyard_api.storage.schema import groups, rollouts
 from rollyard_api.storage.view_tables import ended_groups
 from rollyard_api.trajectories.records import fitting
 from rollyard_api.views import keyset
-from rollyard_api.views.job.rollout_list import Status
-from rollyard_api.views.keyset import ListPlace
+from rollyard_api.views.job.rollout_list import Chars128, Status
+from rollyard_api.views.keyset import Page
 
 GridSort = Literal["no", "ended", "-ended", "reward", "-reward", "variance", "-variance", "reason"]
 MAX_GROUPS: Final = 500
 MAX_CELLS: Final = 16_384
 """The number of samples in one answer. A page with larger groups has fewer of them, but at least one."""
-_LETTERS: Final = {"queued": "q", "leased": "l", "succeeded": "s", "failed": "f", "cancelled": "c"}
-_COLUMN: Final = {"no": "no", "ended": "seq", "reward": "mean", "variance": "variance", "reason": "reason"}
+_KEYS: Final[dict[str, sa.Column[Any]]] = {
+    "no": groups.c.no,
+    "ended": groups.c.seq,
+    "reward": ended_groups.c.mean,
+    "variance": ended_groups.c.variance,
+    "reason": groups.c.reason,
+}
+_GROUPS = sa.select(*groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]).outerjoin_from(
+    groups,
+    ended_groups,
+    sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFilter:
-    """Which groups of a job are listed; None and "" stand for no restriction."""
+class GroupFilter(BaseModel):
+    """Which groups of a job are listed, as a request says it; None and "" stand for no restriction."""
+
+    model_config = ConfigDict(frozen=True)
 
     sort: GridSort = "no"
     informative: bool | None = None
     status: Status | None = None
     """The groups of which at least one sample has this status."""
-    task: str | None = None
-    search: str = ""
+    task: Chars128 | None = None
+    search: Chars128 = ""
     """A part of the task's id, in any case of letters."""
 
 
-def page(
-    conn: Connection, job: JobRow, asked: GroupFilter, limit: int, given: str
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return a page of a job's groups, and the `continue` of the next page or None.
+def page(conn: Connection, job: JobRow, asked: GroupFilter, limit: int, given: str) -> Page:
+    """Return a page of a job's groups; `given` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `given` is not a `continue` of this list.
+        QueryRefused: `given` is not one of this list.
         Gone: It belongs to another job.
     """
-    kind: type[float] | type[str] = str if asked.sort == "reason" else float
-    place = keyset.place(given, job.uid, job.name, asdict(asked), kind)
-    rows = _rows(conn, job.id, asked, limit, place)
-    more = len(rows) > limit
-    rows = rows[:limit]
+    order = _order(asked)
+    query = _GROUPS.where(*_where(job.id, asked))
+    rows, last = order.rows(conn, query, limit, order.place(given, job, asked))
     cells = _cells(conn, job, [row.no for row in rows])
     count = fitting((len(cells[row.no]) for row in rows), MAX_CELLS)
-    more = more or count < len(rows)
-    items = [_row(row, cells[row.no]) for row in rows[:count]]
-    last = rows[count - 1] if count else None
-    if not more or last is None:
-        return items, None
-    key = getattr(last, _COLUMN[asked.sort.lstrip("-")])
-    if isinstance(key, int):
-        key = float(key)
-    return items, keyset.text(job.uid, asdict(asked), ListPlace(key, last.no))
+    if count < len(rows):
+        last = keyset.place_of(rows[count - 1])
+    return [_row(row, cells[row.no]) for row in rows[:count]], keyset.text(job, asked, last)
 
 
-_GROUP = groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]
+def _order(asked: GroupFilter) -> keyset.Order:
+    name = asked.sort.lstrip("-")
+    key = _KEYS[name]
+    # All groups that have ended have a place in the order of their ends.
+    missing = None if name in ("no", "ended") else key.is_(None)
+    return keyset.Order(key, groups.c.no, missing, falls=asked.sort.startswith("-"))
 
 
 def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
     found = [groups.c.job_id == job_id]
+    if asked.sort != "no":
+        found.append(groups.c.seq.is_not(None))
     if asked.task is not None:
         found.append(groups.c.task_id == asked.task)
     if asked.search:
@@ -88,28 +96,9 @@ def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
     return found
 
 
-def _rows(
-    conn: Connection, job_id: int, asked: GroupFilter, limit: int, place: ListPlace | None
-) -> Sequence[Any]:
-    """Return groups after a place: by number, or in an order by what only those that have ended have."""
-    if asked.sort == "no":
-        query = sa.select(*_GROUP).where(*_where(job_id, asked))
-        return keyset.Order(groups.c.no, groups.c.no).rows(conn, query, limit, place)
-    name, falls = asked.sort.lstrip("-"), asked.sort.startswith("-")
-    column, number = ended_groups.c[_COLUMN[name]], ended_groups.c.no
-    both = sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no)
-    kept = (ended_groups.c.mean, ended_groups.c.variance)
-    base: sa.Select[Any] = sa.select(*_GROUP, *kept).join_from(ended_groups, groups, both)
-    where = (ended_groups.c.job_id == job_id, *_where(job_id, asked))
-    missing = column.is_(None) if column.nullable else None
-    return keyset.Order(column, number, missing, falls=falls).rows(conn, base.where(*where), limit, place)
-
-
 def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int, list[tuple[Any, ...]]]:
     """Return the samples of groups: what follows the job's prefix in the id, a letter, and the reward."""
     found: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    if not nos:
-        return found
     query = (
         sa.select(*rollouts.c["group_no", "id", "state", "reward"])
         .where(rollouts.c.job_id == job.id, rollouts.c.group_no.in_(nos))
@@ -119,7 +108,7 @@ def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int
     for row in conn.execute(query):
         cell = (
             row.id[prefix:],
-            _LETTERS[row.state.status],
+            row.state.status[0],
             row.reward,
             row.state != RolloutState.QUEUED_INIT,
         )

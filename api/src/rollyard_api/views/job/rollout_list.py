@@ -7,30 +7,42 @@ and `since` lists those that have not ended, the ones that have been in their st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Literal
 
 import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
 from rollyard_crds.rolloutjob import StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
+from rollyard_api.core.problems import QueryRefused
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.machine.states import ENDED, UNFINISHED, RolloutState
+from rollyard_api.machine.states import ENDED, RolloutState
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.views import keyset
 from rollyard_api.views.job.folding import ATTEMPTS, active_seconds
-from rollyard_api.views.keyset import ListPlace
+from rollyard_api.views.keyset import Order, Page
 
 Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"]
+Chars128 = Annotated[str, StringConstraints(max_length=128)]
 Status = Literal["queued", "leased", "succeeded", "failed", "cancelled"]
 MAX_ROWS: Final = 200
 
 _COLUMN: Final = {"ended": "end_seq", "reward": "reward", "duration": "seconds", "tokens": "tokens"}
+_LIMITS: Final[dict[str, tuple[Callable[[Any, Any], sa.ColumnElement[bool]], sa.ColumnElement[Any]]]] = {
+    "reason": (operator.eq, ended_rollouts.c.reason),
+    "min_reward": (operator.ge, ended_rollouts.c.reward + 0),
+    "max_reward": (operator.le, ended_rollouts.c.reward + 0),
+    "after_time": (operator.ge, ended_rollouts.c.ended_at),
+    "before_time": (operator.lt, ended_rollouts.c.ended_at),
+}
+"""The filters of what only ended rollouts have: how a column is compared with the value of each."""
 _LABELS = (
     sa.select(weight_updates.c.policy_index, weight_updates.c.policy_version)
     .join(pools, pools.c.id == weight_updates.c.pool_id)
@@ -38,24 +50,32 @@ _LABELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Which rollouts of a job are listed; None and "" stand for no restriction."""
+class RolloutFilter(BaseModel):
+    """Which rollouts of a job are listed, as a request says it; None and "" stand for no restriction."""
+
+    model_config = ConfigDict(frozen=True)
 
     sort: Sort = "id"
     stage: StageName | None = None
     status: Status | None = None
-    reason: str | None = None
+    reason: Chars128 | None = None
     min_reward: float | None = None
     max_reward: float | None = None
-    task: str | None = None
+    task: Chars128 | None = None
     after_time: float | None = None
     """The earliest end, in seconds since the epoch."""
     before_time: float | None = None
     """The time before which the rollouts ended."""
-    search: str = ""
+    search: Annotated[str, StringConstraints(max_length=256, strip_whitespace=True)] = ""
     """Words that the conversation must have, all of them."""
     retried: bool = False
+
+    @field_validator("min_reward", "max_reward", "after_time", "before_time")
+    @classmethod
+    def _finite(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise QueryRefused.of(f"{info.field_name}: must be a finite number (got {value})")
+        return value
 
     @property
     def states(self) -> list[RolloutState]:
@@ -70,23 +90,16 @@ class RolloutFilter:
     @property
     def of_ended(self) -> bool:
         """Whether only rollouts that have ended can match."""
-        ended_only = (self.reason, self.min_reward, self.max_reward, self.after_time, self.before_time)
-        return (
-            self.sort not in ("id", "since")
-            or any(value is not None for value in ended_only)
-            or bool(self.search)
-        )
+        limited = any(getattr(self, name) is not None for name in _LIMITS)
+        return limited or bool(self.search) or self.sort not in ("id", "since")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only what lists have that are not of slim rows is asked for."""
+        return self == RolloutFilter(stage=self.stage, status=self.status, retried=self.retried)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutPage:
-    """Some slim rows, and the `continue` of the next page, or None if there are no more."""
-
-    rows: list[dict[str, Any]]
-    more: str | None
-
-
-def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> Page:
     """Return a page of a job's rollouts as slim rows; `given` is the `continue` of the page before.
 
     Raises:
@@ -96,64 +109,45 @@ def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given:
     if asked.sort == "id" and not asked.of_ended:
         return _by_id(conn, job, asked, limit, given)
     if not asked.states:
-        return RolloutPage([], None)
-    if asked.sort == "since":
-        return _unfinished(conn, job, asked, limit, given)
-    place = keyset.place(given, job.uid, job.name, asdict(asked), float)
-    rows, last = ended_after(conn, job.id, asked, limit, place)
-    more = None if last is None else keyset.text(job.uid, asdict(asked), last)
-    return RolloutPage(slim_ended(conn, job, rows), more)
+        return [], None
+    query, order = _unfinished(job.id, asked) if asked.sort == "since" else ended(job.id, asked)
+    rows, last = order.rows(conn, query, limit, order.place(given, job, asked))
+    return slim(conn, job, rows), keyset.text(job, asked, last)
 
 
-def ended_after(
-    conn: Connection, job_id: int, asked: RolloutFilter, limit: int, place: ListPlace | None
-) -> tuple[list[Any], ListPlace | None]:
-    """Return rows of `ended_rollouts` after a place, and the place of the last one if there are more."""
+def ended(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
+    """Return a query for the rows of `ENDED_ROWS` that were asked for, and their order."""
     t = ended_rollouts.c
-    where = [t.job_id == job_id, *_restrictions(job_id, asked)]
-    falls = asked.sort.startswith("-")
+    where = [t.job_id == job_id, *_conditions(ended_rollouts, job_id, asked)]
+    for name, (compare, column) in _LIMITS.items():
+        if (limit := getattr(asked, name)) is not None:
+            where.append(compare(column, limit))
     # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
     column = t[_COLUMN.get(asked.sort.lstrip("-"), "end_seq")]
     # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
     key: sa.ColumnElement[Any] = column if len(where) == 1 or column is t.end_seq else column + 0
     missing = (column + 0).is_(None) if column.nullable else None
-    order = keyset.Order(key, t.end_seq, missing, falls=falls, ties_fall=falls)
-    rows = order.rows(conn, sa.select(ended_rollouts).where(*where), limit, place)
-    return rows[:limit], place_of(rows[limit - 1], asked.sort) if len(rows) > limit else None
+    return ENDED_ROWS.where(*where), Order(key, t.end_seq, missing, falls=asked.sort.startswith("-"))
 
 
-def place_of(row: Any, sort: Sort) -> ListPlace:
-    """Return the place of a row of `ended_rollouts` in a list with this order."""
-    key = getattr(row, _COLUMN.get(sort.lstrip("-"), "end_seq"))
-    return ListPlace(None if key is None else float(key), row.end_seq)
+def _unfinished(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
+    where = [rollouts.c.job_id == job_id, *_conditions(rollouts, job_id, asked)]
+    return _ROWS.where(*where), Order(rollouts.c.since, rollouts.c.place)
 
 
-def _of_task(table: sa.Table, job_id: int, task: str) -> sa.ColumnElement[bool]:
-    """Select the rows of a job's task, which has one group."""
-    group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == task)
-    return table.c.group_no == group.scalar_subquery()
-
-
-def _restrictions(job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
-    t = ended_rollouts.c
+def _conditions(table: sa.Table, job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
+    """Return what the rows of either table can be restricted to."""
+    of_ended = table is ended_rollouts
     found: list[sa.ColumnElement[bool]] = []
-    if set(asked.states) != set(ENDED):
-        found.append(t.state.in_(asked.states))
+    if set(asked.states) != set(ENDED if of_ended else RolloutState):
+        found.append(table.c.state.in_(asked.states))
     if asked.task is not None:
-        found.append(_of_task(ended_rollouts, job_id, asked.task))
-    if asked.reason is not None:
-        found.append(t.reason == asked.reason)
-    if asked.min_reward is not None:
-        found.append(t.reward + 0 >= asked.min_reward)
-    if asked.max_reward is not None:
-        found.append(t.reward + 0 <= asked.max_reward)
-    if asked.after_time is not None:
-        found.append(t.ended_at >= asked.after_time)
-    if asked.before_time is not None:
-        found.append(t.ended_at < asked.before_time)
+        # A task has one group.
+        group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == asked.task)
+        found.append(table.c.group_no == group.scalar_subquery())
     if asked.retried:
-        found.append(t.attempts > 0)
+        found.append(table.c.attempts > 0 if of_ended else table.c.attempts.is_not(None))
     return found
 
 
@@ -173,29 +167,19 @@ def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
 
 _ROWS = sa.select(
     *rollouts.c["id", "job_id", "group_no", "sample", "state", "reason", "reward", "since", "timings"],
-    *rollouts.c["sampled_tokens", "worker", "node", "policy_index"],
+    *rollouts.c["worker", "node", "policy_index"],
+    sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
     ATTEMPTS,
 )
-
-
-def slim_ended(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of `ended_rollouts` as the API answers them."""
-    return _slim(conn, job, [(row, row.ended_at, row.seconds, row.tokens) for row in rows])
+ENDED_ROWS = sa.select(ended_rollouts, ended_rollouts.c.ended_at.label("since"), sa.literal("").label("node"))
+"""A query for rows of `ended_rollouts` that `slim` takes, too."""
 
 
 def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of `rollouts` in any state as the API answers them."""
-    of_rows = [(row, row.since, active_seconds(loads(row.timings)), row.sampled_tokens or 0) for row in rows]
-    return _slim(conn, job, of_rows)
-
-
-def _slim(
-    conn: Connection, job: JobRow, rows: Sequence[tuple[Any, float, float, int]]
-) -> list[dict[str, Any]]:
-    """Return rows of either table, each with the begin of its state, its seconds and its tokens."""
+    """Return rows of `rollouts` in any state, or of ENDED_ROWS, as the API answers them."""
     if not rows:
         return []
-    tasks, versions = task_ids(conn, job.id, {row.group_no for row, *_ in rows}), labels(conn, job)
+    tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
     return [
         {
             "id": row.id,
@@ -205,57 +189,33 @@ def _slim(
             "stage": row.state.stage,
             "reason": row.reason or "",
             "reward": row.reward,
-            "since": since,
-            "ended_at": since if row.state.has_ended else None,
-            "seconds": seconds,
-            "tokens": tokens,
+            "since": row.since,
+            "ended_at": row.since if row.state.has_ended else None,
+            "seconds": row.seconds if "seconds" in row._fields else active_seconds(loads(row.timings)),
+            "tokens": row.tokens,
             "attempts": row.attempts,
             # While a rollout waits in a queue, its row names the worker of the stage before.
             "worker": (row.worker or "") if row.state.is_leased or row.state.has_ended else "",
             "node": row.node if row.state.is_leased else "",
             "policy_version": versions.get(row.policy_index, ""),
         }
-        for row, since, seconds, tokens in rows
+        for row in rows
     ]
 
 
-def _conditions(job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
-    """Return what lists of rollouts in any state can be restricted to, beside the states."""
-    found = [] if asked.task is None else [_of_task(rollouts, job_id, asked.task)]
-    return [*found, rollouts.c.attempts.is_not(None)] if asked.retried else found
-
-
-def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
+def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> Page:
     prefix = f"{prefix_of(job.name, job.uid)}-"
     after = ""
     if given:
         after = cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
     # The ids of a job lie together, so SQLite need not look for them by the job. PostgreSQL may order them by
     # other rules, and plans by what it knows of the table.
-    by_job = rollouts.c.job_id + 0 if conn.dialect.name == "sqlite" else rollouts.c.job_id
-    if RolloutState.SUCCEEDED not in asked.states:
-        by_job = rollouts.c.job_id
-    where = [by_job == job.id, rollouts.c.id > max(after, prefix)]
-    if len(asked.states) < len(RolloutState):
-        where.append(rollouts.c.state.in_(asked.states))
-    where += _conditions(job.id, asked)
+    hides_job = conn.dialect.name == "sqlite" and RolloutState.SUCCEEDED in asked.states
+    by_job = rollouts.c.job_id + 0 if hides_job else rollouts.c.job_id
+    where = [by_job == job.id, rollouts.c.id > max(after, prefix), *_conditions(rollouts, job.id, asked)]
     rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
     more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
-    return RolloutPage(slim(conn, job, rows[:limit]), more)
-
-
-def _unfinished(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> RolloutPage:
-    place = keyset.place(given, job.uid, job.name, asdict(asked), float)
-    number = rollouts.c.place
-    where = [rollouts.c.job_id == job.id, rollouts.c.state.in_(asked.states or UNFINISHED)]
-    where += _conditions(job.id, asked)
-    order = keyset.Order(rollouts.c.since, number)
-    rows = order.rows(conn, _ROWS.add_columns(number).where(*where), limit, place)
-    more = None
-    if len(rows) > limit:
-        last = rows[limit - 1]
-        more = keyset.text(job.uid, asdict(asked), ListPlace(last.since, last.place))
-    return RolloutPage(slim(conn, job, rows[:limit]), more)
+    return slim(conn, job, rows[:limit]), more
 
 
 def held_by(conn: Connection, worker: str, most: int) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Struct, field, structs
@@ -68,9 +67,7 @@ class Sketch(Struct):
         bin has all of them.
         """
         bins = [0] * BINS
-        if self.n:
-            assert self.min is not None
-            assert self.max is not None
+        if self.min is not None and self.max is not None:
             width = (self.max - self.min) / BINS
             for key, n in self.counts.items():
                 place = 0 if width <= 0 else int((key * self.step - self.min) / width)
@@ -95,22 +92,7 @@ MAX_MESSAGE: Final = 256
 """The number of characters of the newest failure's message that are kept for each reason."""
 OTHER: Final = "Other"
 """The reason under which those beyond MAX_REASONS are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndedView:
-    """What statistics take of an ended rollout."""
-
-    id: str
-    state: RolloutState
-    reward: float | None
-    reason: str | None
-    message: str | None
-    tokens: int
-    ended_at: float
-    policy_index: int | None
-    timings: Mapping[str, Any]
-    """The decoded timings of its row, with what `traces` keeps."""
+_SECONDS: Final = ("model_seconds", "tool_seconds", "own_seconds")
 
 
 class VersionSums(Struct):
@@ -157,35 +139,38 @@ class Statistics(Struct):
     failures: dict[str, Failures] = field(default_factory=dict)
     truncated: dict[str, int] = field(default_factory=dict)
     stages: dict[str, StageSums] = field(default_factory=lambda: {stage: StageSums() for stage in STAGES})
-    model_seconds: float = 0.0
-    tool_seconds: float = 0.0
-    own_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SECONDS, 0.0))
+    """The sum of each of these timings."""
     tokens: int = 0
     calls: int = 0
     turns: int = 0
     last: float | None = None
     """When the last rollout ended."""
 
-    def add(self, one: EndedView) -> None:
-        """Add an ended rollout."""
+    def add(self, one: Any, timings: Mapping[str, Any]) -> None:
+        """Add an ended rollout.
+
+        Args:
+            one: Its row, as `folding` reads it.
+            timings: The row's decoded timings, with what `traces` keeps.
+        """
         if one.reward is not None:
             self.rewards.add(one.reward)
             self._add_version(one.policy_index or 0, one.reward)
         self._add_time(one)
-        kept = one.timings.get(traces.KEY, {})
+        kept = timings.get(traces.KEY, {})
         if one.state == RolloutState.FAILED:
             self._add_failure(one, kept)
         if cut := kept.get("cut"):
             name = cut if cut in self.truncated or len(self.truncated) < MAX_REASONS else OTHER
             self.truncated[name] = self.truncated.get(name, 0) + 1
         for stage, sums in self.stages.items():
-            if entry := one.timings.get(stage):
+            if entry := timings.get(stage):
                 sums.queued += entry.get("queued_seconds", 0.0)
                 sums.active += entry.get("active_seconds", 0.0)
                 sums.n += entry.get("attempts", 0)
-        self.model_seconds += one.timings.get("model_seconds", 0.0)
-        self.tool_seconds += one.timings.get("tool_seconds", 0.0)
-        self.own_seconds += one.timings.get("own_seconds", 0.0)
+        for name in _SECONDS:
+            self.seconds[name] += timings.get(name, 0.0)
         self.tokens += one.tokens
         self.calls += kept.get("calls", 0)
         self.turns += kept.get("turns", 0)
@@ -198,7 +183,7 @@ class Statistics(Struct):
         if len(self.versions) > MAX_VERSIONS:
             del self.versions[min(self.versions)]
 
-    def _add_time(self, one: EndedView) -> None:
+    def _add_time(self, one: Any) -> None:
         sums = self.times.setdefault(int(one.ended_at // self.width), TimeSums())
         sums.n += 1
         sums.tokens += one.tokens
@@ -216,7 +201,7 @@ class Statistics(Struct):
             self.width *= 2
             self.times = merged
 
-    def _add_failure(self, one: EndedView, kept: Mapping[str, Any]) -> None:
+    def _add_failure(self, one: Any, kept: Mapping[str, Any]) -> None:
         places = kept.get("at")
         stage = BY_NUMBER[places[-2]].stage if places else "init"
         reason = one.reason or ""
@@ -258,9 +243,7 @@ class Statistics(Struct):
                 stage: {"queued": round(sums.queued, 3), "active": round(sums.active, 3), "n": sums.n}
                 for stage, sums in self.stages.items()
             },
-            "model_seconds": round(self.model_seconds, 3),
-            "tool_seconds": round(self.tool_seconds, 3),
-            "own_seconds": round(self.own_seconds, 3),
+            **{name: round(seconds, 3) for name, seconds in self.seconds.items()},
             "tokens": self.tokens,
             "tool_calls": self.calls,
             "turns": self.turns,

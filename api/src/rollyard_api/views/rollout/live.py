@@ -15,10 +15,12 @@ from rollyard_crds.lease import LiveTurns
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
-from rollyard_api.core.problems import Conflict, NotFound, TooManyWaits
+from rollyard_api.core.problems import Conflict, TooManyWaits
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import watched_rollouts
+from rollyard_api.views.rollout.records import row_of
 
 WATCH_SECONDS: Final = 10.0
 """The seconds for which a look makes its rollout watched."""
@@ -42,16 +44,7 @@ _STORE = (
     .where(_W.rollout_id == bindparam("b_id"))
     .values(token=bindparam("b_token"), turns=bindparam("b_turns"))
 )
-_FIND = (
-    sa.select(*rollouts.c["id", "job_id", "state", "since", "worker", "token", "end_seq"])
-    .join(jobs, jobs.c.id == rollouts.c.job_id)
-    .where(
-        rollouts.c.id == bindparam("b_id"),
-        jobs.c.namespace == bindparam("b_namespace"),
-        jobs.c.name == bindparam("b_name"),
-        jobs.c.deleted_at.is_(None),
-    )
-)
+_RUNNING = sa.select(*rollouts.c["id", "state", "since", "worker", "token"])
 
 
 def watched(tx: Transaction, held: Collection[str]) -> list[str]:
@@ -106,21 +99,19 @@ def look(tx: Transaction, namespace: str, name: str, rollout: str) -> dict[str, 
     """Return a running rollout as far as it is known, and mark it as watched.
 
     Raises:
-        NotFound: There is no such rollout.
+        NotFound: There is no such job, or it has no such rollout.
         Conflict: It has ended.
         TooManyWaits: As many rollouts as may be are watched.
     """
-    asked = {"b_id": rollout, "b_namespace": namespace, "b_name": name}
-    row = tx.conn.execute(_FIND, asked).one_or_none()
-    if row is None:
-        raise NotFound(f"RolloutJob {name!r} has no rollout {rollout[:128]!r}", reason="RolloutNotFound")
-    if row.end_seq is not None:
+    job = job_rows.find(tx.conn, namespace, name)
+    row = row_of(tx.conn, job, rollout, _RUNNING)
+    if row.state.has_ended:
         raise Conflict(f"rollout {rollout!r} has ended; its record is there", reason="RolloutEnded")
     kept = tx.conn.execute(sa.select(watched_rollouts).where(_W.rollout_id == rollout)).one_or_none()
     until = tx.now + WATCH_SECONDS
     if kept is None:
-        _check_room(tx, row.job_id)
-        values = {"rollout_id": rollout, "job_id": row.job_id, "until": until, "token": row.token}
+        _check_room(tx, job.id)
+        values = {"rollout_id": rollout, "job_id": job.id, "until": until, "token": row.token}
         tx.conn.execute(sa.insert(watched_rollouts), values)
     elif kept.until < tx.now + WATCH_SECONDS / 2:
         tx.conn.execute(sa.update(watched_rollouts).where(_W.rollout_id == rollout).values(until=until))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from rollyard_crds.telemetry.identity import trace_id
@@ -13,27 +14,31 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import NotFound
 from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces
-from rollyard_api.views.rollout.records import CompactRecord, Run, cut
+from rollyard_api.views.rollout.records import CompactRecord, row_of
+
+T = TypeVar("T")
 
 MAX_TURNS: Final = 2000
 """The number of turns that are shown."""
-_ROW = sa.select(*rollouts.c["id", "end_seq", "group_no", "sample", "since", "timings"])
+_ROW = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
 
 
-def brief(
-    record: CompactRecord, spans: list[tuple[str, float, float]], neighbours: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a record's head with the sizes of what is left out.
+def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any]:
+    """Return a record's head with the sizes of what is left out, its spans and its neighbours.
 
-    Args:
-        record: The record.
-        spans: The name, begin and end of each state, in seconds since the epoch.
-        neighbours: The ids of the rollouts around it.
+    The spans are the name, begin and end of each state, in seconds since the epoch. The neighbours are the
+    ids of the samples of its group by number, and of the failed rollouts of the job in the order of their
+    ends, or None where there is no other.
+
+    Raises:
+        NotFound: The rollout has been removed.
     """
     head = dict(record.head)
+    row = row_of(conn, job, head["id"], _ROW)
     turns = head.pop("turns", [])
     head["turns"] = [
         turn
@@ -48,26 +53,17 @@ def brief(
     return {
         **head,
         "turns_total": len(turns),
-        "segments": [{"prompt": one.prompt, "response": one.total - one.prompt} for one in record.segments],
+        "segments": [
+            {"prompt": len(one.prompt_ids), "response": len(one.response_ids)} for one in record.segments
+        ],
         "messages": len(record.messages),
-        "spans": spans,
-        "neighbours": neighbours,
+        "spans": traces.spans(loads(row.timings), row.since),
+        "neighbours": _neighbours(conn, job.id, row),
         "trace_id": trace_id(head["id"]),
     }
 
 
-def around(
-    conn: Connection, job_id: int, rollout: str
-) -> tuple[list[tuple[str, float, float]], dict[str, Any]]:
-    """Return the spans of an ended rollout and the ids of its neighbours, or None where there is no other.
-
-    The neighbours are the samples of its group by number, and the failed rollouts of the job in the order of
-    their ends.
-    """
-    row = conn.execute(_ROW.where(rollouts.c.job_id == job_id, rollouts.c.id == rollout)).one_or_none()
-    if row is None or row.end_seq is None:
-        return [], {}
-    spans = [(one.name, one.start, one.end) for one in traces.spans(loads(row.timings), row.since)]
+def _neighbours(conn: Connection, job_id: int, row: Any) -> dict[str, str | None]:
     group = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id, rollouts.c.group_no == row.group_no)
     t = ended_rollouts.c
     failed = sa.select(t.id).where(t.job_id == job_id, t.state == RolloutState.FAILED)
@@ -79,7 +75,7 @@ def around(
         before, after = query.where(column < place), query.where(column > place)
         neighbours[f"{name}_before"] = conn.scalar(before.order_by(column.desc()).limit(1))
         neighbours[f"{name}_after"] = conn.scalar(after.order_by(column).limit(1))
-    return spans, neighbours
+    return neighbours
 
 
 MAX_MESSAGES: Final = 200
@@ -175,13 +171,17 @@ def message_text(record: CompactRecord, number: int, offset: int, limit: int) ->
     Raises:
         NotFound: The record has no such message.
     """
-    if number >= len(record.messages):
-        raise NotFound(
-            f"the record has {len(record.messages)} messages, and none with number {number}",
-            reason="MessageNotFound",
-        )
-    text = text_of(record.messages[number])
+    text = text_of(_one_of(record.messages, number, "message"))
     return {"text": text[offset : offset + limit], "offset": offset, "characters": len(text)}
+
+
+def _one_of(parts: Sequence[T], number: int, what: str) -> T:
+    if number >= len(parts):
+        raise NotFound(
+            f"the record has {len(parts)} {what}s, and none with number {number}",
+            reason=f"{what.capitalize()}NotFound",
+        )
+    return parts[number]
 
 
 MAX_TOKENS: Final = 20_000
@@ -191,17 +191,17 @@ STEP: Final = 20
 The byte 0 stands for a token without one."""
 
 
-def quantized(logprobs: list[float], mask: list[Run]) -> str:
+def quantized(logprobs: Iterable[float], mask: Iterable[int]) -> str:
     """Return log-probabilities as one byte each, in base64; tokens outside the loss mask have 0."""
-    values = bytearray(len(logprobs))
-    at = 0
-    for value, n in mask:
-        if value:
-            for place in range(at, at + n):
-                logprob = min(max(logprobs[place], -12.7), 0.0)
-                values[place] = min(255, max(1, round(-logprob * STEP) + 1))
-        at += n
-    return base64.b64encode(bytes(values)).decode()
+    pairs = zip(logprobs, mask, strict=True)
+    return base64.b64encode(
+        bytes(1 + round(-STEP * min(max(value, -12.7), 0.0)) if sampled else 0 for value, sampled in pairs)
+    ).decode()
+
+
+def _runs(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Return each value with the number of times that it stands one after the other."""
+    return [(value, sum(1 for _ in same)) for value, same in groupby(values)]
 
 
 def tokens(record: CompactRecord, number: int, start: int, limit: int, *, exact: bool) -> dict[str, Any]:
@@ -210,41 +210,25 @@ def tokens(record: CompactRecord, number: int, start: int, limit: int, *, exact:
     Raises:
         NotFound: The record has no such segment.
     """
-    if number >= len(record.segments):
-        raise NotFound(
-            f"the record has {len(record.segments)} segments, and none with number {number}",
-            reason="SegmentNotFound",
-        )
-    segment = record.segments[number]
-    end = min(start + limit, segment.total)
+    segment = _one_of(record.segments, number, "segment")
+    prompt, end = len(segment.prompt_ids), start + limit
+    response = slice(max(0, start - prompt), max(0, end - prompt))
     # The prompt is outside the loss mask and has neither log-probabilities nor versions.
-    outside = max(0, min(end, segment.prompt) - start)
-    first, last = max(0, start - segment.prompt), max(0, end - segment.prompt)
-    mask = cut(segment.mask, first, last)
-    versions = cut(segment.versions, first, last)
-    logprobs = segment.logprobs[first:last].tolist()
-    if outside:
-        mask = _after(0, outside, mask)
-        versions = _after("", outside, versions)
-        logprobs = [0.0] * outside + logprobs
+    ids = segment.prompt_ids.numbers[start:end].tolist()
+    mask = [0] * len(ids) + list(segment.loss_mask.data[response])
+    versions = [""] * len(ids) + segment.policy_versions.versions[response]
+    logprobs = [0.0] * len(ids) + segment.logprobs.numbers[response].tolist()
     return {
         "segment": number,
         "segments": len(record.segments),
         "start": start,
-        "total": segment.total,
-        "prompt": segment.prompt,
-        "ids": segment.ids[start:end].tolist(),
-        "mask": mask,
-        "versions": versions,
+        "total": prompt + len(segment.response_ids),
+        "prompt": prompt,
+        "ids": ids + segment.response_ids.numbers[response].tolist(),
+        "mask": _runs(mask),
+        "versions": _runs(versions),
         "logprobs": logprobs if exact else quantized(logprobs, mask),
     }
-
-
-def _after(value: Any, n: int, runs: list[Run]) -> list[Run]:
-    """Return runs after another run, with which the first of them is joined if it has the same value."""
-    if runs and runs[0][0] == value:
-        return [(value, n + runs[0][1]), *runs[1:]]
-    return [(value, n), *runs]
 
 
 AROUND: Final = 20
@@ -255,42 +239,28 @@ def difference(left: CompactRecord, right: CompactRecord) -> dict[str, Any]:
     """Return {segment, position, left, right}, where each side has `ids` from `start` on.
 
     `position` counts from the segment's first prompt token. It is None if the tokens are equal, or those of
-    one rollout are the beginning of the other's in their last common segment.
+    one rollout are the beginning of the other's in their last common segment. This call belongs in a thread.
     """
     number = position = None
-    for place, (one, other) in enumerate(zip(left.segments, right.segments, strict=False)):
+    one: list[int] = []
+    other: list[int] = []
+    for place, segments in enumerate(zip(left.segments, right.segments, strict=False)):
         number = place
-        length = min(one.total, other.total)
-        if one.ids[:length] != other.ids[:length]:
-            position = _first(one.ids, other.ids, length)
-            break
-        if one.total != other.total:
-            # One of them is longer, so no later segment can be compared.
+        one, other = ([*side.prompt_ids.numbers, *side.response_ids.numbers] for side in segments)
+        pairs = enumerate(zip(one, other, strict=False))
+        position = next((at for at, (mine, theirs) in pairs if mine != theirs), None)
+        # If one of them is longer, no later segment can be compared.
+        if position is not None or len(one) != len(other):
             break
     return {
         "segment": number,
         "position": position,
-        "left": _side(left, number, position),
-        "right": _side(right, number, position),
+        "left": _side(one, position),
+        "right": _side(other, position),
     }
 
 
-def _first(one: Any, other: Any, length: int) -> int:
-    """Return the first place at which two arrays differ, which is below `length`."""
-    low, high = 0, length
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _side(record: CompactRecord, number: int | None, position: int | None) -> dict[str, Any]:
-    if number is None:
-        return {"start": 0, "ids": [], "total": 0}
-    segment = record.segments[number]
-    at = segment.total if position is None else position
+def _side(ids: list[int], position: int | None) -> dict[str, Any]:
+    at = len(ids) if position is None else position
     start = max(0, at - AROUND)
-    return {"start": start, "ids": segment.ids[start : at + AROUND].tolist(), "total": segment.total}
+    return {"start": start, "ids": ids[start : at + AROUND], "total": len(ids)}

@@ -11,17 +11,13 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-import orjson
-from rollyard_crds.reading.vocabulary import MAX_FILE
-from rollyard_crds.reading.vocabulary import find as find_tokenizer
+from rollyard_crds.reading.vocabulary import TokenizerInvalid, added_tokens, find, model_tokens, read
 
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.core.problems import ApiError, ControlPlaneError
+from rollyard_api.core.problems import ApiError
 
 MAX_KEPT: Final = 4
 """The number of vocabularies in memory."""
@@ -34,19 +30,13 @@ LOOK_SECONDS: Final = 30.0
 _SPACE: Final = "\u2581"
 
 
-class TextsMissing(ControlPlaneError):
-    """The texts of a tokenizer's tokens cannot be shown. The message says why."""
+Pieces = Mapping[int, bytes]
+"""The bytes of each token by its id; ids that the vocabulary lacks have none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The bytes of each token by its id; ids that the vocabulary lacks have none."""
-
-    by_id: Mapping[int, bytes]
-
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each of these tokens."""
-        return [shown(self.by_id.get(number)) for number in ids]
+def texts_of(pieces: Pieces | str, ids: Sequence[int]) -> list[str] | None:
+    """Return the text of each of these tokens, or None if there are no pieces, but why they are missing."""
+    return None if isinstance(pieces, str) else [shown(pieces.get(number)) for number in ids]
 
 
 def shown(piece: bytes | None) -> str:
@@ -72,47 +62,28 @@ def _byte_letters() -> dict[str, int]:
 _BYTES = _byte_letters()
 
 
-def read(path: Path) -> Pieces:
-    """Return the pieces of a tokenizer.json. This call belongs in a thread.
+def pieces(document: Any) -> Pieces:
+    """Return the pieces of a decoded tokenizer.json. This call belongs in a thread.
 
     Raises:
-        TextsMissing: The file cannot be read, is too large, or has no vocabulary of a known kind.
+        TokenizerInvalid: It has too many tokens.
+        ValueError, LookupError, TypeError, AttributeError: It has no vocabulary of a known kind.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE + 1)
-        if len(data) > MAX_FILE:
-            raise TextsMissing(f"its tokenizer.json has more than {MAX_FILE} bytes")
-        document = orjson.loads(data)
-        return _pieces(document)
-    except TextsMissing:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        # What is wrong is not quoted, because a path may be that of another file.
-        raise TextsMissing(f"its tokenizer.json has no vocabulary ({type(error).__name__})") from error
-
-
-def _pieces(document: Any) -> Pieces:
-    entries = document["model"]["vocab"]
-    pairs = list(entries.items()) if isinstance(entries, dict) else [(e[0], n) for n, e in enumerate(entries)]
-    added = [(token["content"], token["id"]) for token in document.get("added_tokens") or ()]
-    if len(pairs) + len(added) > MAX_PIECES:
-        raise TextsMissing(f"its vocabulary has more than {MAX_PIECES} tokens")
+    known, added = model_tokens(document), added_tokens(document)
+    if len(known) + len(added) > MAX_PIECES:
+        raise TokenizerInvalid(f"its vocabulary has more than {MAX_PIECES} tokens")
     kinds = _kinds(document.get("decoder"))
     of = _of_letters if "ByteLevel" in kinds else partial(_of_text, fallback="ByteFallback" in kinds)
-    by_id = {number: of(token) for token, number in pairs if type(number) is int}
+    by_id = {number: of(token) for token, number in known if type(number) is int}
     # Added tokens are written as they are, in either kind of vocabulary.
     by_id |= {number: token.encode("utf-8", "replace") for token, number in added if type(number) is int}
-    return Pieces(by_id)
+    return by_id
 
 
 def _kinds(decoder: Any) -> set[str]:
     """Return the types of a decoder and of the decoders in it."""
-    if not isinstance(decoder, dict):
-        return set()
-    inner = decoder.get("decoders")
-    listed = [one for one in inner if isinstance(one, dict)] if isinstance(inner, list) else []
-    return {str(one.get("type")) for one in (decoder, *listed)}
+    listed = [decoder, *(decoder.get("decoders") or ())] if isinstance(decoder, dict) else []
+    return {str(one.get("type")) for one in listed if isinstance(one, dict)}
 
 
 def _of_letters(token: str) -> bytes:
@@ -156,17 +127,16 @@ class TokenTexts:
         return found
 
     async def _look(self, tokenizer: str, namespace: str) -> Pieces | str:
-        def look() -> Pieces | None:
-            path = find_tokenizer(tokenizer)
-            return None if path is None else read(path)
+        def look() -> Pieces | str:
+            path = find(tokenizer)
+            if path is None:
+                return (
+                    "the control plane sees no tokenizer.json of it: set spec.tokenizer of the pool to a "
+                    "folder that it can read"
+                )
+            return read(path, pieces, "its tokenizer.json")
 
         try:
-            found = await self._threads.run(look, namespace)
-        except (TextsMissing, ApiError) as error:
+            return await self._threads.run(look, namespace)
+        except (TokenizerInvalid, ApiError) as error:
             return str(error)
-        return (
-            "the control plane sees no tokenizer.json of it: set spec.tokenizer of the pool to a folder that "
-            "it can read"
-            if found is None
-            else found
-        )

@@ -22,8 +22,8 @@ from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import ready_topic
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import assignments, jobs
+from rollyard_api.storage.statements import by_dialect
 
 KEPT_SECONDS: Final = 7 * 86400.0
 """An offer is kept at least this long, and as long as its job has a row."""

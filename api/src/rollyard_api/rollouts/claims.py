@@ -28,9 +28,9 @@ from rollyard_api.core.quotas import Room
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import ClaimRow, read_all, read_one
 from rollyard_api.storage.schema import claims, jobs, rollouts
+from rollyard_api.storage.statements import by_dialect
 
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 

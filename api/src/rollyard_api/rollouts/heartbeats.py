@@ -21,9 +21,8 @@ from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import nodes, rollouts
-from rollyard_api.storage.statements import chunks
+from rollyard_api.storage.statements import by_dialect, chunks
 
 HEARD_SECONDS = 5.0
 """The minimum time between two writes of a node's row, in seconds."""

@@ -1,23 +1,29 @@
-"""Leases are granted here, from the stage queues, with shares of the jobs and a backend for each Run."""
+"""Leases are granted here, from the stage queues, with shares of the jobs and a backend for each Run.
+
+A rollout whose backend failed is moved to another one, and the backend is blamed once for each lease.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import orjson
 import sqlalchemy as sa
-from rollyard_crds.lease import MAX_BATCH
+from rollyard_crds.lease import MAX_BATCH, NoBackend, RouteRequest
 from rollyard_crds.rolloutjob import StageName
 
-from rollyard_api.backends.assignment import ACTIVE, Key, Routers, lock
-from rollyard_api.backends.router import Backend
+from rollyard_api.backends import circuits
+from rollyard_api.backends.assignment import ACTIVE, RETRY_SECONDS, Key, Routers, lock
+from rollyard_api.backends.router import Backend, Router
 from rollyard_api.core.codec import unpack
-from rollyard_api.machine.events import Leased
-from rollyard_api.machine.rollout import Rollout, Transition, decide
+from rollyard_api.machine.events import Blamed, Event, Leased, Moved
+from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.rollouts.fairness import Share, allocate
@@ -34,6 +40,8 @@ from rollyard_api.trajectories.records import fitting
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
 """The order in which the stages are served. Later stages come first: their rollouts hold a sandbox."""
+_OVERLOADED: Final = re.compile(r"\banswered 429\b")
+"""How a worker reports a busy server, which is not a failure because the server works as it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,3 +234,75 @@ def _carried(group: LeasedGroup, payload: Payload | None, stage: StageName) -> d
         if payload.segments is not None:
             carried["segments"] = packed.json_of(payload.segments)
     return carried
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """The answer to `reroute`.
+
+    The `outcome` is `accepted`, `stale` or `unknown`. The `backend` is None while none is available.
+    """
+
+    outcome: str
+    backend: dict[str, Any] | None = None
+    retry_after: float = RETRY_SECONDS
+    reason: NoBackend = ""
+    opened: bool = False
+    """Whether this failure opened the backend's circuit."""
+
+
+def reroute(tx: Transaction, asked: RouteRequest) -> Rerouted:
+    """Return another backend for a rollout whose backend failed, or the same one if no other has room.
+
+    Only the backend that the rollout is assigned to is blamed, in its own pool and once per token, so a
+    lease holder cannot open a circuit by naming another server or by repeating its report.
+
+    A backend's limit holds for rollouts that move, too. If every other backend is full and the failed
+    one is not eligible, the rollout has to ask again. Places that become free are kept for such rollouts
+    before any are given to the queue (Router.reserved).
+    """
+    row = rollout_rows.named(tx, [asked.rollout]).get(asked.rollout)
+    if row is None:
+        return Rerouted("unknown")
+    job = rollout_rows.jobs_of(tx, [row.job_id])[row.job_id]
+    if row.token != asked.token or row.state != RolloutState.LEASED_RUN or job.pool is None:
+        return Rerouted("stale")
+    key = (job.namespace, job.pool)
+    opened, changed = False, None
+    if asked.blame and not _OVERLOADED.search(asked.error):
+        changed = _changed(tx, row, Blamed(asked.token, asked.failed_url))
+        opened = changed is not None and circuits.failed(tx, row.job_id, asked.failed_url)
+        row = changed or row
+    lock(tx, [key])
+    routers = Routers(tx, tx.conn.execute(ACTIVE).all())
+    router = routers.get(key)
+    chosen = None if router is None else _elsewhere(tx, router, row, asked.failed_url)
+    if chosen is None:
+        return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
+    if chosen.url != row.backend:
+        _changed(tx, row, Moved(asked.token, chosen.url))
+    return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
+
+
+def _changed(tx: Transaction, row: Rollout, event: Event) -> Rollout | None:
+    """Apply what follows from an event, and return the rollout with it, or None if it is refused."""
+    decision = decide(row, event, None, tx.now)
+    if isinstance(decision, Rejection):
+        return None
+    transitions.apply(tx, [(row, decision)])
+    return msgspec.structs.replace(row, **decision.changes)
+
+
+def _elsewhere(tx: Transaction, router: Router, row: Rollout, failed_url: str) -> Backend | None:
+    if row.backend is not None and row.backend != failed_url and row.backend in router.backends:
+        # The rollout was moved by an earlier call whose answer was lost.
+        return router.backends[row.backend]
+    group = group_rows.named(tx.conn, row.job_id, [row.group_no])[row.group_no]
+    others = Router.of(router.max_active, [b for url, b in router.backends.items() if url != failed_url])
+    chosen = others.choose(None, group.backend, together=group.remaining)
+    if chosen is None:
+        return router.backends.get(failed_url)
+    if group.backend not in others.backends:
+        # The group's other samples follow it to the new backend.
+        group_rows.stick(tx, row.job_id, row.group_no, chosen.url)
+    return chosen

@@ -33,7 +33,7 @@ from rollyard_api.core.codec import encode, validated
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.jobs import job_views, reward_services
-from rollyard_api.rollouts import heartbeats, leasing, outcomes, rerouting, wire
+from rollyard_api.rollouts import heartbeats, leasing, outcomes, wire
 from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
     Namespace,
@@ -193,7 +193,7 @@ async def route(request: Request) -> Response:
     plane = plane_of(request)
     asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
-    told = await plane.database.write(partial(rerouting.reroute, asked=asked))
+    told = await plane.database.write(partial(leasing.reroute, asked=asked))
     if told.opened:
         log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
     if told.outcome == "unknown":

@@ -34,6 +34,7 @@ from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
 
 from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavailable
+from rollyard_api.core.wakeups import UNFINISHED
 
 T = TypeVar("T")
 
@@ -45,11 +46,8 @@ MAX_RETRIES = 8
 """How often one op is tried again after a deadlock or a serialization failure."""
 READERS = 2
 
-
 Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
-
-
 Trouble = tuple[int, str, str, str, str]
 """A stage that did not end well while a worker had it: job, worker, rollout, reason and message."""
 
@@ -84,14 +82,6 @@ class Transaction:
     def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
         """Add to a counter, or observe a value, under these labels."""
         self.counted.append((metric, labels, value))
-
-    def trouble(self, job_id: int, worker: str, rollout: str, reason: str, message: str) -> None:
-        """Record that a stage did not end well while this worker had the rollout."""
-        self.troubles.append((job_id, worker, rollout, reason, message))
-
-    def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
-        """Record that a rollout sampled `tokens` on this backend, in seconds of model time and of Run."""
-        self.measured.append((backend, tokens, seconds, run_seconds))
 
 
 AfterCommit = Callable[[Sequence[Transaction]], None]
@@ -144,33 +134,6 @@ def driver_of(conn: Connection) -> sqlite3.Connection:
     driver = conn.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     return driver
-
-
-JOB_COLUMNS = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
-"""The columns of a job on which the answer to its tokens depends. Their change is noticed, and so are new and
-removed rows."""
-
-
-def _watch_jobs(connection: sqlite3.Connection, changed: Callable[[], None]) -> bool:
-    """Let `changed` be called within each transaction of this connection that changes a job in this way.
-
-    Triggers notice it, whichever code makes the change. They are temporary: they belong to this connection,
-    and nothing of them is stored in the database.
-
-    Returns:
-        Whether it will be called. It will not in a database without the table `jobs`.
-    """
-    with_jobs = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'jobs'"
-    if connection.execute(with_jobs).fetchone() is None:
-        return False
-    connection.create_function("rollyard_job_changed", 0, changed)
-    differs = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in JOB_COLUMNS)
-    for change, condition in (("INSERT", ""), ("DELETE", ""), ("UPDATE", f"WHEN {differs} ")):
-        connection.execute(
-            f"CREATE TEMP TRIGGER rollyard_{change.lower()}_job AFTER {change} ON main.jobs {condition}"
-            f"BEGIN SELECT rollyard_job_changed(); END"
-        ).close()
-    return True
 
 
 def is_storage_full(error: BaseException) -> bool:
@@ -239,28 +202,23 @@ class Database:
         self._after: AfterCommit = lambda _committed: None
         self._synchronous = ""
         self._reading = 0
-        self._watches_jobs = False
-        self._touches_jobs = False
         self._job_changes = 0
         self.trace_sample = 0.0
         """The fraction of groups whose rollouts are traced; 0 if nothing is."""
-        if self.sqlite:
-            event.listen(self.writer, "connect", self._watch_jobs)
 
     @property
     def job_changes(self) -> int | None:
-        """The number of commits that changed which jobs exist and which have ended, or None if unknown.
+        """The number of commits that may have changed which jobs exist and which have ended.
 
-        It is raised before the change is answered. Where other replicas write, it is unknown.
+        These are the commits that wake UNFINISHED. The number is raised before the change is answered. It is
+        None where other replicas write, because their commits are not noticed.
         """
-        return self._job_changes if self._watches_jobs else None
+        return self._job_changes if self.sqlite else None
 
     def start(self, after_commit: AfterCommit) -> None:
         """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
         self._loop = asyncio.get_running_loop()
         self._after = after_commit
-        # A new connection finds the tables, which the migration may have made.
-        self.writer.dispose()
         self._thread = threading.Thread(target=self._write_forever, name="writer", daemon=True)
         self._thread.start()
 
@@ -396,21 +354,10 @@ class Database:
 
     def _commit(self, batch: list[_Waiting[Any]]) -> None:
         now = time.time()
-        try:
-            with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
-                for item in batch:
-                    item.tx = Transaction(conn, now, self.sqlite, trace_sample=self.trace_sample)
-                    item.result = item.op(item.tx)
-        finally:
-            if self._touches_jobs:
-                self._touches_jobs = False
-                self._job_changes += 1
-
-    def _watch_jobs(self, connection: sqlite3.Connection, _record: object) -> None:
-        self._watches_jobs = _watch_jobs(connection, self._touch_jobs)
-
-    def _touch_jobs(self) -> None:
-        self._touches_jobs = True
+        with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
+            for item in batch:
+                item.tx = Transaction(conn, now, self.sqlite, trace_sample=self.trace_sample)
+                item.result = item.op(item.tx)
 
     def _begin(self, conn: Connection, durable: bool) -> RootTransaction:
         level = "FULL" if durable else "NORMAL"
@@ -430,7 +377,9 @@ class Database:
 
     def _deliver(self, batch: list[_Waiting[Any]], error: Exception | None) -> None:
         if error is None:
-            self._after([item.tx for item in batch if item.tx is not None])
+            committed = [item.tx for item in batch if item.tx is not None]
+            self._job_changes += any(UNFINISHED in tx.wakes for tx in committed)
+            self._after(committed)
         for item in batch:
             _settle(item, error)
 

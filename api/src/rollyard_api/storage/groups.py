@@ -11,6 +11,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.machine.groups import GroupResult
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import groups
 from rollyard_api.storage.statements import chunks, rows_of, run
 
@@ -39,7 +40,7 @@ class LeasedGroup(NamedTuple):
     remaining: int
 
 
-_LEASED = sa.select(*(groups.c[name] for name in LeasedGroup._fields)).where(_OF_JOB, _AMONG)
+_LEASED = sa.select(*columns(LeasedGroup, groups)).where(_OF_JOB, _AMONG)
 
 
 def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:

@@ -19,9 +19,10 @@ from rollyard_api.core.cursors import Kind
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.machine.groups import Tally
+from rollyard_api.machine.jobs import SamplingState
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import JobRow, read_one
+from rollyard_api.storage.rows import JobRow, columns, read_one
 from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampling_targets
 
 DELETED: Final = "Deleted"
@@ -245,7 +246,7 @@ _COUNT_ENDED = _UPDATE.values(
         name: jobs.c[name] + bindparam(f"b_{name}")
         for name in ("ended", "succeeded", "failed", "cancelled", "reward_sum")
     }
-).returning(*(jobs.c[name] for name in EndedCounts._fields))
+).returning(*columns(EndedCounts, jobs))
 _COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
     jobs.c.groups_ended
 )
@@ -374,32 +375,11 @@ def remove(tx: Transaction, job_id: int) -> int | None:
 # Dynamic sampling counts the groups of a job, and its steps add to the target.
 
 
-class SamplingCounts(NamedTuple):
+class SamplingCounts(Tally):
     """The counters of a job with dynamic sampling."""
 
-    target: int
-    started: int
-    informative: int
-    uninformative: int
-    dropped: int
-    surplus: int
-    surplus_rollouts: int
-    discarded_tokens: int
-
-
-class SamplingState(NamedTuple):
-    """What the next step of a job with dynamic sampling depends on."""
-
-    target: int
-    started: int
-    informative: int
-    name: str
-    uid: str
-    limits: Limits
-    groups: int
-    groups_ended: int
-    closed: bool
-    holding: bool
+    target: int = 0
+    started: int = 0
 
 
 class SamplingStep(NamedTuple):
@@ -409,14 +389,9 @@ class SamplingStep(NamedTuple):
     goal: int
 
 
-_SAMPLING = sa.select(*(dynamic_sampling.c[name] for name in SamplingCounts._fields)).where(_ITS)
+_SAMPLING = sa.select(*columns(SamplingCounts, dynamic_sampling)).where(_ITS)
 _SAMPLING_STATE = (
-    sa.select(
-        *(
-            dynamic_sampling.c[name] if name in dynamic_sampling.c else jobs.c[name]
-            for name in SamplingState._fields
-        )
-    )
+    sa.select(*columns(SamplingState, dynamic_sampling, jobs))
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
     .where(_ITS, jobs.c.cancel_reason.is_(None))
 )
@@ -446,8 +421,7 @@ def sampling_state(tx: Transaction, job_id: int) -> SamplingState | None:
 
     The caller has the lock of the job's row.
     """
-    row = tx.conn.execute(_SAMPLING_STATE, {"b_job": job_id}).one_or_none()
-    return None if row is None else SamplingState(*row)
+    return read_one(SamplingState, tx.conn.execute(_SAMPLING_STATE, {"b_job": job_id}).one_or_none())
 
 
 def count_groups(tx: Transaction, job_id: int, tally: Tally) -> None:
@@ -465,9 +439,8 @@ def count_started(tx: Transaction, job_id: int, count: int) -> None:
 def step(conn: Connection, job_id: int, name: str) -> SamplingStep | None:
     """Return the step that was opened under this id, or None."""
     its = (sampling_targets.c.job_id == job_id, sampling_targets.c.id == name)
-    query = sa.select(sampling_targets.c.groups, sampling_targets.c.goal).where(*its)
-    row = conn.execute(query).one_or_none()
-    return None if row is None else SamplingStep(*row)
+    query = sa.select(*columns(SamplingStep, sampling_targets)).where(*its)
+    return read_one(SamplingStep, conn.execute(query).one_or_none())
 
 
 def steps(conn: Connection, job_id: int) -> int:

@@ -20,11 +20,11 @@ from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.rollout import Rollout
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
+from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
-from rollyard_api.storage.statements import chunks, rows_of, run
+from rollyard_api.storage.statements import by_dialect, chunks, rows_of, run
 
-_SELECT = sa.select(*(rollouts.c[name] for name in Rollout.__struct_fields__))
+_SELECT = sa.select(*columns(Rollout, rollouts))
 _OF_JOB = rollouts.c.job_id == bindparam("b_job")
 _IS_HELD = rollouts.c.lease_expires.is_not(None)
 _IN_SANDBOX = rollouts.c.state.in_([RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL])
@@ -168,7 +168,7 @@ def running_on(tx: Transaction, namespace: str, pool: str, url: str) -> list[Rol
 
 # Other reads.
 
-_MEMBERS = sa.select(rollouts.c.group_no, *(rollouts.c[name] for name in Member.__struct_fields__)).where(
+_MEMBERS = sa.select(rollouts.c.group_no, *columns(Member, rollouts)).where(
     _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
 )
 _WITH_SANDBOX = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(_AMONG))

@@ -8,7 +8,8 @@ explains the columns of the other tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from inspect import signature
 from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
@@ -28,13 +29,13 @@ Chars1024 = Annotated[str, sa.String(1024)]
 BigInt = Annotated[int, sa.BigInteger()]
 
 
-def columns(kind: type[Any], *tables: sa.Table) -> tuple[sa.Column[Any], ...]:
+def columns(kind: Callable[..., Any], *tables: sa.Table) -> list[sa.Column[Any]]:
     """Return the columns that a class of rows reads, each from the first of the tables that has it.
 
     Raises:
         StopIteration: No table has a column with a field's name.
     """
-    return tuple(next(t.c[field.name] for t in tables if field.name in t.c) for field in fields(kind))
+    return [next(table.c[name] for table in tables if name in table.c) for name in signature(kind).parameters]
 
 
 def read_all(kind: Callable[..., R], found: Iterable[sa.Row[Any]]) -> list[R]:

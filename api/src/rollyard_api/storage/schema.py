@@ -11,9 +11,11 @@ from __future__ import annotations
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
+from rollyard_api.machine import limits
 from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 from rollyard_api.storage.rows import BackendRow, BlobRow, ClaimRow, JobRow, PoolRow, WeightUpdateRow
@@ -51,11 +53,11 @@ class LimitsJson(sa.TypeDecorator[Limits]):
 
     def process_bind_param(self, value: Limits | None, dialect: Dialect) -> bytes | None:
         """Return limits as JSON."""
-        return None if value is None else value.to_json()
+        return None if value is None else msgspec.json.encode(value)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> Limits | None:
         """Return limits that were stored."""
-        return None if value is None else Limits.from_json(value)
+        return None if value is None else limits.decoded(value)
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:

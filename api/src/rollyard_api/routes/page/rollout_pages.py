@@ -20,9 +20,9 @@ from rollyard_api.core.problems import QueryRefused
 from rollyard_api.routes.common import page_answer
 from rollyard_api.routes.page.job import folded
 from rollyard_api.service import ControlPlane
-from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import EndedRollout, JobRow, read_all
 from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.statements import PlaceIn
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.views import keyset

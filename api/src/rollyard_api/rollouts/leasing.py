@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 import sqlalchemy as sa
-from rollyard_crds.lease import MAX_BATCH, NoBackend, RouteRequest
+from rollyard_crds.lease import MAX_BATCH, LeaseRequest, NoBackend, RouteRequest
 from rollyard_crds.rolloutjob import StageName
 
 from rollyard_api.backends import circuits
@@ -28,6 +28,7 @@ from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage import groups as group_rows
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.groups import LeasedGroup
@@ -44,33 +45,22 @@ _OVERLOADED: Final = re.compile(r"\banswered 429\b")
 """How a worker reports a busy server, which is not a failure because the server works as it should."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A LeaseRequest that has been checked."""
-
-    worker: str
-    node: str
-    capacity: dict[StageName, int]
-    job: str | None
-    namespace: str | None
-    job_id: int | None = None
-    """The only job that the token of the request may reach, whichever job has its name now; None allows any
-    job."""
+_LIVE = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
 
 
-_LIVE = sa.select(*columns(LeasableJob, jobs)).where(
-    jobs.c.finished_at.is_(None),
-    jobs.c.deleted_at.is_(None),
-    jobs.c.cancel_reason.is_(None),
-    jobs.c.suspended.is_(False),
-)
-
-
-def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> list[dict[str, Any]]:
+def grant(
+    tx: Transaction, ask: LeaseRequest, only: int | None, lease_seconds: float, max_bytes: int
+) -> list[dict[str, Any]]:
     """Lease up to MAX_BATCH rollouts within the worker's capacity; return [] if nothing waits for it.
 
-    The tasks and trajectories in the leases have at most `max_bytes` bytes, unless there is only one lease.
-    The remaining rollouts stay in their queues.
+    Args:
+        tx: The transaction.
+        ask: What the worker asks for.
+        only: The id of the only job that the token of the request may reach, whichever job has its name now;
+            None allows any job.
+        lease_seconds: The time for which the leases hold, in seconds.
+        max_bytes: The bytes of the tasks and trajectories in the leases, unless there is only one lease. The
+            remaining rollouts stay in their queues.
     """
     room = max_bytes
     live = {
@@ -78,7 +68,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
         for row in (LeasableJob(*row) for row in rows_of(tx.conn, _LIVE, {}))
         if (ask.job is None or row.name == ask.job)
         and (ask.namespace is None or row.namespace == ask.namespace)
-        and ask.job_id in (None, row.id)
+        and only in (None, row.id)
     }
     if not live:
         return []
@@ -139,7 +129,7 @@ class _Grant:
     """What the leases of one stage for one request depend on."""
 
     tx: Transaction
-    ask: Ask
+    ask: LeaseRequest
     jobs: dict[int, LeasableJob]
     stage: StageName
     routers: Routers | None

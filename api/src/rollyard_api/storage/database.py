@@ -34,7 +34,6 @@ from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
 
 from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavailable
-from rollyard_api.core.wakeups import UNFINISHED
 
 T = TypeVar("T")
 
@@ -136,6 +135,11 @@ def driver_of(conn: Connection) -> sqlite3.Connection:
     return driver
 
 
+JOB_COLUMNS = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
+"""The columns of a job on which the answer to its tokens depends. Their change is noticed, and so are new and
+removed rows."""
+
+
 def is_storage_full(error: BaseException) -> bool:
     """Return whether a database or file error means that no space is left on the device or in a quota."""
     if isinstance(error, DBAPIError) and error.orig is not None:
@@ -202,23 +206,28 @@ class Database:
         self._after: AfterCommit = lambda _committed: None
         self._synchronous = ""
         self._reading = 0
+        self._watches_jobs = False
+        self._touches_jobs = False
         self._job_changes = 0
         self.trace_sample = 0.0
         """The fraction of groups whose rollouts are traced; 0 if nothing is."""
+        if self.sqlite:
+            event.listen(self.writer, "connect", self._watch_jobs)
 
     @property
     def job_changes(self) -> int | None:
-        """The number of commits that may have changed which jobs exist and which have ended.
+        """The number of commits that changed which jobs exist and which have ended, or None if unknown.
 
-        These are the commits that wake UNFINISHED. The number is raised before the change is answered. It is
-        None where other replicas write, because their commits are not noticed.
+        It is raised before the change is answered. Where other replicas write, it is unknown.
         """
-        return self._job_changes if self.sqlite else None
+        return self._job_changes if self._watches_jobs else None
 
     def start(self, after_commit: AfterCommit) -> None:
         """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
         self._loop = asyncio.get_running_loop()
         self._after = after_commit
+        # A new connection finds the tables, which the migration may have made.
+        self.writer.dispose()
         self._thread = threading.Thread(target=self._write_forever, name="writer", daemon=True)
         self._thread.start()
 
@@ -354,10 +363,36 @@ class Database:
 
     def _commit(self, batch: list[_Waiting[Any]]) -> None:
         now = time.time()
-        with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
-            for item in batch:
-                item.tx = Transaction(conn, now, self.sqlite, trace_sample=self.trace_sample)
-                item.result = item.op(item.tx)
+        try:
+            with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
+                for item in batch:
+                    item.tx = Transaction(conn, now, self.sqlite, trace_sample=self.trace_sample)
+                    item.result = item.op(item.tx)
+        finally:
+            if self._touches_jobs:
+                self._touches_jobs = False
+                self._job_changes += 1
+
+    def _watch_jobs(self, connection: sqlite3.Connection, _record: object) -> None:
+        """Notice what changes JOB_COLUMNS through a new connection, if the table of jobs is there.
+
+        Triggers notice it, whichever code makes the change. They are temporary: they belong to this
+        connection, and nothing of them is stored in the database.
+        """
+        with_jobs = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'jobs'"
+        self._watches_jobs = connection.execute(with_jobs).fetchone() is not None
+        if not self._watches_jobs:
+            return
+        connection.create_function("rollyard_job_changed", 0, self._touch_jobs)
+        differs = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in JOB_COLUMNS)
+        for change, condition in (("INSERT", ""), ("DELETE", ""), ("UPDATE", f"WHEN {differs} ")):
+            connection.execute(
+                f"CREATE TEMP TRIGGER rollyard_{change.lower()}_job AFTER {change} ON main.jobs {condition}"
+                f"BEGIN SELECT rollyard_job_changed(); END"
+            ).close()
+
+    def _touch_jobs(self) -> None:
+        self._touches_jobs = True
 
     def _begin(self, conn: Connection, durable: bool) -> RootTransaction:
         level = "FULL" if durable else "NORMAL"
@@ -377,9 +412,7 @@ class Database:
 
     def _deliver(self, batch: list[_Waiting[Any]], error: Exception | None) -> None:
         if error is None:
-            committed = [item.tx for item in batch if item.tx is not None]
-            self._job_changes += any(UNFINISHED in tx.wakes for tx in committed)
-            self._after(committed)
+            self._after([item.tx for item in batch if item.tx is not None])
         for item in batch:
             _settle(item, error)
 

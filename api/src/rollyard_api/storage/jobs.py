@@ -27,27 +27,14 @@ from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampli
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
-_ZERO: Final = (
-    "total",
-    "ended",
-    "succeeded",
-    "failed",
-    "cancelled",
-    "reward_sum",
-    "groups",
-    "groups_ended",
-    "parts",
-    "read_trajectories",
-    "read_groups",
-    "malformed_rollouts",
-    "malformed_calls",
-)
 _THIS = jobs.c.id == bindparam("b_job")
 _ITS = dynamic_sampling.c.job_id == bindparam("b_job")
 _ITS_STEPS = sampling_targets.c.job_id == bindparam("b_job")
 _UPDATE = sa.update(jobs).where(_THIS)
-_OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
+OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
 """The conditions of a job that may still start rollouts."""
+LEASABLE = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.suspended.is_(False))
+"""The conditions of a job whose rollouts may be leased."""
 
 
 def _set(tx: Transaction, job_id: int, **values: Any) -> None:
@@ -113,7 +100,7 @@ _UNFINISHED = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(No
 _UNSTARTED = (
     _sums((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples)
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
-    .where(*_OPEN)
+    .where(*OPEN)
 )
 
 
@@ -151,8 +138,7 @@ def removable(conn: Connection) -> list[int]:
 def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
     """Insert a job and return its row. `values` are the columns that the manifest decides."""
     fixed = {"uid": str(uuid.uuid4()), "generation": 1, "created_at": tx.now}
-    counters = dict.fromkeys(_ZERO, 0) | {"holding": False, "well_formed": False}
-    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **counters, **values).returning(jobs))
+    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **values).returning(jobs))
     tx.wake(UNFINISHED)
     return JobRow(*made.one())
 
@@ -250,7 +236,7 @@ _COUNT_ENDED = _UPDATE.values(
 _COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
     jobs.c.groups_ended
 )
-_CONCLUDE = _UPDATE.where(*_OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
+_CONCLUDE = _UPDATE.where(*OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
 _FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
 _FINISH_CONCLUDED = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
 
@@ -338,7 +324,7 @@ def ask_for_deletion(tx: Transaction, job_id: int) -> None:
 
 def past_deadline(tx: Transaction) -> list[int]:
     """Return the ids of the open jobs that are past their active deadline."""
-    late = (*_OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < tx.now)
+    late = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < tx.now)
     return list(tx.conn.scalars(sa.select(jobs.c.id).where(*late)))
 
 

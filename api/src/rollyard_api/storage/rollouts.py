@@ -20,6 +20,7 @@ from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.rollout import Rollout
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.jobs import OPEN
 from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
 from rollyard_api.storage.statements import by_dialect, chunks, rows_of, run
@@ -132,12 +133,7 @@ def unfinished(
 
 def overdue(tx: Transaction, since: float, limit: int) -> list[Rollout]:
     """Return what has waited for Init or Run since that time, in an outage, in jobs without a deadline."""
-    late = sa.select(jobs.c.id).where(
-        jobs.c.finished_at.is_(None),
-        jobs.c.cancel_reason.is_(None),
-        jobs.c.deadline_at.is_(None),
-        jobs.c.outage_began <= since,
-    )
+    late = sa.select(jobs.c.id).where(*OPEN, jobs.c.deadline_at.is_(None), jobs.c.outage_began <= since)
     states = [RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN]
     where = (rollouts.c.job_id.in_(late), rollouts.c.state.in_(states), rollouts.c.since <= since)
     return _found(tx, *where, limit=limit, skip_locked=True)
@@ -270,11 +266,9 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
         "job_id": job_id,
         "state": RolloutState.QUEUED_INIT,
         "node": "",
-        "token": 0,
         "since": tx.now,
         "settled": "",
         "timings": "{}",
-        **dict.fromkeys(_COUNTERS, 0),
     }
     tx.conn.execute(
         sa.insert(rollouts),
@@ -286,7 +280,6 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
     )
 
 
-_COUNTERS: Final = ("failures_init", "failures_run", "failures_eval", "expiries", "eval_expiries", "outages")
 _RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
 
 

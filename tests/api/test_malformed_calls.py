@@ -47,7 +47,7 @@ def test_what_counts_as_a_call(turns: list[dict[str, Any]], total: int, malforme
     names = dict.fromkeys(("id", "job", "task_id", "group_id"), "x")
     trajectory = names | {"sample_index": 0, "turns": turns, "segments": [segment]}
     item = reported({"rollout": "x", "token": 1, "stage": "run", "trajectory": trajectory})
-    (report,) = wire.check_results({"worker": "w", "results": [item]}).reports
+    (report,), _ = wire.check_results({"worker": "w", "results": [item]})
     assert isinstance(report.event, RunDone)
     counts = report.event.counts
     assert (counts.written_calls, counts.malformed_calls) == (total, malformed)

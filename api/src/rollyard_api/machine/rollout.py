@@ -83,6 +83,11 @@ class Transition(Struct, frozen=True):
     """Why the rollout returned to a queue or ended without a reward, in CamelCase, or ""."""
 
     @property
+    def reward(self) -> float | None:
+        """The reward that the event gives, or None if it is no evaluation."""
+        return self.event.reward if isinstance(self.event, events.Scored) else None
+
+    @property
     def returns(self) -> bool:
         """Whether the rollout goes back to a queue without having done its stage."""
         return self.rule is not None and not self.after.has_ended

@@ -5,12 +5,13 @@ A rollout whose backend failed is moved to another one, and the backend is blame
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import orjson
@@ -26,7 +27,6 @@ from rollyard_api.machine.events import Blamed, Event, Leased, Moved
 from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
-from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
@@ -39,6 +39,8 @@ from rollyard_api.storage.statements import rows_of
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.records import fitting
 
+R = TypeVar("R")
+
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
 """The order in which the stages are served. Later stages come first: their rollouts hold a sandbox."""
 _OVERLOADED: Final = re.compile(r"\banswered 429\b")
@@ -46,6 +48,53 @@ _OVERLOADED: Final = re.compile(r"\banswered 429\b")
 
 
 _LIVE = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A job that may have waiting rollouts, with its priority and its number of active rollouts."""
+
+    job_id: int
+    priority: int
+    active: int
+
+
+def allocate(
+    shares: Iterable[Share],
+    places: int,
+    fetch: Callable[[int, int], Sequence[R]],
+    admit: Callable[[int], bool],
+) -> list[R]:
+    """Take up to `places` rollouts, each from the job that comes first at that moment.
+
+    Jobs of higher priority come first. Among jobs of equal priority, the job with the fewest active rollouts
+    comes first.
+
+    Args:
+        shares: The candidate jobs.
+        places: The number of rollouts that are wanted.
+        fetch: The call `fetch(job_id, limit)` returns up to `limit` waiting rollouts of a job, oldest first.
+            It is called at most once per job.
+        admit: This returns whether the job may have one more rollout, because a backend has room. It is
+            called once per rollout taken.
+
+    Returns:
+        The rollouts that were taken, in the order in which they are to be leased.
+    """
+    heap = [(-s.priority, s.active, s.job_id) for s in shares]
+    heapq.heapify(heap)
+    waiting: dict[int, list[R]] = {}
+    taken: list[R] = []
+    while heap and len(taken) < places:
+        priority, active, job_id = heap[0]
+        if job_id not in waiting:
+            waiting[job_id] = list(reversed(fetch(job_id, places - len(taken))))
+        if not waiting[job_id] or not admit(job_id):
+            heapq.heappop(heap)
+            continue
+        taken.append(waiting[job_id].pop())
+        heapq.heapreplace(heap, (priority, active + 1, job_id))
+    return taken
 
 
 def grant(

@@ -112,12 +112,6 @@ class _Ending(msgspec.Struct):
     changes: dict[str, Any]
     seconds: float
 
-    @property
-    def reward(self) -> float | None:
-        """The reward, or None if the rollout was not scored."""
-        event = self.transition.event
-        return event.reward if isinstance(event, events.Scored) else None
-
 
 class _Batch:
     """The changes of several rollouts, which are gathered and then made with few statements."""
@@ -264,17 +258,18 @@ class _Batch:
     def _count(self, job_id: int) -> job_rows.EndedCounts:
         """Count the endings of one job, and give each its place in the order of the job's results."""
         tx, endings = self.tx, self.endings[job_id]
-        states = [ending.transition.after for ending in endings]
+        transitions = [ending.transition for ending in endings]
+        states = [transition.after for transition in transitions]
         job = job_rows.count_ended(
             tx,
             job_id,
             succeeded=states.count(RolloutState.SUCCEEDED),
             failed=states.count(RolloutState.FAILED),
             cancelled=states.count(RolloutState.CANCELLED),
-            rewards=sum(ending.reward for ending in endings if ending.reward is not None),
+            rewards=sum(one.reward for one in transitions if one.reward is not None),
         )
         for place, ending in enumerate(endings, job.ended - len(endings) + 1):
-            rollout, reason, reward = ending.rollout, ending.transition.reason, ending.reward
+            rollout, reason, reward = ending.rollout, ending.transition.reason, ending.transition.reward
             status = ending.transition.after.status
             ending.changes["end_seq"] = place
             tx.count("rollouts_ended", job.namespace, job.name, status, reason)
@@ -283,16 +278,7 @@ class _Batch:
             tx.emit(
                 job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
             )
-            spans.ended(
-                tx,
-                rollout.id,
-                namespace=job.namespace,
-                job=job.name,
-                status=status,
-                seconds=ending.seconds,
-                reward=reward,
-                reason=reason,
-            )
+            spans.ended(tx, rollout.id, job, ending.transition, ending.seconds)
         return job
 
     def _complete(self, job_id: int, job: job_rows.EndedCounts) -> None:
@@ -315,7 +301,7 @@ class _Batch:
             advance(tx, job_id)
         elif job.closed and job.ended == job.total:
             job_rows.finish(tx, job_id)
-        if any(ending.reward is None for ending in endings):
+        if any(ending.transition.reward is None for ending in endings):
             # Such a rollout may have had a place at a backend. One that was evaluated had none any more.
             tx.wake(QUEUE)
 

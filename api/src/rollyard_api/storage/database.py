@@ -145,7 +145,7 @@ def is_storage_full(error: BaseException) -> bool:
     if isinstance(error, DBAPIError) and error.orig is not None:
         return is_storage_full(error.orig)
     if isinstance(error, sqlite3.Error):
-        return error.sqlite_errorcode in _SQLITE_FULL if hasattr(error, "sqlite_errorcode") else False
+        return getattr(error, "sqlite_errorcode", None) in _SQLITE_FULL
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "sqlstate", None) == "53100"
@@ -169,10 +169,10 @@ def translate(error: Exception) -> Exception:
         return StorageFull("no space left for the database; nothing was kept, try again when there is room")
     if isinstance(error, sa.exc.IntegrityError):
         return Conflict("another request made the same object at the same moment; ask again")
-    if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError):
-        return Unavailable(f"the database cannot be used now: {error.orig}", headers={"Retry-After": "1"})
-    if isinstance(error, sqlite3.OperationalError):  # A transaction could not begin.
-        return Unavailable(f"the database cannot be used now: {error}", headers={"Retry-After": "1"})
+    # The driver's own error means that a transaction could not begin.
+    if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError | sqlite3.OperationalError):
+        cause = getattr(error, "orig", error)
+        return Unavailable(f"the database cannot be used now: {cause}", headers={"Retry-After": "1"})
     return error
 
 
@@ -223,17 +223,16 @@ class Database:
         return self._job_changes if self._watches_jobs else None
 
     def start(self, after_commit: AfterCommit) -> None:
-        """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
+        """Start the writer, once the schema is up to date (see `migrate.upgrade`).
+
+        `after_commit` is called in the event loop's thread, before the answers.
+        """
         self._loop = asyncio.get_running_loop()
         self._after = after_commit
         # A new connection finds the tables, which the migration may have made.
         self.writer.dispose()
         self._thread = threading.Thread(target=self._write_forever, name="writer", daemon=True)
         self._thread.start()
-
-    async def migrate(self, upgrade: Callable[[Engine], None]) -> None:
-        """Bring the schema up to date. This must be called before `start`."""
-        await asyncio.to_thread(upgrade, self.writer)
 
     async def close(self) -> None:
         """Finish the waiting ops and queries, then close every connection."""
@@ -318,48 +317,32 @@ class Database:
             del asked, error
 
     def _write_forever(self) -> None:
-        stopping = False
-        while not stopping:
-            first = self._waiting.get()
-            if first is None:
-                return
+        while (first := self._waiting.get()) is not None:
             batch = [first]
-            while len(batch) < MAX_GROUP:
-                try:
-                    item = self._waiting.get_nowait()
-                except queue.Empty:
-                    break
+            while len(batch) < MAX_GROUP and not self._waiting.empty():
+                item = self._waiting.get()
                 if item is None:
-                    stopping = True
+                    self._waiting.put(None)  # It ends the loop once this batch is written.
                     break
                 batch.append(item)
             self._write_batch(batch)
 
     def _write_batch(self, batch: list[_Waiting[Any]]) -> None:
-        try:
-            self._commit(batch)
-        except Exception as error:
-            if len(batch) == 1:
-                self._write_alone(batch[0], error)
-                return
-            for item in batch:
-                self._write_batch([item])
-        else:
-            self._answer(batch, None)
-
-    def _write_alone(self, item: _Waiting[Any], error: Exception) -> None:
-        retries = 0
-        while _retryable(error) and retries < MAX_RETRIES:
-            retries += 1
-            time.sleep(0.005 * retries)  # These seconds let the other side of the deadlock commit.
+        for retries in range(MAX_RETRIES + 1):
             try:
-                self._commit([item])
-            except Exception as again:
-                error = again
+                self._commit(batch)
+            except Exception as error:
+                if len(batch) > 1:
+                    for item in batch:
+                        self._write_batch([item])
+                    return
+                if retries == MAX_RETRIES or not _retryable(error):
+                    self._answer(batch, translate(error))
+                    return
+                time.sleep(0.005 * (retries + 1))  # These seconds let the other side of the deadlock commit.
             else:
-                self._answer([item], None)
+                self._answer(batch, None)
                 return
-        self._answer([item], translate(error))
 
     def _commit(self, batch: list[_Waiting[Any]]) -> None:
         now = time.time()

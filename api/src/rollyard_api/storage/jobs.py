@@ -157,18 +157,14 @@ def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
     tx.wake(CLAIMS)
 
 
-_ADD_GROUPS = _UPDATE.values(groups=jobs.c.groups + bindparam("b_count"))
-_ADD_ROLLOUTS = _UPDATE.values(total=jobs.c.total + bindparam("b_count"))
-
-
 def add_groups(tx: Transaction, job_id: int, count: int) -> None:
     """Count groups that were added to a job."""
-    tx.conn.execute(_ADD_GROUPS, {"b_job": job_id, "b_count": count})
+    tx.conn.execute(_UPDATE.values(groups=jobs.c.groups + count), {"b_job": job_id})
 
 
 def add_rollouts(tx: Transaction, job_id: int, count: int) -> None:
     """Count rollouts that were added to a job, and wait for Init."""
-    tx.conn.execute(_ADD_ROLLOUTS, {"b_job": job_id, "b_count": count})
+    tx.conn.execute(_UPDATE.values(total=jobs.c.total + count), {"b_job": job_id})
     tx.wake(QUEUE)
     tx.wake(job_topic(job_id))
 
@@ -385,10 +381,6 @@ _UPDATE_SAMPLING = sa.update(dynamic_sampling).where(_ITS)
 _COUNT_GROUPS = _UPDATE_SAMPLING.values(
     {name: dynamic_sampling.c[name] + bindparam(f"b_{name}") for name in Tally.__struct_fields__}
 )
-_COUNT_STARTED = _UPDATE_SAMPLING.values(started=dynamic_sampling.c.started + bindparam("b_count"))
-_RAISE = _UPDATE_SAMPLING.values(target=dynamic_sampling.c.target + bindparam("b_groups")).returning(
-    dynamic_sampling.c.target
-)
 
 
 def begin_sampling(tx: Transaction, job_id: int, *, target: int, samples: int) -> None:
@@ -419,7 +411,8 @@ def count_groups(tx: Transaction, job_id: int, tally: Tally) -> None:
 
 def count_started(tx: Transaction, job_id: int, count: int) -> None:
     """Count groups that were started, which are those with the lowest numbers."""
-    tx.conn.execute(_COUNT_STARTED, {"b_job": job_id, "b_count": count})
+    started = dynamic_sampling.c.started + count
+    tx.conn.execute(_UPDATE_SAMPLING.values(started=started), {"b_job": job_id})
 
 
 def step(conn: Connection, job_id: int, name: str) -> SamplingStep | None:
@@ -437,7 +430,9 @@ def steps(conn: Connection, job_id: int) -> int:
 
 def open_step(tx: Transaction, job_id: int, name: str, groups: int) -> SamplingStep:
     """Add a step under a new id, which raises the job's target by `groups`, and return it."""
-    goal: int = tx.conn.execute(_RAISE, {"b_job": job_id, "b_groups": groups}).scalar_one()
+    target = dynamic_sampling.c.target
+    raised = _UPDATE_SAMPLING.values(target=target + groups).returning(target)
+    goal: int = tx.conn.execute(raised, {"b_job": job_id}).scalar_one()
     values = {"job_id": job_id, "id": name, "groups": groups, "goal": goal, "opened_at": tx.now}
     tx.conn.execute(sa.insert(sampling_targets), values)
     return SamplingStep(groups, goal)

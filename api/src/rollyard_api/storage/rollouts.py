@@ -188,9 +188,7 @@ class JobOfRollouts(NamedTuple):
 
 def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
     """Return the jobs with these ids, by their ids."""
-    query = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where(
-        jobs.c.id.in_(sorted(ids))
-    )
+    query = sa.select(jobs.c.id, *columns(JobOfRollouts, jobs)).where(jobs.c.id.in_(sorted(ids)))
     return {row.id: JobOfRollouts(*row[1:]) for row in tx.conn.execute(query)}
 
 

@@ -14,13 +14,7 @@ from typing import Final
 from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_crds.rolloutjob import STAGES, StageName
 
-from rollyard_api.machine.events import (
-    BackendAwaited,
-    Failed,
-    LeaseLost,
-    NewWeights,
-    NodeLost,
-)
+from rollyard_api.machine.events import BackendAwaited, Failed, LeaseLost, NewWeights, NodeLost
 from rollyard_api.machine.limits import Limits
 
 MAX_EXPIRIES: Final = 10

@@ -19,7 +19,6 @@ from sqlalchemy.engine import Connection
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
     made = Database(f"sqlite:///{tmp_path}/some.db")
-    await made.migrate(lambda engine: None)
     made.start(lambda committed: None)
     yield made
     await made.close()

@@ -499,7 +499,7 @@ def _ran(trajectory: dict[str, Any], **fields: Any) -> dict[str, Any]:
     ids=["no segments", "two segments", "turns of two segments", "a replayed turn without tokens"],
 )
 def test_trajectories_that_are_taken(trajectory: dict[str, Any]) -> None:
-    ((rollout, event),) = wire.check_results(_ran(trajectory)).reports
+    ((rollout, event),), _ = wire.check_results(_ran(trajectory))
     assert isinstance(event, RunDone)
     assert (rollout, event.token, event.tokens_in_eval) == ("r", 1, False)
     assert event.counts.sampled_tokens == len(trajectory["segments"])

@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rollyard_api.machine import events, failure_policy
-from rollyard_api.machine.limits import Limits, MaxAttempts
+from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import BY_NUMBER, TRANSITIONS, RolloutState
 from rollyard_crds.names import NO_TOOL_PARSER, STAGES
 
-LIMITS = Limits(max_attempts=MaxAttempts(init=2, run=3, eval=1), samples=2, min_group_size=1)
+LIMITS = Limits(max_attempts={"init": 2, "run": 3, "eval": 1}, samples=2, min_group_size=1)
 MOST_LEASES = 3
 COUNTERS = ("failures_init", "failures_run", "failures_eval", "expiries", "eval_expiries", "outages")
 FIELDS = set(Rollout.__struct_fields__)
@@ -166,8 +166,8 @@ class Life(RuleBasedStateMachine):
         assert rollout.eval_expiries <= failure_policy.MAX_EVAL_EXPIRIES
         assert rollout.outages <= failure_policy.MAX_OUTAGES
         for stage in STAGES:
-            assert rollout.failures(stage) <= LIMITS.attempts(stage)
-            assert rollout.state.has_ended or rollout.failures(stage) < LIMITS.attempts(stage)
+            assert rollout.failures(stage) <= LIMITS.max_attempts[stage]
+            assert rollout.state.has_ended or rollout.failures(stage) < LIMITS.max_attempts[stage]
 
     @invariant()
     def there_is_a_way_to_an_end(self) -> None:

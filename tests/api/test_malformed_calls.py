@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from rollyard_api.jobs.job_views import MALFORMED_ROLLOUTS
 from rollyard_api.machine.events import RunDone
 from rollyard_api.rollouts import wire
-from rollyard_api.rollouts.malformed_calls import MIN_ROLLOUTS
 from rollyard_testing.crds.segments import reported
 
 MALFORMED = {"name": "", "error": "malformed tool call: </tool_call> is missing"}
@@ -47,7 +47,7 @@ def test_what_counts_as_a_call(turns: list[dict[str, Any]], total: int, malforme
     names = dict.fromkeys(("id", "job", "task_id", "group_id"), "x")
     trajectory = names | {"sample_index": 0, "turns": turns, "segments": [segment]}
     item = reported({"rollout": "x", "token": 1, "stage": "run", "trajectory": trajectory})
-    (report,) = wire.check_results({"worker": "w", "results": [item]}).reports
+    (report,), _ = wire.check_results({"worker": "w", "results": [item]})
     assert isinstance(report.event, RunDone)
     counts = report.event.counts
     assert (counts.written_calls, counts.malformed_calls) == (total, malformed)
@@ -76,21 +76,21 @@ async def status(served: Any) -> dict[str, Any]:
 async def test_a_job_without_a_well_formed_call(
     settings: Any, serving: Any, worker_of: Any, make_manifest: Any
 ) -> None:
-    tasks = {"inline": [{"id": f"t{n}", "prompt": "p"} for n in range(3 * MIN_ROLLOUTS)]}
+    tasks = {"inline": [{"id": f"t{n}", "prompt": "p"} for n in range(3 * MALFORMED_ROLLOUTS)]}
     async with serving(settings) as served:
         made = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
         assert made.status_code == 201, made.text
         worker = worker_of(served.worker)
         await play(worker, [turn()], 4)
-        await play(worker, [turn(MALFORMED), turn(MALFORMED)], MIN_ROLLOUTS - 1)
+        await play(worker, [turn(MALFORMED), turn(MALFORMED)], MALFORMED_ROLLOUTS - 1)
         assert "malformedCalls" not in await status(served), "too few to tell"
         await play(worker, [turn(MALFORMED, CUT)], 1)
-        expected = {"rollouts": MIN_ROLLOUTS, "calls": 2 * MIN_ROLLOUTS - 1}
+        expected = {"rollouts": MALFORMED_ROLLOUTS, "calls": 2 * MALFORMED_ROLLOUTS - 1}
         assert (await status(served))["malformedCalls"] == expected
     async with serving(settings) as served:
         assert (await status(served))["malformedCalls"] == expected
         worker = worker_of(served.worker)
         await play(worker, [turn(MALFORMED), turn(GOOD)], 1)
         assert "malformedCalls" not in await status(served)
-        await play(worker, [turn(MALFORMED)], MIN_ROLLOUTS)
+        await play(worker, [turn(MALFORMED)], MALFORMED_ROLLOUTS)
         assert "malformedCalls" not in await status(served), "one well-formed call shows that the parser fits"

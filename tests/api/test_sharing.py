@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rollyard_api.rollouts.fairness import Share, allocate
+from rollyard_api.rollouts.leasing import Share, allocate
 
 
 def _allocate(

@@ -99,14 +99,12 @@ def test_the_name_under_which_weights_are_served(sources: Sequence[dict[str, Any
     assert serves(updates(*sources)) == name
 
 
-POOL = PoolRow(
-    1, "", "default", "p", 1, b"{}", b"{}", b"{}", "m", "m", 8, True, 0.0, "v2", 2, False, None, None
-)
+POOL = PoolRow(1, "", "default", "p", 1, b"{}", b"{}", b"{}", "m", "m", 8, True, 0.0, None, None, "v2", 2)
 VERIFIED = Observation(last=WeightStep.VERIFY, comparison=Comparison(0.0, 1, 0.1, "reference"))
 """What is known of a server that gives what the reference says."""
 BACKEND = BackendRow(
-    *(1, "http://a", 0, True, "v2", "", "Current", "", 2, False, False),
-    *("Closed", 0, None, None, None, None, None, None, None),
+    *(1, "http://a", 0, True, "v2", "", "Current", "", 2, False),
+    *(None, None, None, None, None, None, None),
 )
 
 

@@ -374,7 +374,7 @@ async def _opened(
     database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
     stack = ExitStack()
     try:
-        await database.migrate(migrate.upgrade)
+        await asyncio.to_thread(migrate.upgrade, database.writer)
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)

@@ -27,8 +27,8 @@ from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.hosts import address_of
 from rollyard_api.core.problems import ApiError, Unauthorized
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import browser_sessions, installation, sign_in_codes
+from rollyard_api.storage.statements import by_dialect
 
 SessionRole = Literal["viewer", "admin"]
 SECRET: Final = re.compile(r"[A-Za-z0-9_-]{43}")

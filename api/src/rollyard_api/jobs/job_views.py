@@ -14,7 +14,6 @@ from rollyard_api.core.codec import loads, revision_of, unpack
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, OBJECT_UID
 from rollyard_api.machine.states import RolloutState
-from rollyard_api.rollouts import malformed_calls
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.jobs import DELETED
@@ -40,6 +39,8 @@ AHEAD: Final = 64
 """The number of tasks, from the front of the queue of Init, whose images are named."""
 _ROLLOUTS: Final = 4096
 """The number of rollouts that are looked at for these tasks."""
+MALFORMED_ROLLOUTS: Final = 32
+"""The number of rollouts with tool calls, all malformed, after which a job says so."""
 _QUEUE: Final = (
     sa.select(rollouts.c.group_no)
     .where(
@@ -88,6 +89,16 @@ def _dynamic_sampling(conn: Connection, job: JobRow) -> dict[str, int] | None:
     }
 
 
+def _malformed_calls(job: JobRow) -> dict[str, int] | None:
+    """Return the MalformedCalls of a job, or None if its calls are well-formed or too few.
+
+    A job none of whose calls can be read says so, because its parser may not fit its model.
+    """
+    if job.well_formed or job.malformed_rollouts < MALFORMED_ROLLOUTS:
+        return None
+    return {"rollouts": job.malformed_rollouts, "calls": job.malformed_calls}
+
+
 def _without_tasks(spec: bytes) -> dict[str, Any]:
     document: dict[str, Any] = loads(spec)
     if "inline" in document["tasks"]:
@@ -115,7 +126,7 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
         "counts": counts(conn, job),
         "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
         "dynamicSampling": _dynamic_sampling(conn, job),
-        "malformedCalls": malformed_calls.status(job),
+        "malformedCalls": _malformed_calls(job),
         "startTime": timestamp(job.started_at),
         "completionTime": timestamp(job.finished_at),
     }

@@ -15,7 +15,6 @@ NO_BACKEND: Final = "NoBackend"
 """The reason of a rollout whose pool had no ready backend for too long."""
 BACKEND_UNAVAILABLE: Final = "BackendUnavailable"
 """The reason of a Run whose backend did not answer."""
-NODE_GONE: Final = "NodeGone"
 
 
 class InitSandbox(Struct, frozen=True):
@@ -150,7 +149,7 @@ class NodeLost(Struct, frozen=True):
     """The sandboxes of a node are gone, and with them that of a rollout that waits."""
 
     message: str
-    reason: str = NODE_GONE
+    reason: str = "NodeGone"
 
 
 class NewWeights(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """What becomes of a rollout that was not done: rules as data, of which the first one that matches decides.
 
 A rule that is bounded does not match any more once its bound is reached, and a later rule decides then.
-`table` prints the rules for the documentation.
+`scripts/machine_docs.py` writes the rules into the documentation.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from typing import Final
 from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_crds.rolloutjob import STAGES, StageName
 
-from rollyard_api.machine.events import (
-    BackendAwaited,
-    Failed,
-    LeaseLost,
-    NewWeights,
-    NodeLost,
-)
+from rollyard_api.machine.events import BackendAwaited, Failed, LeaseLost, NewWeights, NodeLost
 from rollyard_api.machine.limits import Limits
 
 MAX_EXPIRIES: Final = 10
@@ -47,20 +41,26 @@ class Action(StrEnum):
 
 
 class Counter(StrEnum):
-    """What is counted of a rollout, and bounds the rules."""
+    """What is counted of a rollout, and bounds the rules. The values are the names of its row's columns."""
 
-    FAILURES = "failures of the stage"
+    FAILURES = "failures"
+    """The failures of one stage. The names of the columns end in the stage's."""
     OUTAGES = "outages"
-    EXPIRIES = "lost leases"
-    EVAL_EXPIRIES = "lost Eval leases in one sandbox"
+    EXPIRIES = "expiries"
+    """The lost leases."""
+    EVAL_EXPIRIES = "eval_expiries"
+    """The lost Eval leases in one sandbox."""
+
+    def column(self, stage: StageName) -> str:
+        """Return the name of the column that has this counter of a rollout in a stage."""
+        return f"{self.value}_{stage}" if self is Counter.FAILURES else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRule:
-    """One rule, which matches an event in some stages, if the event's attributes have the given values."""
+    """One rule, which matches events in some stages, if the event's attributes have the given values."""
 
     name: str
-    on: type[Mishap]
     action: Action
     meaning: str
     """What has happened, in the words of the documentation."""
@@ -75,9 +75,9 @@ class PolicyRule:
 
     def matches(self, event: Mishap, stage: StageName) -> bool:
         """Return whether the rule is for this event in this stage, whatever its bounds are."""
-        if type(event) is not self.on or stage not in self.stages:
-            return False
-        return all(getattr(event, name) == value for name, value in self.when.items())
+        return stage in self.stages and all(
+            getattr(event, name) == value for name, value in self.when.items()
+        )
 
 
 def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | None) -> int:
@@ -85,7 +85,7 @@ def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | No
     match counter:
         case Counter.FAILURES:
             assert limits is not None, "a failure is judged by the limits of its job"
-            return limits.attempts(stage) - 1
+            return limits.max_attempts[stage] - 1
         case Counter.OUTAGES:
             return MAX_OUTAGES
         case Counter.EVAL_EXPIRIES:
@@ -94,112 +94,79 @@ def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | No
             return event.most if isinstance(event, LeaseLost) else 0
 
 
-RULES: Final = (
-    PolicyRule(
-        "NoToolParser",
-        Failed,
-        Action.FAIL,
-        "no parser reads the tool calls of the job's model, which every rollout would find",
-        when={"reason": NO_TOOL_PARSER},
-        counted=True,
-        ends_job=True,
+RULES: Final[Mapping[type[Mishap], tuple[PolicyRule, ...]]] = {
+    Failed: (
+        PolicyRule(
+            "NoToolParser",
+            Action.FAIL,
+            "no parser reads the tool calls of the job's model, which every rollout would find",
+            when={"reason": NO_TOOL_PARSER},
+            counted=True,
+            ends_job=True,
+        ),
+        PolicyRule(
+            "Outage",
+            Action.RETRY,
+            "a Run failed while the pool had no ready backend",
+            when={"is_outage": True},
+            raises=(Counter.OUTAGES,),
+        ),
+        PolicyRule(
+            "HandOver",
+            Action.RETRY,
+            "a worker hands the rollout over, because it drains or is preempted",
+            when={"counts": False, "is_outage": False},
+        ),
+        PolicyRule(
+            "FinalFailure",
+            Action.FAIL,
+            "a worker reports a failure that every attempt would have",
+            when={"retryable": False},
+            counted=True,
+        ),
+        PolicyRule(
+            "Failure", Action.RETRY, "a worker reports a failure", raises=(Counter.FAILURES,), counted=True
+        ),
+        PolicyRule(
+            "AttemptsUsedUp",
+            Action.FAIL,
+            "a worker reports a failure, and the stage has had all its attempts",
+            counted=True,
+        ),
     ),
-    PolicyRule(
-        "Outage",
-        Failed,
-        Action.RETRY,
-        "a Run failed while the pool had no ready backend",
-        when={"is_outage": True},
-        raises=(Counter.OUTAGES,),
+    LeaseLost: (
+        PolicyRule(
+            "EvalLeaseLost",
+            Action.RETRY,
+            "an Eval lease expired, or its worker died",
+            stages=("eval",),
+            raises=(Counter.EXPIRIES, Counter.EVAL_EXPIRIES),
+        ),
+        PolicyRule(
+            "LeaseLost",
+            Action.RESTART,
+            "a lease expired, or its worker died",
+            raises=(Counter.EXPIRIES,),
+            resets=(Counter.EVAL_EXPIRIES,),
+        ),
+        PolicyRule(
+            "TooManyLostLeases", Action.FAIL, "a lease was lost, and as many were lost before as may be"
+        ),
     ),
-    PolicyRule(
-        "HandOver",
-        Failed,
-        Action.RETRY,
-        "a worker hands the rollout over, because it drains or is preempted",
-        when={"counts": False, "is_outage": False},
+    NodeLost: (PolicyRule("NodeLost", Action.RESTART, "the sandboxes of a node are gone"),),
+    NewWeights: (
+        PolicyRule(
+            "NewWeights", Action.RESTART, "the rollout is too old for new weights", when={"cancel": False}
+        ),
+        PolicyRule(
+            "TooStale",
+            Action.CANCEL,
+            "the rollout is too old for new weights, and its job says `staleRollouts: Cancel`",
+            when={"cancel": True},
+        ),
     ),
-    PolicyRule(
-        "FinalFailure",
-        Failed,
-        Action.FAIL,
-        "a worker reports a failure that every attempt would have",
-        when={"retryable": False},
-        counted=True,
+    BackendAwaited: (
+        PolicyRule("BackendAwaited", Action.FAIL, "the rollout has waited for a backend for too long"),
     ),
-    PolicyRule(
-        "Failure",
-        Failed,
-        Action.RETRY,
-        "a worker reports a failure",
-        raises=(Counter.FAILURES,),
-        counted=True,
-    ),
-    PolicyRule(
-        "AttemptsUsedUp",
-        Failed,
-        Action.FAIL,
-        "a worker reports a failure, and the stage has had all its attempts",
-        counted=True,
-    ),
-    PolicyRule(
-        "EvalLeaseLost",
-        LeaseLost,
-        Action.RETRY,
-        "an Eval lease expired, or its worker died",
-        stages=("eval",),
-        raises=(Counter.EXPIRIES, Counter.EVAL_EXPIRIES),
-    ),
-    PolicyRule(
-        "LeaseLost",
-        LeaseLost,
-        Action.RESTART,
-        "a lease expired, or its worker died",
-        raises=(Counter.EXPIRIES,),
-        resets=(Counter.EVAL_EXPIRIES,),
-    ),
-    PolicyRule(
-        "TooManyLostLeases",
-        LeaseLost,
-        Action.FAIL,
-        "a lease was lost, and as many were lost before as may be",
-    ),
-    PolicyRule("NodeLost", NodeLost, Action.RESTART, "the sandboxes of a node are gone"),
-    PolicyRule(
-        "NewWeights",
-        NewWeights,
-        Action.RESTART,
-        "the rollout is too old for new weights",
-        when={"cancel": False},
-    ),
-    PolicyRule(
-        "TooStale",
-        NewWeights,
-        Action.CANCEL,
-        "the rollout is too old for new weights, and its job says `staleRollouts: Cancel`",
-        when={"cancel": True},
-    ),
-    PolicyRule(
-        "BackendAwaited", BackendAwaited, Action.FAIL, "the rollout has waited for a backend for too long"
-    ),
-)
-_BOUNDS: Final = {
-    Counter.FAILURES: "`maxAttempts` of the stage, less one",
-    Counter.OUTAGES: str(MAX_OUTAGES),
-    Counter.EXPIRIES: str(MAX_EXPIRIES),
-    Counter.EVAL_EXPIRIES: str(MAX_EVAL_EXPIRIES),
 }
-
-
-def table() -> str:
-    """Return the rules as a table in Markdown, for the documentation."""
-    lines = [
-        "| rule | what has happened | what follows | counts as an attempt | how often for one rollout |",
-        "|---|---|---|---|---|",
-    ]
-    for rule in RULES:
-        follows = f"{rule.action.value}, and the job with it" if rule.ends_job else rule.action.value
-        often = "; ".join(f"{counter.value}: {_BOUNDS[counter]}" for counter in rule.raises) or "-"
-        counted = "yes" if rule.counted else "no"
-        lines.append(f"| {rule.name} | {rule.meaning} | {follows} | {counted} | {often} |")
-    return "\n".join(lines) + "\n"
+"""The rules, by the events for which they are."""

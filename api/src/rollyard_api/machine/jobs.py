@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET, TARGET_NOT_MET
 
-from rollyard_api.machine.limits import SamplingRules
+from rollyard_api.machine.limits import Limits
 
 
 def prefix_of(name: str, uid: str) -> str:
@@ -18,18 +18,23 @@ def prefix_of(name: str, uid: str) -> str:
     return f"{name}-{uid[:8]}"
 
 
-class SamplingProgress(Struct, frozen=True):
-    """What a job with dynamic sampling has reached."""
+class SamplingState(Struct, frozen=True):
+    """What the next step of a job with dynamic sampling depends on. The fields have the names of columns."""
 
+    name: str
+    uid: str
+    limits: Limits
     groups: int
     """The groups of the job, of which those with a number below `started` have rollouts."""
     started: int
-    ended: int
+    groups_ended: int
     informative: int
     target: int
     """The informative groups that are wanted in all steps together."""
     closed: bool
     """Whether no more tasks or steps come."""
+    holding: bool
+    """Whether no rollout may begin; see `Step.holds`."""
 
 
 class Step(Struct, frozen=True):
@@ -43,12 +48,14 @@ class Step(Struct, frozen=True):
     """The reason with which the job ends now, or None."""
 
 
-def next_step(job: SamplingProgress, rules: SamplingRules) -> Step:
+def next_step(job: SamplingState) -> Step:
     """Return which groups start, or why the job is concluded."""
+    rules = job.limits.sampling
+    assert rules is not None, f"{job.name} has no dynamic sampling"
     if job.informative >= job.target:
         return Step(concludes=TARGET_MET) if job.closed else Step(holds=True)
     most = job.groups if rules.max_groups is None else min(job.groups, rules.max_groups)
-    in_flight = job.started - job.ended
+    in_flight = job.started - job.groups_ended
     starting = min(most - job.started, rules.groups_in_flight - in_flight)
     if starting > 0:
         return Step(start=range(job.started, job.started + starting))

@@ -5,12 +5,13 @@ They are stored beside the spec, so that nobody has to read all of it for each r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
-from rollyard_crds.rolloutjob import RolloutJobSpec, StageName
+from rollyard_crds.rolloutjob import STAGES, RolloutJobSpec, StageName
 
 _KEPT: Final = 1024
 """The number of jobs whose decoded limits are kept in memory."""
@@ -31,18 +32,11 @@ class SamplingRules(Struct, frozen=True):
     """The standard deviation of the metric above which a group is informative."""
 
 
-class MaxAttempts(Struct, frozen=True):
-    """How often each stage may fail before the rollout does."""
-
-    init: int
-    run: int
-    eval: int
-
-
 class Limits(Struct, frozen=True):
     """All that decisions about a job's rollouts and groups need of its spec."""
 
-    max_attempts: MaxAttempts
+    max_attempts: Mapping[StageName, int]
+    """How often each stage of a rollout may fail; with the last failure the rollout ends."""
     samples: int
     """The rollouts of each group."""
     min_group_size: int
@@ -61,11 +55,9 @@ class Limits(Struct, frozen=True):
     @classmethod
     def of(cls, spec: RolloutJobSpec) -> Limits:
         """Return the limits that a spec sets."""
-        stages, reward, sampling = spec.stages, spec.reward, spec.dynamic_sampling
+        reward, sampling = spec.reward, spec.dynamic_sampling
         return cls(
-            max_attempts=MaxAttempts(
-                init=stages.init.max_attempts, run=stages.run.max_attempts, eval=stages.eval.max_attempts
-            ),
+            max_attempts={stage: getattr(spec.stages, stage).max_attempts for stage in STAGES},
             samples=spec.samples_per_task,
             min_group_size=spec.min_group_size,
             deadline_seconds=spec.active_deadline_seconds,
@@ -83,21 +75,8 @@ class Limits(Struct, frozen=True):
             ),
         )
 
-    @staticmethod
-    def from_json(stored: bytes) -> Limits:
-        """Return stored limits. Those of the jobs that were read last are not decoded again."""
-        return _decoded(bytes(stored))
-
-    def to_json(self) -> bytes:
-        """Return the limits as they are stored."""
-        return msgspec.json.encode(self)
-
-    def attempts(self, stage: StageName) -> int:
-        """Return how often this stage of a rollout may fail; with the last failure the rollout ends."""
-        most: int = getattr(self.max_attempts, stage)
-        return most
-
 
 @lru_cache(maxsize=_KEPT)
-def _decoded(stored: bytes) -> Limits:
+def decoded(stored: bytes) -> Limits:
+    """Return limits that were stored as JSON. Those of the jobs that were read last are not decoded again."""
     return msgspec.json.decode(stored, type=Limits)

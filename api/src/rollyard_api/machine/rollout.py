@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -81,6 +81,11 @@ class Transition(Struct, frozen=True):
     """The rule of the failure policy that has decided, if one has."""
     reason: str = ""
     """Why the rollout returned to a queue or ended without a reward, in CamelCase, or ""."""
+
+    @property
+    def reward(self) -> float | None:
+        """The reward that the event gives, or None if it is no evaluation."""
+        return self.event.reward if isinstance(self.event, events.Scored) else None
 
     @property
     def returns(self) -> bool:
@@ -230,9 +235,9 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
     stage = rollout.stage
     rule = next(
         rule
-        for rule in RULES
+        for rule in RULES[type(event)]
         if rule.matches(event, stage)
-        and all(_count(rollout, one, stage) < bound(one, event, stage, limits) for one in rule.raises)
+        and all(getattr(rollout, one.column(stage)) < bound(one, event, stage, limits) for one in rule.raises)
     )
     match rule.action:
         case Action.RETRY:
@@ -252,31 +257,14 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
         changes = _ended(rollout, after, now, event.reason, message or None)
     else:
         changes = _returned(rollout, after, now)
-    for counter in rule.raises:
-        changes[_column(counter, stage)] = _count(rollout, counter, stage) + 1
-    if rule.counted:
-        changes[_column(Counter.FAILURES, stage)] = rollout.failures(stage) + 1
+    counted = (Counter.FAILURES,) if rule.counted else ()
+    for counter in (*rule.raises, *counted):
+        changes[counter.column(stage)] = getattr(rollout, counter.column(stage)) + 1
     for counter in rule.resets:
-        changes[_column(counter, stage)] = 0
+        changes[counter.column(stage)] = 0
     if isinstance(event, events.Failed):
         changes["settled"] = _marked(rollout, mark_of(event))
     return Transition(event, after, changes, rule, event.reason)
-
-
-_COLUMNS: Final = {
-    Counter.OUTAGES: "outages",
-    Counter.EXPIRIES: "expiries",
-    Counter.EVAL_EXPIRIES: "eval_expiries",
-}
-
-
-def _column(counter: Counter, stage: StageName) -> str:
-    return f"failures_{stage}" if counter is Counter.FAILURES else _COLUMNS[counter]
-
-
-def _count(rollout: Rollout, counter: Counter, stage: StageName) -> int:
-    count: int = getattr(rollout, _column(counter, stage))
-    return count
 
 
 def _queued(after: RolloutState, node: str, now: float) -> dict[str, Any]:

@@ -111,34 +111,3 @@ TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[R
     events.Blamed: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
 }
 """For each event, the states in which it may come, and those that may follow. It is refused in the others."""
-
-
-def picture() -> str:
-    """Return the transitions as a state diagram in Mermaid's language, for the documentation."""
-    edges: dict[tuple[RolloutState, RolloutState], list[str]] = {}
-    for event, allowed in TRANSITIONS.items():
-        if event is not events.Cancelled:
-            for before, afters in allowed.items():
-                for after in afters:
-                    edges.setdefault((before, after), []).append(event.__name__)
-    # A rollout may be cancelled in every unfinished state, which one edge of all of them together shows.
-    inside: list[str] = []
-    outside = [f"unfinished --> {_name(RolloutState.CANCELLED)}: {events.Cancelled.__name__}"]
-    for (before, after), names in sorted(edges.items()):
-        side = outside if after.has_ended else inside
-        side.append(f"{_name(before)} --> {_name(after)}: {', '.join(names)}")
-    lines = [
-        "stateDiagram-v2",
-        "    state unfinished {",
-        *(f"        {_name(state)}: {state.status} {state.stage}" for state in UNFINISHED),
-        f"        [*] --> {_name(RolloutState.QUEUED_INIT)}",
-        *(f"        {edge}" for edge in inside),
-        "    }",
-        *(f"    {edge}" for edge in outside),
-        *(f"    {_name(state)} --> [*]" for state in ENDED),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _name(state: RolloutState) -> str:
-    return state.name.lower()

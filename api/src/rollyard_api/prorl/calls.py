@@ -20,10 +20,10 @@ from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow, columns, read_all, read_one
 from rollyard_api.storage.schema import jobs as job_table
 from rollyard_api.storage.schema import prorl_calls, prorl_jobs, prorl_state, rollouts
+from rollyard_api.storage.statements import by_dialect
 
 MAX_TRIES: Final = 4
 """The rollouts that are started for one job_id of a batch: the first, and the three retries of a client."""

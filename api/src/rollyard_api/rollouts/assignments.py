@@ -9,8 +9,6 @@ that moment, and a job that has ended or was deleted thereby withdraws its offer
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import sqlalchemy as sa
@@ -22,8 +20,9 @@ from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import ready_topic
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
+from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import assignments, jobs
+from rollyard_api.storage.statements import by_dialect
 
 KEPT_SECONDS: Final = 7 * 86400.0
 """An offer is kept at least this long, and as long as its job has a row."""
@@ -35,17 +34,6 @@ _INSERT = by_dialect(
         index_elements=[assignments.c.namespace, assignments.c.worker]
     )
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """An assignment that is handed out."""
-
-    namespace: str
-    job: str
-    uid: str
-    """The uid that the token of the job is made for."""
-    arguments: Sequence[str]
 
 
 def offer(tx: Transaction, given: AssignmentOffer) -> bool:
@@ -90,12 +78,12 @@ def is_offered(conn: Connection, namespace: str, worker: str) -> bool:
     return conn.execute(query).first() is not None
 
 
-def take(tx: Transaction, namespace: str, worker: str) -> Taken | Refusal:
+def take(tx: Transaction, namespace: str, worker: str) -> tuple[JobRow, list[str]] | Refusal:
     """Hand out the assignment of a ready worker, which must have been offered one.
 
     Returns:
-        The assignment; `taken` if it was handed out before; `withdrawn` if its job has ended or was deleted.
-        The worker's token is spent in each case.
+        The job and the worker's arguments; `taken` if they were handed out before; `withdrawn` if the job has
+        ended or was deleted. The worker's token is spent in each case.
     """
     here = _key(namespace, worker)
     columns = (assignments.c.job_id, assignments.c.arguments, assignments.c.taken_at)
@@ -106,7 +94,7 @@ def take(tx: Transaction, namespace: str, worker: str) -> Taken | Refusal:
     job = job_rows.by_id(tx.conn, row.job_id)
     if job is None or job.deleted_at is not None or job.finished_at is not None:
         return "withdrawn"
-    return Taken(namespace, job.name, job.object_uid or job.uid, loads(row.arguments))
+    return job, loads(row.arguments)
 
 
 def _key(namespace: str, worker: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:

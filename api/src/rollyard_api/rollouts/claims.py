@@ -27,10 +27,11 @@ from rollyard_api.core.problems import Conflict, Invalid, NotFound
 from rollyard_api.core.quotas import Room
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.machine.states import RolloutState
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import ClaimRow, read_all, read_one
 from rollyard_api.storage.schema import claims, jobs, rollouts
+from rollyard_api.storage.statements import by_dialect
 
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 
@@ -116,10 +117,6 @@ def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
             "job": holder.name,
             "job_uid": holder.uid,
             "shape": shape,
-            "state": PENDING,
-            "removed": False,
-            **dict.fromkeys(("address", "secret", "reason", "message"), ""),
-            "retryable": True,
             "created_at": tx.now,
         }
         # Another replica may file the claim at this moment. In that case its row is the answer.
@@ -279,12 +276,7 @@ def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
 
 def _warm(conn: Connection, namespace: str | None) -> list[dict[str, Any]]:
     query = sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.warm, jobs.c.status).where(
-        jobs.c.finished_at.is_(None),
-        jobs.c.deleted_at.is_(None),
-        jobs.c.cancel_reason.is_(None),
-        jobs.c.suspended.is_(False),
-        jobs.c.object_uid.is_not(None),
-        jobs.c.warm.is_not(None),
+        *job_rows.LEASABLE, jobs.c.object_uid.is_not(None), jobs.c.warm.is_not(None)
     )
     if namespace is not None:
         query = query.where(jobs.c.namespace == namespace)

@@ -21,9 +21,8 @@ from rollyard_api.machine.states import UNFINISHED, RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import nodes, rollouts
-from rollyard_api.storage.statements import chunks
+from rollyard_api.storage.statements import by_dialect, chunks
 
 HEARD_SECONDS = 5.0
 """The minimum time between two writes of a node's row, in seconds."""
@@ -106,7 +105,6 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
 
 # When a worker of each node was last heard.
 
-_KNOWN = sa.select(nodes.c.name, nodes.c.heard_at)
 _HEARD = by_dialect(
     lambda insert: (new := insert(nodes)).on_conflict_do_update(
         index_elements=[nodes.c.name],
@@ -156,7 +154,7 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
     waited_for = rollout_rows.waited_for(tx, apart_from=("", NODE))
     if not waited_for:
         return 0
-    known = {row.name: row.heard_at for row in tx.conn.execute(_KNOWN).all()}
+    known = {row.name: row.heard_at for row in tx.conn.execute(sa.select(nodes))}
     silent = NodeLost(f"no worker of the node was heard for {silent_seconds:g} s")
     for node, job_id in waited_for:
         spoke = [known[name] for name in (node, _name(node, job_id)) if name in known]

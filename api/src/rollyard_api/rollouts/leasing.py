@@ -1,27 +1,34 @@
-"""Leases are granted here, from the stage queues, with shares of the jobs and a backend for each Run."""
+"""Leases are granted here, from the stage queues, with shares of the jobs and a backend for each Run.
+
+A rollout whose backend failed is moved to another one, and the backend is blamed once for each lease.
+"""
 
 from __future__ import annotations
 
+import heapq
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeVar
 
+import msgspec
 import orjson
 import sqlalchemy as sa
-from rollyard_crds.lease import MAX_BATCH
+from rollyard_crds.lease import MAX_BATCH, LeaseRequest, NoBackend, RouteRequest
 from rollyard_crds.rolloutjob import StageName
 
-from rollyard_api.backends.assignment import ACTIVE, Key, Routers, lock
-from rollyard_api.backends.router import Backend
+from rollyard_api.backends import circuits
+from rollyard_api.backends.assignment import ACTIVE, RETRY_SECONDS, Key, Routers, lock
+from rollyard_api.backends.router import Backend, Router
 from rollyard_api.core.codec import unpack
-from rollyard_api.machine.events import Leased
-from rollyard_api.machine.rollout import Rollout, Transition, decide
+from rollyard_api.machine.events import Blamed, Event, Leased, Moved
+from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
-from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage import groups as group_rows
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.groups import LeasedGroup
@@ -32,37 +39,77 @@ from rollyard_api.storage.statements import rows_of
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.records import fitting
 
+R = TypeVar("R")
+
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
 """The order in which the stages are served. Later stages come first: their rollouts hold a sandbox."""
+_OVERLOADED: Final = re.compile(r"\banswered 429\b")
+"""How a worker reports a busy server, which is not a failure because the server works as it should."""
+
+
+_LIVE = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A LeaseRequest that has been checked."""
+class Share:
+    """A job that may have waiting rollouts, with its priority and its number of active rollouts."""
 
-    worker: str
-    node: str
-    capacity: dict[StageName, int]
-    job: str | None
-    namespace: str | None
-    job_id: int | None = None
-    """The only job that the token of the request may reach, whichever job has its name now; None allows any
-    job."""
+    job_id: int
+    priority: int
+    active: int
 
 
-_LIVE = sa.select(*columns(LeasableJob, jobs)).where(
-    jobs.c.finished_at.is_(None),
-    jobs.c.deleted_at.is_(None),
-    jobs.c.cancel_reason.is_(None),
-    jobs.c.suspended.is_(False),
-)
+def allocate(
+    shares: Iterable[Share],
+    places: int,
+    fetch: Callable[[int, int], Sequence[R]],
+    admit: Callable[[int], bool],
+) -> list[R]:
+    """Take up to `places` rollouts, each from the job that comes first at that moment.
+
+    Jobs of higher priority come first. Among jobs of equal priority, the job with the fewest active rollouts
+    comes first.
+
+    Args:
+        shares: The candidate jobs.
+        places: The number of rollouts that are wanted.
+        fetch: The call `fetch(job_id, limit)` returns up to `limit` waiting rollouts of a job, oldest first.
+            It is called at most once per job.
+        admit: This returns whether the job may have one more rollout, because a backend has room. It is
+            called once per rollout taken.
+
+    Returns:
+        The rollouts that were taken, in the order in which they are to be leased.
+    """
+    heap = [(-s.priority, s.active, s.job_id) for s in shares]
+    heapq.heapify(heap)
+    waiting: dict[int, list[R]] = {}
+    taken: list[R] = []
+    while heap and len(taken) < places:
+        priority, active, job_id = heap[0]
+        if job_id not in waiting:
+            waiting[job_id] = list(reversed(fetch(job_id, places - len(taken))))
+        if not waiting[job_id] or not admit(job_id):
+            heapq.heappop(heap)
+            continue
+        taken.append(waiting[job_id].pop())
+        heapq.heapreplace(heap, (priority, active + 1, job_id))
+    return taken
 
 
-def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> list[dict[str, Any]]:
+def grant(
+    tx: Transaction, ask: LeaseRequest, only: int | None, lease_seconds: float, max_bytes: int
+) -> list[dict[str, Any]]:
     """Lease up to MAX_BATCH rollouts within the worker's capacity; return [] if nothing waits for it.
 
-    The tasks and trajectories in the leases have at most `max_bytes` bytes, unless there is only one lease.
-    The remaining rollouts stay in their queues.
+    Args:
+        tx: The transaction.
+        ask: What the worker asks for.
+        only: The id of the only job that the token of the request may reach, whichever job has its name now;
+            None allows any job.
+        lease_seconds: The time for which the leases hold, in seconds.
+        max_bytes: The bytes of the tasks and trajectories in the leases, unless there is only one lease. The
+            remaining rollouts stay in their queues.
     """
     room = max_bytes
     live = {
@@ -70,7 +117,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
         for row in (LeasableJob(*row) for row in rows_of(tx.conn, _LIVE, {}))
         if (ask.job is None or row.name == ask.job)
         and (ask.namespace is None or row.namespace == ask.namespace)
-        and ask.job_id in (None, row.id)
+        and only in (None, row.id)
     }
     if not live:
         return []
@@ -131,7 +178,7 @@ class _Grant:
     """What the leases of one stage for one request depend on."""
 
     tx: Transaction
-    ask: Ask
+    ask: LeaseRequest
     jobs: dict[int, LeasableJob]
     stage: StageName
     routers: Routers | None
@@ -226,3 +273,75 @@ def _carried(group: LeasedGroup, payload: Payload | None, stage: StageName) -> d
         if payload.segments is not None:
             carried["segments"] = packed.json_of(payload.segments)
     return carried
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """The answer to `reroute`.
+
+    The `outcome` is `accepted`, `stale` or `unknown`. The `backend` is None while none is available.
+    """
+
+    outcome: str
+    backend: dict[str, Any] | None = None
+    retry_after: float = RETRY_SECONDS
+    reason: NoBackend = ""
+    opened: bool = False
+    """Whether this failure opened the backend's circuit."""
+
+
+def reroute(tx: Transaction, asked: RouteRequest) -> Rerouted:
+    """Return another backend for a rollout whose backend failed, or the same one if no other has room.
+
+    Only the backend that the rollout is assigned to is blamed, in its own pool and once per token, so a
+    lease holder cannot open a circuit by naming another server or by repeating its report.
+
+    A backend's limit holds for rollouts that move, too. If every other backend is full and the failed
+    one is not eligible, the rollout has to ask again. Places that become free are kept for such rollouts
+    before any are given to the queue (Router.reserved).
+    """
+    row = rollout_rows.named(tx, [asked.rollout]).get(asked.rollout)
+    if row is None:
+        return Rerouted("unknown")
+    job = rollout_rows.jobs_of(tx, [row.job_id])[row.job_id]
+    if row.token != asked.token or row.state != RolloutState.LEASED_RUN or job.pool is None:
+        return Rerouted("stale")
+    key = (job.namespace, job.pool)
+    opened, changed = False, None
+    if asked.blame and not _OVERLOADED.search(asked.error):
+        changed = _changed(tx, row, Blamed(asked.token, asked.failed_url))
+        opened = changed is not None and circuits.failed(tx, row.job_id, asked.failed_url)
+        row = changed or row
+    lock(tx, [key])
+    routers = Routers(tx, tx.conn.execute(ACTIVE).all())
+    router = routers.get(key)
+    chosen = None if router is None else _elsewhere(tx, router, row, asked.failed_url)
+    if chosen is None:
+        return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
+    if chosen.url != row.backend:
+        _changed(tx, row, Moved(asked.token, chosen.url))
+    return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
+
+
+def _changed(tx: Transaction, row: Rollout, event: Event) -> Rollout | None:
+    """Apply what follows from an event, and return the rollout with it, or None if it is refused."""
+    decision = decide(row, event, None, tx.now)
+    if isinstance(decision, Rejection):
+        return None
+    transitions.apply(tx, [(row, decision)])
+    return msgspec.structs.replace(row, **decision.changes)
+
+
+def _elsewhere(tx: Transaction, router: Router, row: Rollout, failed_url: str) -> Backend | None:
+    if row.backend is not None and row.backend != failed_url and row.backend in router.backends:
+        # The rollout was moved by an earlier call whose answer was lost.
+        return router.backends[row.backend]
+    group = group_rows.named(tx.conn, row.job_id, [row.group_no])[row.group_no]
+    others = Router.of(router.max_active, [b for url, b in router.backends.items() if url != failed_url])
+    chosen = others.choose(None, group.backend, together=group.remaining)
+    if chosen is None:
+        return router.backends.get(failed_url)
+    if group.backend not in others.backends:
+        # The group's other samples follow it to the new backend.
+        group_rows.stick(tx, row.job_id, row.group_no, chosen.url)
+    return chosen

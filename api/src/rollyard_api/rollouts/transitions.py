@@ -13,21 +13,21 @@ from typing import Any, Final
 
 import msgspec
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET
+from rollyard_crds.rolloutjob import STAGES
 
 from rollyard_api.backends import circuits
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.machine import events
 from rollyard_api.machine.groups import Tally, result_of
-from rollyard_api.machine.jobs import SamplingProgress, next_step, prefix_of
+from rollyard_api.machine.jobs import next_step, prefix_of
 from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import RolloutState
-from rollyard_api.rollouts import malformed_calls, timing
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.trajectories import attempts, spans
+from rollyard_api.trajectories import attempts, spans, traces
 
 Decided = tuple[Rollout, Transition]
 
@@ -36,6 +36,10 @@ CANCEL_BATCH: Final = 2000
 nobody can lease any more."""
 _BACKENDS_FAULT = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
+_TIMED: Final = ("queued_seconds", "active_seconds", "attempts")
+"""What the timings have of each stage."""
+_MEASURED: Final = ("model_seconds", "tool_seconds", "own_seconds")
+"""What the timings have of all stages together, as workers measure it."""
 
 
 def happened(tx: Transaction, rows: Iterable[Rollout], event: events.Event) -> None:
@@ -85,11 +89,7 @@ def advance(tx: Transaction, job_id: int) -> None:
     if row is None:
         job_rows.finish_concluded(tx, job_id)
         return
-    assert row.limits.sampling is not None
-    step = next_step(
-        SamplingProgress(row.groups, row.started, row.groups_ended, row.informative, row.target, row.closed),
-        row.limits.sampling,
-    )
+    step = next_step(row)
     if step.concludes is not None:
         job_rows.conclude(tx, job_id, step.concludes)
         if step.concludes == TARGET_MET:
@@ -112,12 +112,6 @@ class _Ending(msgspec.Struct):
     changes: dict[str, Any]
     seconds: float
 
-    @property
-    def reward(self) -> float | None:
-        """The reward, or None if the rollout was not scored."""
-        event = self.transition.event
-        return event.reward if isinstance(event, events.Scored) else None
-
 
 class _Batch:
     """The changes of several rollouts, which are gathered and then made with few statements."""
@@ -129,7 +123,7 @@ class _Batch:
         self.dropped: list[str] = []
         self.endings: defaultdict[int, list[_Ending]] = defaultdict(list)
         self.answering: set[tuple[int, str]] = set()
-        self.calls: list[tuple[int, events.RunCounts]] = []
+        self.runs: defaultdict[int, list[events.RunCounts]] = defaultdict(list)
 
     def add(self, rollout: Rollout, transition: Transition) -> None:
         """Gather what one transition changes, and note its effects that need no statement."""
@@ -143,15 +137,16 @@ class _Batch:
         """Add the timings, the span and the attempt of the state that a rollout leaves, and its event."""
         tx, stage, after = self.tx, rollout.stage, transition.after
         timings: dict[str, Any] = loads(rollout.timings)
-        timing.add(timings, rollout, transition, tx.now)
+        _add_timings(timings, rollout, transition, tx.now)
         changes["timings"] = dumps(timings).decode()
         held = rollout.state.is_leased
         if transition.returns or (held and after == RolloutState.FAILED):
-            number = timing.attempts(timings, stage)
+            # Every lease of a stage is one of its attempts, counted as one or not.
+            number: int = timings[stage]["attempts"]
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
         spans.left(tx, rollout, reason=transition.reason)
         if after.has_ended:
-            ending = _Ending(rollout, transition, changes, timing.total(timings))
+            ending = _Ending(rollout, transition, changes, _seconds(timings))
             self.endings[rollout.job_id].append(ending)
             return
         tx.emit(
@@ -174,7 +169,7 @@ class _Batch:
         # While a rollout waits in a queue, its row names the worker of the stage before.
         worker = (rollout.worker or "") if rollout.state.is_leased else ""
         if worker:
-            self.tx.trouble(rollout.job_id, worker, rollout.id, transition.reason, message)
+            self.tx.troubles.append((rollout.job_id, worker, rollout.id, transition.reason, message))
         return attempts.attempt(
             stage=rollout.stage,
             number=number,
@@ -230,21 +225,22 @@ class _Batch:
         if event.carry is not None:
             kept["carry"] = event.carry
         self.kept.append(kept)
-        self.calls.append((rollout.job_id, counts))
+        if counts.written_calls:
+            self.runs[rollout.job_id].append(counts)
         if counts.template_breaks:
             tx.count("template_breaks", value=counts.template_breaks)
         tx.count("sampled_tokens", value=counts.sampled_tokens)
         if rollout.backend is not None:
             self.answering.add((rollout.job_id, rollout.backend))
             if not rollout.was_moved:
-                tx.measure(rollout.backend, counts.spent_tokens, event.times.model_seconds, seconds)
+                tx.measured.append((rollout.backend, counts.spent_tokens, event.times.model_seconds, seconds))
 
     def write(self) -> None:
         """Write what was gathered, and end the groups and jobs that are complete."""
         tx = self.tx
         # The rows of backends are locked before those of jobs, since two replicas could deadlock otherwise.
         circuits.completed(tx, self.answering)
-        malformed_calls.count(tx, self.calls)
+        self._count_calls()
         counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
         rollout_rows.change(tx, self.changes)
         rollout_rows.keep(tx, self.kept)
@@ -252,20 +248,28 @@ class _Batch:
         for job_id, job in counted:
             self._complete(job_id, job)
 
+    def _count_calls(self) -> None:
+        """Count the calls of complete Runs, since a job none of whose calls can be read says so."""
+        for job_id, runs in sorted(self.runs.items()):
+            written = sum(counts.written_calls for counts in runs)
+            malformed = sum(counts.malformed_calls for counts in runs)
+            job_rows.count_calls(self.tx, job_id, len(runs), written, well_formed=malformed < written)
+
     def _count(self, job_id: int) -> job_rows.EndedCounts:
         """Count the endings of one job, and give each its place in the order of the job's results."""
         tx, endings = self.tx, self.endings[job_id]
-        states = [ending.transition.after for ending in endings]
+        transitions = [ending.transition for ending in endings]
+        states = [transition.after for transition in transitions]
         job = job_rows.count_ended(
             tx,
             job_id,
             succeeded=states.count(RolloutState.SUCCEEDED),
             failed=states.count(RolloutState.FAILED),
             cancelled=states.count(RolloutState.CANCELLED),
-            rewards=sum(ending.reward for ending in endings if ending.reward is not None),
+            rewards=sum(one.reward for one in transitions if one.reward is not None),
         )
         for place, ending in enumerate(endings, job.ended - len(endings) + 1):
-            rollout, reason, reward = ending.rollout, ending.transition.reason, ending.reward
+            rollout, reason, reward = ending.rollout, ending.transition.reason, ending.transition.reward
             status = ending.transition.after.status
             ending.changes["end_seq"] = place
             tx.count("rollouts_ended", job.namespace, job.name, status, reason)
@@ -274,16 +278,7 @@ class _Batch:
             tx.emit(
                 job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
             )
-            spans.ended(
-                tx,
-                rollout.id,
-                namespace=job.namespace,
-                job=job.name,
-                status=status,
-                seconds=ending.seconds,
-                reward=reward,
-                reason=reason,
-            )
+            spans.ended(tx, rollout.id, job, ending.transition, ending.seconds)
         return job
 
     def _complete(self, job_id: int, job: job_rows.EndedCounts) -> None:
@@ -306,6 +301,37 @@ class _Batch:
             advance(tx, job_id)
         elif job.closed and job.ended == job.total:
             job_rows.finish(tx, job_id)
-        if any(ending.reward is None for ending in endings):
+        if any(ending.transition.reward is None for ending in endings):
             # Such a rollout may have had a place at a backend. One that was evaluated had none any more.
             tx.wake(QUEUE)
+
+
+def _add_timings(timings: dict[str, Any], rollout: Rollout, transition: Transition, now: float) -> None:
+    """Add the time in the state that a rollout leaves to its decoded timings, which its row keeps as JSON.
+
+    The times that the worker measured and what a Run counted are added, too. All of it accumulates over
+    stages and attempts. Beside the sums, which become part of its record, the row keeps what only pages show:
+    when the rollout entered each state, and what a Run counted. `trajectories.traces` reads it.
+    """
+    event, before = transition.event, rollout.state
+    entry = timings.setdefault(rollout.stage, dict.fromkeys(_TIMED, 0))
+    spent = "active_seconds" if before.is_leased else "queued_seconds"
+    entry[spent] = round(entry[spent] + max(0.0, now - rollout.since), 6)
+    if isinstance(event, events.Leased):
+        entry["attempts"] += 1
+    elif isinstance(event, events.Report):
+        for name in _MEASURED:
+            seconds = getattr(event.times, name)
+            if seconds:
+                timings[name] = round(timings.get(name, 0.0) + seconds, 6)
+    if not transition.after.has_ended:
+        traces.note(timings, before, rollout.since, transition.after, now)
+    if isinstance(event, events.RunDone):
+        traces.count(timings, event.counts)
+
+
+def _seconds(timings: dict[str, Any]) -> float:
+    """Return how long a rollout has existed, in seconds; its states follow each other without a gap."""
+    stages = (timings[stage] for stage in STAGES if stage in timings)
+    seconds: float = sum(stage["queued_seconds"] + stage["active_seconds"] for stage in stages)
+    return seconds

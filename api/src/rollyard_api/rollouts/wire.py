@@ -25,16 +25,8 @@ class ReportedEvent(NamedTuple):
     event: events.Report
 
 
-class ReportedResults(NamedTuple):
-    """The results of a CompleteRequest."""
-
-    reports: list[ReportedEvent]
-    sandboxes: list[str]
-    """The ids of the sandboxes that the results name."""
-
-
-def check_results(document: Any) -> ReportedResults:
-    """Return the checked results of a CompleteRequest.
+def check_results(document: Any) -> tuple[list[ReportedEvent], list[str]]:
+    """Return the checked results of a CompleteRequest, and the ids of the sandboxes that they name.
 
     Args:
         document: The decoded body.
@@ -54,9 +46,7 @@ def check_results(document: Any) -> ReportedResults:
             reports.append(ReportedEvent(result.rollout, _event(result, document["results"][place], carry)))
     if problems:
         raise Invalid(problems[0], errors=problems[:MAX_PROBLEMS])
-    return ReportedResults(
-        reports, [result.sandbox.id for result in request.results if result.sandbox is not None]
-    )
+    return reports, [result.sandbox.id for result in request.results if result.sandbox is not None]
 
 
 def _problems(result: StageResult, carry: bytes, name: str) -> Iterator[str]:

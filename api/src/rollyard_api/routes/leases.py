@@ -33,8 +33,7 @@ from rollyard_api.core.codec import encode, validated
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.jobs import job_views, reward_services
-from rollyard_api.rollouts import heartbeats, leasing, outcomes, rerouting, wire
-from rollyard_api.rollouts.leasing import Ask
+from rollyard_api.rollouts import heartbeats, leasing, outcomes, wire
 from rollyard_api.routes.common import (
     Namespace,
     Plane,
@@ -80,12 +79,11 @@ async def lease(request: Request) -> Response:
     job = bound_of(request)
     job_id = None if job is None else job.id
     plane.views.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
-    ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace, job_id)
-    stages = sorted(stage for stage, places in ask.capacity.items() if places > 0)
-    with plane.worker_polls.held(ask.namespace or "") if asked.wait > 0 else nullcontext():
+    stages = sorted(stage for stage, places in asked.capacity.items() if places > 0)
+    with plane.worker_polls.held(asked.namespace or "") if asked.wait > 0 else nullcontext():
         leases, draining = await plane.bus.until(
             queue_topic(stages[0]) if len(stages) == 1 else QUEUE,
-            partial(_granted, plane, ask, stages),
+            partial(_granted, plane, asked, job_id, stages),
             lambda got: bool(got[0]) or got[1],
             asked.wait,
             request.is_disconnected,
@@ -94,24 +92,26 @@ async def lease(request: Request) -> Response:
 
 
 async def _granted(
-    plane: ControlPlane, ask: Ask, stages: list[StageName]
+    plane: ControlPlane, ask: LeaseRequest, job_id: int | None, stages: list[StageName]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the leases that can be granted now, and whether the requested job has ended."""
     now = asyncio.get_running_loop().time
-    same = (ask.namespace, ask.job, ask.job_id, ask.node, *stages)
+    same = (ask.namespace, ask.job, job_id, ask.node, *stages)
     async with plane.grants.held(ask.namespace or ""):
         changes, begun = plane.bus.queue_changes(stages), now()
         if plane.idle.is_known(same, changes, begun):
             return [], False
-        leases, over = await plane.database.write(partial(_grant, plane, ask), durable=False)
+        leases, over = await plane.database.write(partial(_grant, plane, ask, job_id), durable=False)
         if not leases and not over:
             plane.idle.note(same, changes, begun)
         return leases, over
 
 
-def _grant(plane: ControlPlane, ask: Ask, tx: Transaction) -> tuple[list[dict[str, Any]], bool]:
-    leases = leasing.grant(tx, ask, plane.settings.lease_seconds, plane.settings.page_bytes)
-    return leases, not leases and ask.job is not None and _over(tx.conn, ask.namespace, ask.job, ask.job_id)
+def _grant(
+    plane: ControlPlane, ask: LeaseRequest, job_id: int | None, tx: Transaction
+) -> tuple[list[dict[str, Any]], bool]:
+    leases = leasing.grant(tx, ask, job_id, plane.settings.lease_seconds, plane.settings.page_bytes)
+    return leases, not leases and ask.job is not None and _over(tx.conn, ask.namespace, ask.job, job_id)
 
 
 @router.post(
@@ -193,7 +193,7 @@ async def route(request: Request) -> Response:
     plane = plane_of(request)
     asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
-    told = await plane.database.write(partial(rerouting.reroute, asked=asked))
+    told = await plane.database.write(partial(leasing.reroute, asked=asked))
     if told.opened:
         log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
     if told.outcome == "unknown":

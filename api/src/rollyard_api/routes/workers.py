@@ -81,8 +81,9 @@ async def assignment(request: Request, plane: Plane) -> Response:
             f"the job that was offered to the ready worker {who.worker!r} has ended or was deleted",
             reason="AssignmentWithdrawn",
         )
-    token = job_token(plane.tokens.worker, taken.namespace, taken.job, taken.uid)
+    job, arguments = taken
+    token = job_token(plane.tokens.worker, job.namespace, job.name, job.object_uid or job.uid)
     return answer(
-        {"namespace": taken.namespace, "job": taken.job, "arguments": list(taken.arguments), "token": token},
+        {"namespace": job.namespace, "job": job.name, "arguments": arguments, "token": token},
         headers={"Cache-Control": "no-store"},
     )

@@ -45,11 +45,8 @@ MAX_RETRIES = 8
 """How often one op is tried again after a deadlock or a serialization failure."""
 READERS = 2
 
-
 Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
-
-
 Trouble = tuple[int, str, str, str, str]
 """A stage that did not end well while a worker had it: job, worker, rollout, reason and message."""
 
@@ -84,14 +81,6 @@ class Transaction:
     def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
         """Add to a counter, or observe a value, under these labels."""
         self.counted.append((metric, labels, value))
-
-    def trouble(self, job_id: int, worker: str, rollout: str, reason: str, message: str) -> None:
-        """Record that a stage did not end well while this worker had the rollout."""
-        self.troubles.append((job_id, worker, rollout, reason, message))
-
-    def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
-        """Record that a rollout sampled `tokens` on this backend, in seconds of model time and of Run."""
-        self.measured.append((backend, tokens, seconds, run_seconds))
 
 
 AfterCommit = Callable[[Sequence[Transaction]], None]
@@ -151,34 +140,12 @@ JOB_COLUMNS = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted
 removed rows."""
 
 
-def _watch_jobs(connection: sqlite3.Connection, changed: Callable[[], None]) -> bool:
-    """Let `changed` be called within each transaction of this connection that changes a job in this way.
-
-    Triggers notice it, whichever code makes the change. They are temporary: they belong to this connection,
-    and nothing of them is stored in the database.
-
-    Returns:
-        Whether it will be called. It will not in a database without the table `jobs`.
-    """
-    with_jobs = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'jobs'"
-    if connection.execute(with_jobs).fetchone() is None:
-        return False
-    connection.create_function("rollyard_job_changed", 0, changed)
-    differs = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in JOB_COLUMNS)
-    for change, condition in (("INSERT", ""), ("DELETE", ""), ("UPDATE", f"WHEN {differs} ")):
-        connection.execute(
-            f"CREATE TEMP TRIGGER rollyard_{change.lower()}_job AFTER {change} ON main.jobs {condition}"
-            f"BEGIN SELECT rollyard_job_changed(); END"
-        ).close()
-    return True
-
-
 def is_storage_full(error: BaseException) -> bool:
     """Return whether a database or file error means that no space is left on the device or in a quota."""
     if isinstance(error, DBAPIError) and error.orig is not None:
         return is_storage_full(error.orig)
     if isinstance(error, sqlite3.Error):
-        return error.sqlite_errorcode in _SQLITE_FULL if hasattr(error, "sqlite_errorcode") else False
+        return getattr(error, "sqlite_errorcode", None) in _SQLITE_FULL
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "sqlstate", None) == "53100"
@@ -202,10 +169,10 @@ def translate(error: Exception) -> Exception:
         return StorageFull("no space left for the database; nothing was kept, try again when there is room")
     if isinstance(error, sa.exc.IntegrityError):
         return Conflict("another request made the same object at the same moment; ask again")
-    if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError):
-        return Unavailable(f"the database cannot be used now: {error.orig}", headers={"Retry-After": "1"})
-    if isinstance(error, sqlite3.OperationalError):  # A transaction could not begin.
-        return Unavailable(f"the database cannot be used now: {error}", headers={"Retry-After": "1"})
+    # The driver's own error means that a transaction could not begin.
+    if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError | sqlite3.OperationalError):
+        cause = getattr(error, "orig", error)
+        return Unavailable(f"the database cannot be used now: {cause}", headers={"Retry-After": "1"})
     return error
 
 
@@ -256,17 +223,16 @@ class Database:
         return self._job_changes if self._watches_jobs else None
 
     def start(self, after_commit: AfterCommit) -> None:
-        """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
+        """Start the writer, once the schema is up to date (see `migrate.upgrade`).
+
+        `after_commit` is called in the event loop's thread, before the answers.
+        """
         self._loop = asyncio.get_running_loop()
         self._after = after_commit
         # A new connection finds the tables, which the migration may have made.
         self.writer.dispose()
         self._thread = threading.Thread(target=self._write_forever, name="writer", daemon=True)
         self._thread.start()
-
-    async def migrate(self, upgrade: Callable[[Engine], None]) -> None:
-        """Bring the schema up to date. This must be called before `start`."""
-        await asyncio.to_thread(upgrade, self.writer)
 
     async def close(self) -> None:
         """Finish the waiting ops and queries, then close every connection."""
@@ -351,48 +317,32 @@ class Database:
             del asked, error
 
     def _write_forever(self) -> None:
-        stopping = False
-        while not stopping:
-            first = self._waiting.get()
-            if first is None:
-                return
+        while (first := self._waiting.get()) is not None:
             batch = [first]
-            while len(batch) < MAX_GROUP:
-                try:
-                    item = self._waiting.get_nowait()
-                except queue.Empty:
-                    break
+            while len(batch) < MAX_GROUP and not self._waiting.empty():
+                item = self._waiting.get()
                 if item is None:
-                    stopping = True
+                    self._waiting.put(None)  # It ends the loop once this batch is written.
                     break
                 batch.append(item)
             self._write_batch(batch)
 
     def _write_batch(self, batch: list[_Waiting[Any]]) -> None:
-        try:
-            self._commit(batch)
-        except Exception as error:
-            if len(batch) == 1:
-                self._write_alone(batch[0], error)
-                return
-            for item in batch:
-                self._write_batch([item])
-        else:
-            self._answer(batch, None)
-
-    def _write_alone(self, item: _Waiting[Any], error: Exception) -> None:
-        retries = 0
-        while _retryable(error) and retries < MAX_RETRIES:
-            retries += 1
-            time.sleep(0.005 * retries)  # These seconds let the other side of the deadlock commit.
+        for retries in range(MAX_RETRIES + 1):
             try:
-                self._commit([item])
-            except Exception as again:
-                error = again
+                self._commit(batch)
+            except Exception as error:
+                if len(batch) > 1:
+                    for item in batch:
+                        self._write_batch([item])
+                    return
+                if retries == MAX_RETRIES or not _retryable(error):
+                    self._answer(batch, translate(error))
+                    return
+                time.sleep(0.005 * (retries + 1))  # These seconds let the other side of the deadlock commit.
             else:
-                self._answer([item], None)
+                self._answer(batch, None)
                 return
-        self._answer([item], translate(error))
 
     def _commit(self, batch: list[_Waiting[Any]]) -> None:
         now = time.time()
@@ -407,7 +357,22 @@ class Database:
                 self._job_changes += 1
 
     def _watch_jobs(self, connection: sqlite3.Connection, _record: object) -> None:
-        self._watches_jobs = _watch_jobs(connection, self._touch_jobs)
+        """Notice what changes JOB_COLUMNS through a new connection, if the table of jobs is there.
+
+        Triggers notice it, whichever code makes the change. They are temporary: they belong to this
+        connection, and nothing of them is stored in the database.
+        """
+        with_jobs = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'jobs'"
+        self._watches_jobs = connection.execute(with_jobs).fetchone() is not None
+        if not self._watches_jobs:
+            return
+        connection.create_function("rollyard_job_changed", 0, self._touch_jobs)
+        differs = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in JOB_COLUMNS)
+        for change, condition in (("INSERT", ""), ("DELETE", ""), ("UPDATE", f"WHEN {differs} ")):
+            connection.execute(
+                f"CREATE TEMP TRIGGER rollyard_{change.lower()}_job AFTER {change} ON main.jobs {condition}"
+                f"BEGIN SELECT rollyard_job_changed(); END"
+            ).close()
 
     def _touch_jobs(self) -> None:
         self._touches_jobs = True

@@ -11,6 +11,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.machine.groups import GroupResult
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import groups
 from rollyard_api.storage.statements import chunks, rows_of, run
 
@@ -20,9 +21,6 @@ _AMONG = groups.c.no.in_(bindparam("b_nos", expanding=True))
 _UPDATE = sa.update(groups).where(_THIS)
 _LEAVE = _UPDATE.values(remaining=groups.c.remaining - bindparam("b_count"))
 _COMPLETE = sa.select(groups.c.no).where(_OF_JOB, _AMONG, groups.c.remaining == 0).order_by(groups.c.no)
-_END = _UPDATE.values(
-    {name: bindparam(f"b_{name}") for name in ("seq", "delivered", "informative", "reason")}
-)
 _DELETE = sa.delete(groups).where(_OF_JOB)
 _NUMBERS = sa.select(groups.c.task_id, groups.c.no).where(
     _OF_JOB, groups.c.task_id.in_(bindparam("b_tasks", expanding=True))
@@ -39,7 +37,7 @@ class LeasedGroup(NamedTuple):
     remaining: int
 
 
-_LEASED = sa.select(*(groups.c[name] for name in LeasedGroup._fields)).where(_OF_JOB, _AMONG)
+_LEASED = sa.select(*columns(LeasedGroup, groups)).where(_OF_JOB, _AMONG)
 
 
 def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
@@ -87,14 +85,14 @@ def end(tx: Transaction, job_id: int, first: int, results: Mapping[int, GroupRes
         {
             "b_job": job_id,
             "b_no": no,
-            "b_seq": seq,
-            "b_delivered": result.delivered,
-            "b_informative": result.informative,
-            "b_reason": result.reason,
+            "seq": seq,
+            "delivered": result.delivered,
+            "informative": result.informative,
+            "reason": result.reason,
         }
         for seq, (no, result) in enumerate(results.items(), first)
     ]
-    run(tx, _END, ends)
+    run(tx, _UPDATE, ends)
 
 
 def remove(tx: Transaction, job_id: int) -> None:

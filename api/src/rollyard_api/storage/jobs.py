@@ -19,34 +19,22 @@ from rollyard_api.core.cursors import Kind
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.machine.groups import Tally
+from rollyard_api.machine.jobs import SamplingState
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import JobRow, read_one
+from rollyard_api.storage.rows import JobRow, columns, read_one
 from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampling_targets
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
-_ZERO: Final = (
-    "total",
-    "ended",
-    "succeeded",
-    "failed",
-    "cancelled",
-    "reward_sum",
-    "groups",
-    "groups_ended",
-    "parts",
-    "read_trajectories",
-    "read_groups",
-    "malformed_rollouts",
-    "malformed_calls",
-)
 _THIS = jobs.c.id == bindparam("b_job")
 _ITS = dynamic_sampling.c.job_id == bindparam("b_job")
 _ITS_STEPS = sampling_targets.c.job_id == bindparam("b_job")
 _UPDATE = sa.update(jobs).where(_THIS)
-_OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
+OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
 """The conditions of a job that may still start rollouts."""
+LEASABLE = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.suspended.is_(False))
+"""The conditions of a job whose rollouts may be leased."""
 
 
 def _set(tx: Transaction, job_id: int, **values: Any) -> None:
@@ -112,7 +100,7 @@ _UNFINISHED = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(No
 _UNSTARTED = (
     _sums((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples)
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
-    .where(*_OPEN)
+    .where(*OPEN)
 )
 
 
@@ -150,8 +138,7 @@ def removable(conn: Connection) -> list[int]:
 def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
     """Insert a job and return its row. `values` are the columns that the manifest decides."""
     fixed = {"uid": str(uuid.uuid4()), "generation": 1, "created_at": tx.now}
-    counters = dict.fromkeys(_ZERO, 0) | {"holding": False, "well_formed": False}
-    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **counters, **values).returning(jobs))
+    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **values).returning(jobs))
     tx.wake(UNFINISHED)
     return JobRow(*made.one())
 
@@ -170,18 +157,14 @@ def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
     tx.wake(CLAIMS)
 
 
-_ADD_GROUPS = _UPDATE.values(groups=jobs.c.groups + bindparam("b_count"))
-_ADD_ROLLOUTS = _UPDATE.values(total=jobs.c.total + bindparam("b_count"))
-
-
 def add_groups(tx: Transaction, job_id: int, count: int) -> None:
     """Count groups that were added to a job."""
-    tx.conn.execute(_ADD_GROUPS, {"b_job": job_id, "b_count": count})
+    tx.conn.execute(_UPDATE.values(groups=jobs.c.groups + count), {"b_job": job_id})
 
 
 def add_rollouts(tx: Transaction, job_id: int, count: int) -> None:
     """Count rollouts that were added to a job, and wait for Init."""
-    tx.conn.execute(_ADD_ROLLOUTS, {"b_job": job_id, "b_count": count})
+    tx.conn.execute(_UPDATE.values(total=jobs.c.total + count), {"b_job": job_id})
     tx.wake(QUEUE)
     tx.wake(job_topic(job_id))
 
@@ -245,11 +228,11 @@ _COUNT_ENDED = _UPDATE.values(
         name: jobs.c[name] + bindparam(f"b_{name}")
         for name in ("ended", "succeeded", "failed", "cancelled", "reward_sum")
     }
-).returning(*(jobs.c[name] for name in EndedCounts._fields))
+).returning(*columns(EndedCounts, jobs))
 _COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
     jobs.c.groups_ended
 )
-_CONCLUDE = _UPDATE.where(*_OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
+_CONCLUDE = _UPDATE.where(*OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
 _FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
 _FINISH_CONCLUDED = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
 
@@ -337,7 +320,7 @@ def ask_for_deletion(tx: Transaction, job_id: int) -> None:
 
 def past_deadline(tx: Transaction) -> list[int]:
     """Return the ids of the open jobs that are past their active deadline."""
-    late = (*_OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < tx.now)
+    late = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < tx.now)
     return list(tx.conn.scalars(sa.select(jobs.c.id).where(*late)))
 
 
@@ -374,32 +357,11 @@ def remove(tx: Transaction, job_id: int) -> int | None:
 # Dynamic sampling counts the groups of a job, and its steps add to the target.
 
 
-class SamplingCounts(NamedTuple):
+class SamplingCounts(Tally):
     """The counters of a job with dynamic sampling."""
 
-    target: int
-    started: int
-    informative: int
-    uninformative: int
-    dropped: int
-    surplus: int
-    surplus_rollouts: int
-    discarded_tokens: int
-
-
-class SamplingState(NamedTuple):
-    """What the next step of a job with dynamic sampling depends on."""
-
-    target: int
-    started: int
-    informative: int
-    name: str
-    uid: str
-    limits: Limits
-    groups: int
-    groups_ended: int
-    closed: bool
-    holding: bool
+    target: int = 0
+    started: int = 0
 
 
 class SamplingStep(NamedTuple):
@@ -409,24 +371,15 @@ class SamplingStep(NamedTuple):
     goal: int
 
 
-_SAMPLING = sa.select(*(dynamic_sampling.c[name] for name in SamplingCounts._fields)).where(_ITS)
+_SAMPLING = sa.select(*columns(SamplingCounts, dynamic_sampling)).where(_ITS)
 _SAMPLING_STATE = (
-    sa.select(
-        *(
-            dynamic_sampling.c[name] if name in dynamic_sampling.c else jobs.c[name]
-            for name in SamplingState._fields
-        )
-    )
+    sa.select(*columns(SamplingState, dynamic_sampling, jobs))
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
     .where(_ITS, jobs.c.cancel_reason.is_(None))
 )
 _UPDATE_SAMPLING = sa.update(dynamic_sampling).where(_ITS)
 _COUNT_GROUPS = _UPDATE_SAMPLING.values(
     {name: dynamic_sampling.c[name] + bindparam(f"b_{name}") for name in Tally.__struct_fields__}
-)
-_COUNT_STARTED = _UPDATE_SAMPLING.values(started=dynamic_sampling.c.started + bindparam("b_count"))
-_RAISE = _UPDATE_SAMPLING.values(target=dynamic_sampling.c.target + bindparam("b_groups")).returning(
-    dynamic_sampling.c.target
 )
 
 
@@ -446,8 +399,7 @@ def sampling_state(tx: Transaction, job_id: int) -> SamplingState | None:
 
     The caller has the lock of the job's row.
     """
-    row = tx.conn.execute(_SAMPLING_STATE, {"b_job": job_id}).one_or_none()
-    return None if row is None else SamplingState(*row)
+    return read_one(SamplingState, tx.conn.execute(_SAMPLING_STATE, {"b_job": job_id}).one_or_none())
 
 
 def count_groups(tx: Transaction, job_id: int, tally: Tally) -> None:
@@ -459,15 +411,15 @@ def count_groups(tx: Transaction, job_id: int, tally: Tally) -> None:
 
 def count_started(tx: Transaction, job_id: int, count: int) -> None:
     """Count groups that were started, which are those with the lowest numbers."""
-    tx.conn.execute(_COUNT_STARTED, {"b_job": job_id, "b_count": count})
+    started = dynamic_sampling.c.started + count
+    tx.conn.execute(_UPDATE_SAMPLING.values(started=started), {"b_job": job_id})
 
 
 def step(conn: Connection, job_id: int, name: str) -> SamplingStep | None:
     """Return the step that was opened under this id, or None."""
     its = (sampling_targets.c.job_id == job_id, sampling_targets.c.id == name)
-    query = sa.select(sampling_targets.c.groups, sampling_targets.c.goal).where(*its)
-    row = conn.execute(query).one_or_none()
-    return None if row is None else SamplingStep(*row)
+    query = sa.select(*columns(SamplingStep, sampling_targets)).where(*its)
+    return read_one(SamplingStep, conn.execute(query).one_or_none())
 
 
 def steps(conn: Connection, job_id: int) -> int:
@@ -478,7 +430,9 @@ def steps(conn: Connection, job_id: int) -> int:
 
 def open_step(tx: Transaction, job_id: int, name: str, groups: int) -> SamplingStep:
     """Add a step under a new id, which raises the job's target by `groups`, and return it."""
-    goal: int = tx.conn.execute(_RAISE, {"b_job": job_id, "b_groups": groups}).scalar_one()
+    target = dynamic_sampling.c.target
+    raised = _UPDATE_SAMPLING.values(target=target + groups).returning(target)
+    goal: int = tx.conn.execute(raised, {"b_job": job_id}).scalar_one()
     values = {"job_id": job_id, "id": name, "groups": groups, "goal": goal, "opened_at": tx.now}
     tx.conn.execute(sa.insert(sampling_targets), values)
     return SamplingStep(groups, goal)

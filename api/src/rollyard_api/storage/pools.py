@@ -119,7 +119,6 @@ def by_id(conn: Connection, pool_id: int, *, lock: bool = False) -> PoolRow | No
 def create(tx: Transaction, values: Mapping[str, Any]) -> PoolRow:
     """Insert a pool without weights and return its row. `values` are what its manifest decides."""
     fixed = {"uid": str(uuid.uuid4()), "generation": 1, "status": b"{}", "created_at": tx.now}
-    fixed |= {"policy_version": "", "policy_index": 0, "paused": False}
     return PoolRow(*tx.conn.execute(sa.insert(pools).values(**fixed, **values).returning(pools)).one())
 
 
@@ -171,8 +170,7 @@ def backends_of_job(tx: Transaction, job_id: int, url: str) -> list[tuple[Backen
 def add_backends(tx: Transaction, pool_id: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert backends of a pool, all with the same columns. Their circuits are closed."""
     if rows:
-        fixed = {"pool_id": pool_id, "circuit": "Closed", "failures": 0, "restart_requested": False}
-        tx.conn.execute(sa.insert(backends), [{**fixed, **row} for row in rows])
+        tx.conn.execute(sa.insert(backends), [{"pool_id": pool_id, **row} for row in rows])
         tx.wake(QUEUE)
 
 

@@ -20,11 +20,12 @@ from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.rollout import Rollout
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.functions import by_dialect
+from rollyard_api.storage.jobs import OPEN
+from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
-from rollyard_api.storage.statements import chunks, rows_of, run
+from rollyard_api.storage.statements import by_dialect, chunks, rows_of, run
 
-_SELECT = sa.select(*(rollouts.c[name] for name in Rollout.__struct_fields__))
+_SELECT = sa.select(*columns(Rollout, rollouts))
 _OF_JOB = rollouts.c.job_id == bindparam("b_job")
 _IS_HELD = rollouts.c.lease_expires.is_not(None)
 _IN_SANDBOX = rollouts.c.state.in_([RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL])
@@ -132,12 +133,7 @@ def unfinished(
 
 def overdue(tx: Transaction, since: float, limit: int) -> list[Rollout]:
     """Return what has waited for Init or Run since that time, in an outage, in jobs without a deadline."""
-    late = sa.select(jobs.c.id).where(
-        jobs.c.finished_at.is_(None),
-        jobs.c.cancel_reason.is_(None),
-        jobs.c.deadline_at.is_(None),
-        jobs.c.outage_began <= since,
-    )
+    late = sa.select(jobs.c.id).where(*OPEN, jobs.c.deadline_at.is_(None), jobs.c.outage_began <= since)
     states = [RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN]
     where = (rollouts.c.job_id.in_(late), rollouts.c.state.in_(states), rollouts.c.since <= since)
     return _found(tx, *where, limit=limit, skip_locked=True)
@@ -168,7 +164,7 @@ def running_on(tx: Transaction, namespace: str, pool: str, url: str) -> list[Rol
 
 # Other reads.
 
-_MEMBERS = sa.select(rollouts.c.group_no, *(rollouts.c[name] for name in Member.__struct_fields__)).where(
+_MEMBERS = sa.select(rollouts.c.group_no, *columns(Member, rollouts)).where(
     _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
 )
 _WITH_SANDBOX = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(_AMONG))
@@ -192,9 +188,7 @@ class JobOfRollouts(NamedTuple):
 
 def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
     """Return the jobs with these ids, by their ids."""
-    query = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.limits).where(
-        jobs.c.id.in_(sorted(ids))
-    )
+    query = sa.select(jobs.c.id, *columns(JobOfRollouts, jobs)).where(jobs.c.id.in_(sorted(ids)))
     return {row.id: JobOfRollouts(*row[1:]) for row in tx.conn.execute(query)}
 
 
@@ -270,11 +264,9 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
         "job_id": job_id,
         "state": RolloutState.QUEUED_INIT,
         "node": "",
-        "token": 0,
         "since": tx.now,
         "settled": "",
         "timings": "{}",
-        **dict.fromkeys(_COUNTERS, 0),
     }
     tx.conn.execute(
         sa.insert(rollouts),
@@ -286,7 +278,6 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
     )
 
 
-_COUNTERS: Final = ("failures_init", "failures_run", "failures_eval", "expiries", "eval_expiries", "outages")
 _RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
 
 

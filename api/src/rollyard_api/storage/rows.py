@@ -2,13 +2,14 @@
 
 The fields of a class have the names of the columns, in the order in which `columns` selects them, so a
 row `row` of that query is read by `JobRow(*row)`. `schema` makes tables of the classes for whole rows, and
-explains the columns of the other tables.
+explains the columns of the other tables. The default of a field is the value of its column in a new row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from inspect import signature
 from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
@@ -28,13 +29,13 @@ Chars1024 = Annotated[str, sa.String(1024)]
 BigInt = Annotated[int, sa.BigInteger()]
 
 
-def columns(kind: type[Any], *tables: sa.Table) -> tuple[sa.Column[Any], ...]:
+def columns(kind: Callable[..., Any], *tables: sa.Table) -> list[sa.Column[Any]]:
     """Return the columns that a class of rows reads, each from the first of the tables that has it.
 
     Raises:
         StopIteration: No table has a column with a field's name.
     """
-    return tuple(next(t.c[field.name] for t in tables if field.name in t.c) for field in fields(kind))
+    return [next(table.c[name] for table in tables if name in table.c) for name in signature(kind).parameters]
 
 
 def read_all(kind: Callable[..., R], found: Iterable[sa.Row[Any]]) -> list[R]:
@@ -75,15 +76,6 @@ class JobRow:
     finished_at: float | None
     delete_at: float | None
     deleted_at: float | None
-    total: int
-    ended: int
-    succeeded: int
-    failed: int
-    cancelled: int
-    reward_sum: float
-    groups: int
-    groups_ended: int
-    parts: int
     object_uid: Chars128 | None
     """The uid of the Kubernetes object that the job was last registered for, or null if there is none."""
     warm: bytes | None
@@ -92,16 +84,25 @@ class JobRow:
     """The upload that the tasks were read from, which is kept as long as the job's row, or null."""
     outage_began: float | None
     """When the job's pool lost its last ready backend, or null while it has one."""
-    holding: bool
+    holding: bool = False
     """Whether no rollout may begin, because the target of the stream's last step is met."""
-    read_trajectories: int
+    total: int = 0
+    ended: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    reward_sum: float = 0.0
+    groups: int = 0
+    groups_ended: int = 0
+    parts: int = 0
+    read_trajectories: int = 0
     """The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
     the bound on unread results, so that not every page is a write."""
-    read_groups: int
-    malformed_rollouts: int
+    read_groups: int = 0
+    malformed_rollouts: int = 0
     """The rollouts with tool calls and these calls, until a well-formed one came. All calls are malformed."""
-    malformed_calls: BigInt
-    well_formed: bool
+    malformed_calls: BigInt = 0
+    well_formed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +176,15 @@ class ClaimRow:
     job: Chars63
     job_uid: Chars36
     shape: bytes
-    state: ClaimState
-    removed: bool
-    """Whether the driver has nothing left of it, so that only its worker may still ask why."""
-    address: Annotated[str, sa.String(512)]
-    secret: Chars128
-    reason: Chars128
-    message: Chars1024
-    retryable: bool
     created_at: float
+    state: ClaimState = "Pending"
+    removed: bool = False
+    """Whether the driver has nothing left of it, so that only its worker may still ask why."""
+    address: Annotated[str, sa.String(512)] = ""
+    secret: Chars128 = ""
+    reason: Chars128 = ""
+    message: Chars1024 = ""
+    retryable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +204,15 @@ class PoolRow:
     max_active: int
     external: bool
     created_at: float
-    policy_version: Chars128
-    """The newest weights that every backend should have. The index orders versions and is 0 before any
-    update."""
-    policy_index: int
-    paused: bool
     pause_mode: PauseMode | None
     """What happens to the requests in flight while the pool is paused: `abort`, `wait` or `keep`."""
     served_model: str | None
     """The model name that requests must give if it is not `model`, such as a LoRA adapter's name."""
+    policy_version: Chars128 = ""
+    """The newest weights that every backend should have. The index orders versions and is 0 before any
+    update."""
+    policy_index: int = 0
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +229,7 @@ class BackendRow:
     """Current, Updating, Stale (behind the pool's policy_index) or Failed. Only Current gets rollouts."""
     weights_message: Chars1024
     policy_index: int
-    restart_requested: bool
     draining: bool
-    circuit: Circuit
-    """The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen."""
-    failures: int
     opened_at: float | None
     speed: float | None
     """The sampled tokens per second of one rollout's model time, a moving average, or null until measured."""
@@ -244,6 +241,10 @@ class BackendRow:
     measured_at: float | None
     stats: bytes | None
     """The last values of the server's own metrics, as JSON."""
+    restart_requested: bool = False
+    circuit: Circuit = "Closed"
+    """The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen."""
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

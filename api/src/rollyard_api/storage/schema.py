@@ -8,12 +8,15 @@ parsed. The columns of a table whose rows are read as a whole are the fields of 
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
+from rollyard_api.machine import limits
 from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 from rollyard_api.storage.rows import BackendRow, BlobRow, ClaimRow, JobRow, PoolRow, WeightUpdateRow
@@ -51,11 +54,11 @@ class LimitsJson(sa.TypeDecorator[Limits]):
 
     def process_bind_param(self, value: Limits | None, dialect: Dialect) -> bytes | None:
         """Return limits as JSON."""
-        return None if value is None else value.to_json()
+        return None if value is None else msgspec.json.encode(value)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> Limits | None:
         """Return limits that were stored."""
-        return None if value is None else Limits.from_json(value)
+        return None if value is None else limits.decoded(value)
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
@@ -76,6 +79,7 @@ _TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
 def _table(name: str, kind: type[Any], *constraints: sa.Constraint | sa.Index) -> sa.Table:
     """Return the table whose rows are of a class. Its columns are null where the fields may be None."""
     columns = []
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
         stored = next(one for one in kinds if one is not NoneType)
@@ -83,7 +87,7 @@ def _table(name: str, kind: type[Any], *constraints: sa.Constraint | sa.Index) -
             stored = stored.__metadata__[0]
         else:
             stored = sa.String(16) if get_origin(stored) is Literal else _TYPES[stored]
-        columns.append(sa.Column(field, stored, nullable=NoneType in kinds))
+        columns.append(sa.Column(field, stored, nullable=NoneType in kinds, default=defaults.get(field)))
     return sa.Table(name, metadata, *columns, *constraints)
 
 
@@ -126,15 +130,15 @@ rollouts = sa.Table(
     # While queued, the only node whose workers may lease it, or "" for any. While leased, the worker's node.
     sa.Column("node", sa.String(253), nullable=False),
     sa.Column("place", sa.BigInteger, nullable=False),
-    sa.Column("token", sa.Integer, nullable=False),
+    sa.Column("token", sa.Integer, nullable=False, default=0),
     sa.Column("worker", sa.String(253)),
     sa.Column("lease_expires", sa.Double),
     sa.Column("since", sa.Double, nullable=False),
-    sa.Column("failures_init", sa.SmallInteger, nullable=False),
-    sa.Column("failures_run", sa.SmallInteger, nullable=False),
-    sa.Column("failures_eval", sa.SmallInteger, nullable=False),
-    sa.Column("expiries", sa.SmallInteger, nullable=False),
-    sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
+    sa.Column("failures_init", sa.SmallInteger, nullable=False, default=0),
+    sa.Column("failures_run", sa.SmallInteger, nullable=False, default=0),
+    sa.Column("failures_eval", sa.SmallInteger, nullable=False, default=0),
+    sa.Column("expiries", sa.SmallInteger, nullable=False, default=0),
+    sa.Column("eval_expiries", sa.SmallInteger, nullable=False, default=0),
     # How often an attempt that ended because the pool had no ready backend was not counted.
     sa.Column("outages", sa.SmallInteger, nullable=False, default=0),
     # The attempts that did not end well, as JSON ({"attempts", "dropped"}), or null if there are none.
@@ -336,36 +340,31 @@ prorl_calls = sa.Table(
     sa.Column("anonymous", sa.Boolean, nullable=False),
 )
 
-# One-time codes, the sessions of browsers, and the name of the installation. No secret is kept: a row is
-# found by the SHA-256 of its secret, and `proof` shows by which bearer token it was made. It is the
-# HMAC-SHA-256 of `digest` under that token.
-sign_in_codes = sa.Table(
-    "sign_in_codes",
-    metadata,
-    # The SHA-256 of the code.
-    sa.Column("digest", sa.String(64), primary_key=True),
-    # The role of the session that the code becomes, viewer or admin.
-    sa.Column("role", sa.String(16), nullable=False),
-    # The role of the token by which it was made.
-    sa.Column("maker", sa.String(16), nullable=False),
-    sa.Column("proof", sa.String(64), nullable=False),
-    sa.Column("made_at", sa.Double, nullable=False),
-    sa.Column("expires_at", sa.Double, nullable=False),
-)
 
-browser_sessions = sa.Table(
-    "browser_sessions",
-    metadata,
-    # The SHA-256 of the secret in the cookie.
-    sa.Column("digest", sa.String(64), primary_key=True),
-    sa.Column("role", sa.String(16), nullable=False),
-    sa.Column("maker", sa.String(16), nullable=False),
-    sa.Column("proof", sa.String(64), nullable=False),
-    sa.Column("made_at", sa.Double, nullable=False),
-    # When a request last used the session. It is written from time to time only.
-    sa.Column("used_at", sa.Double, nullable=False),
-    sa.Column("expires_at", sa.Double, nullable=False),
-)
+def _secrets(name: str, *columns: sa.Column[Any]) -> sa.Table:
+    """Return a table of secrets of the sign-in, none of which is kept.
+
+    A row is found by the SHA-256 of its secret, and `proof` shows by which bearer token it was made. It is
+    the HMAC-SHA-256 of `digest` under that token.
+    """
+    return sa.Table(
+        name,
+        metadata,
+        sa.Column("digest", sa.String(64), primary_key=True),
+        # The role of a session, viewer or admin. A code becomes such a session.
+        sa.Column("role", sa.String(16), nullable=False),
+        # The role of the token by which it was made.
+        sa.Column("maker", sa.String(16), nullable=False),
+        sa.Column("proof", sa.String(64), nullable=False),
+        sa.Column("made_at", sa.Double, nullable=False),
+        sa.Column("expires_at", sa.Double, nullable=False),
+        *columns,
+    )
+
+
+sign_in_codes = _secrets("sign_in_codes")
+# When a request last used the session is written from time to time only.
+browser_sessions = _secrets("browser_sessions", sa.Column("used_at", sa.Double, nullable=False))
 
 # The single row, with the number 1, has the name that the cookies of this installation end in.
 installation = sa.Table(

@@ -1,7 +1,8 @@
-"""Statements of the hot path, which are compiled once and which SQLite's driver then runs by itself.
+"""How statements are made and run where the two databases differ.
 
-SQLAlchemy compiles them and knows the types. What else it does at each execution takes longer than SQLite
-needs for most of them. PostgreSQL, which is further away, is always asked through SQLAlchemy.
+Statements of the hot path are compiled once, and SQLite's driver then runs them by itself. SQLAlchemy
+compiles them and knows the types. What else it does at each execution takes longer than SQLite needs for most
+of them. PostgreSQL, which is further away, is always asked through SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Dialect
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
 from rollyard_api.storage.database import Transaction, driver_of
 
@@ -111,3 +116,27 @@ def _plan(statement: Any, dialect: Dialect, shape: tuple[tuple[str, int | None],
     converts = [column.type.dialect_impl(dialect).result_processor(dialect, None) for column in columns]
     read = [(place, convert) for place, convert in enumerate(converts) if convert is not None]
     return _Plan(state.statement, tuple(names), tuple(constants), tuple(bound), tuple(read))
+
+
+def by_dialect(make: Callable[[Callable[[sa.Table], Any]], Any]) -> dict[bool, Any]:
+    """Return the statement that `make` builds of a dialect's `insert`, by whether the dialect is SQLite's."""
+    return {True: make(sqlite.insert), False: make(postgresql.insert)}
+
+
+class PlaceIn(FunctionElement[int]):
+    """The place, from 1, of a second text or binary in a first one, or 0. No sign in them has a meaning."""
+
+    type = sa.Integer()
+    inherit_cache = True
+    name = "place_in"
+
+
+@compiles(PlaceIn, "sqlite")
+def _instr(element: PlaceIn, compiler: SQLCompiler, **options: Any) -> str:
+    return f"instr({compiler.process(element.clauses, **options)})"
+
+
+@compiles(PlaceIn, "postgresql")
+def _position(element: PlaceIn, compiler: SQLCompiler, **options: Any) -> str:
+    whole, part = element.clauses
+    return f"position({compiler.process(part, **options)} in {compiler.process(whole, **options)})"

@@ -25,9 +25,9 @@ from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavaila
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
 from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.statements import by_dialect
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
 from rollyard_api.trajectories.delivery import Piece

@@ -12,8 +12,10 @@ from rollyard_crds.telemetry import conventions as names
 from rollyard_crds.telemetry.identity import is_sampled, queue_span_id, root_span_id, stage_span_id, trace_id
 from rollyard_crds.telemetry.spans import TraceSpan, Value
 
-from rollyard_api.machine.rollout import Rollout
+from rollyard_api.machine.rollout import Rollout, Transition
+from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.jobs import EndedCounts
 
 
 def left(tx: Transaction, rollout: Rollout, *, reason: str = "") -> None:
@@ -52,57 +54,36 @@ def left(tx: Transaction, rollout: Rollout, *, reason: str = "") -> None:
     )
 
 
-def ended(
-    tx: Transaction,
-    rollout: str,
-    *,
-    namespace: str,
-    job: str,
-    status: str,
-    seconds: float,
-    reward: float | None,
-    reason: str,
-) -> None:
-    """Add the root span of a rollout, which ends now.
-
-    Args:
-        tx: The transaction that ends the rollout.
-        rollout: The id of the rollout.
-        namespace: The namespace of its job.
-        job: The name of its job.
-        status: How it ended: `succeeded`, `failed` or `cancelled`.
-        seconds: How long it has existed, which is the sum of its timings.
-        reward: Its reward, or None.
-        reason: Why it failed or was cancelled, or "".
-    """
+def ended(tx: Transaction, rollout: str, job: EndedCounts, transition: Transition, seconds: float) -> None:
+    """Add the root span of a rollout, which ends now and has existed for so many seconds by its timings."""
     if not _traced(tx, rollout):
         return
     attributes: dict[str, Value] = {
         names.OPERATION: names.INVOKE_AGENT,
         names.PROVIDER: names.PROVIDER_NAME,
-        names.AGENT: job,
+        names.AGENT: job.name,
         names.CONVERSATION: rollout,
-        names.NAMESPACE: namespace,
-        names.JOB: job,
-        names.STATUS: status,
+        names.NAMESPACE: job.namespace,
+        names.JOB: job.name,
+        names.STATUS: transition.after.status,
     }
-    if reward is not None:
-        attributes[names.REWARD] = reward
-    if reason:
-        attributes[names.REASON] = reason
-    failed = status == "failed"
-    if failed:
-        attributes[names.ERROR_TYPE] = reason or "Failed"
+    if transition.reward is not None:
+        attributes[names.REWARD] = transition.reward
+    if transition.reason:
+        attributes[names.REASON] = transition.reason
+    error = (transition.reason or "Failed") if transition.after == RolloutState.FAILED else ""
+    if error:
+        attributes[names.ERROR_TYPE] = error
     tx.spans.append(
         TraceSpan(
             trace=trace_id(rollout),
             id=root_span_id(rollout),
             parent="",
-            name=f"{names.INVOKE_AGENT} {job}",
+            name=f"{names.INVOKE_AGENT} {job.name}",
             start=tx.now - seconds,
             end=tx.now,
             attributes=attributes,
-            error=(reason or "Failed") if failed else "",
+            error=error,
         )
     )
 

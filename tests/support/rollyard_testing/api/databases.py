@@ -100,7 +100,7 @@ def _migrated(url: str) -> None:
     async def make() -> None:
         database = Database(url)
         try:
-            await database.migrate(migrate.upgrade)
+            await asyncio.to_thread(migrate.upgrade, database.writer)
         finally:
             await database.close()
 

@@ -7,6 +7,7 @@ Only the work of the stages is left out: their results are written into the rows
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -320,7 +321,7 @@ async def opened(state: Path) -> AsyncIterator[Store]:
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     settings = Settings(state_dir=state)
     database = Database(settings.database_url)
-    await database.migrate(migrate.upgrade)
+    await asyncio.to_thread(migrate.upgrade, database.writer)
     archive = Archive(database, open_store(settings.trajectories_url, 60.0), 60.0)
     database.start(lambda _committed: None)
     try:

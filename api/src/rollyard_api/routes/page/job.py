@@ -18,9 +18,9 @@ from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, from_query, page_answer
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import EndedRollout, JobRow, read_all
 from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.statements import PlaceIn
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import records, words
 from rollyard_api.views import keyset

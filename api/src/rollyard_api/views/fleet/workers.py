@@ -18,8 +18,8 @@ from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
 from rollyard_api.storage.database import Database, Transaction, Trouble
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.statements import by_dialect
 from rollyard_api.storage.view_tables import seen_workers
 
 MAX_NOTED: Final = 16_384

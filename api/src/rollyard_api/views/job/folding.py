@@ -21,9 +21,9 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, pack, unpack
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.functions import by_dialect
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, jobs, rollouts
+from rollyard_api.storage.statements import by_dialect
 from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_statistics, rates
 from rollyard_api.views.job.statistics import Statistics
 

@@ -12,9 +12,9 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import RolloutState
-from rollyard_api.storage.functions import PlaceIn
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, rollouts
+from rollyard_api.storage.statements import PlaceIn
 from rollyard_api.storage.view_tables import ended_groups
 from rollyard_api.trajectories.records import fitting
 from rollyard_api.views import keyset

@@ -148,15 +148,7 @@ async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> 
     if source.url is not None:
         return await plane.task_reader.read(source.url, job.metadata.namespace, source, skipped)
     if source.inline is not None:
-        seen: dict[str, int] = {}
-        for place, task in enumerate(source.inline):
-            if task.id in seen:
-                raise Invalid.of(
-                    f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]",
-                    reason="InvalidTasks",
-                )
-            seen[task.id] = place
-        return tasks.selected(source.inline, source)
+        return tasks.rows(source.inline, "spec.tasks.inline", source)
     if source.config_map_ref is not None:
         raise Invalid.of(
             "spec.tasks.configMapRef: only a driver on Kubernetes reads ConfigMaps: apply the job there with "

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollyard_api.core.problems import ApiError, Invalid
 from rollyard_api.jobs import source_readers
 from rollyard_api.jobs.task_reader import SourcesBusy, TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList, PrefixError, TasksNotAllowed, blob_of
+from rollyard_api.jobs.task_sources import AllowList, ListEntryError, TasksNotAllowed, blob_of
 from rollyard_testing.pace import patience
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?"}).encode() + b"\n"
@@ -39,13 +39,13 @@ def reader_of(*prefixes: str, networks: tuple[str, ...] = (), **limits: Any) -> 
      "http://{namespace}.org/", "file:///x/{name}", "file:///../x", "simplecache::file:///x", "http://host:x/"],
 )  # fmt: skip
 def test_what_cannot_be_listed(prefix: str) -> None:
-    with pytest.raises(PrefixError) as refused:
+    with pytest.raises(ListEntryError) as refused:
         AllowList.of([prefix])
     assert repr(prefix) in str(refused.value)
 
 
 def test_a_network_is_one() -> None:
-    with pytest.raises(PrefixError, match=r"such as 10\.0\.0\.0/8"):
+    with pytest.raises(ListEntryError, match=r"such as 10\.0\.0\.0/8"):
         AllowList.of([], ["10.1.2.3/8"])
 
 

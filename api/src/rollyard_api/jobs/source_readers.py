@@ -8,10 +8,9 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack
-from types import MappingProxyType
+from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import urljoin
 
@@ -33,7 +32,14 @@ _OK: Final = 200
 
 
 class SourceUnreadable(ControlPlaneError):
-    """An allowed source cannot be read. The message contains nothing of the other side's answer."""
+    """An allowed source cannot be read. The message contains nothing of the other side's answer.
+
+    `retryable` says whether another try may succeed.
+    """
+
+    def __init__(self, why: str, *, retryable: bool = True) -> None:
+        super().__init__(why)
+        self.retryable = retryable
 
 
 class _File(Protocol):
@@ -220,14 +226,6 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
             raise self._allowed.refusal(self._source.url, why)
         return found
 
-    async def connect_unix_socket(self, *_arguments: Any, **_options: Any) -> httpcore.AsyncNetworkStream:
-        """Refuse to connect: no source is behind a Unix socket."""
-        raise SourceUnreadable("Unix sockets are not read")
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait, as httpcore asks for it between two tries."""
-        await asyncio.sleep(seconds)
-
 
 def _resolve(host: str, port: int) -> list[Address]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -238,78 +236,72 @@ async def _answer(
     source: Source, allowed: AllowList, namespace: str, blocking: Blocking
 ) -> AsyncGenerator[bytes, None]:
     for _ in range(MAX_REDIRECTS + 1):
-        async with AsyncExitStack() as stack:
-            try:
-                network = CheckedNetwork(source, allowed, blocking)
-                tls = ssl.create_default_context()
-                answer = await request("GET", source, network, stack, tls=tls)
-                if answer.status not in _REDIRECTS:
-                    async for data in _body(answer):
-                        yield data
-                    return
-                # Each redirect target is checked against the list as if the job had named it.
-                found = (value for name, value in answer.headers if name.lower() == b"location")
-                target = urljoin(source.url, next(found, b"").decode("latin-1"))
-                source = allowed.source(target, namespace)
-            except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
-                raise SourceUnreadable(f"the server cannot be reached ({type(error).__name__})") from error
-            except httpcore.ProtocolError as error:
-                raise SourceUnreadable("the server does not speak HTTP") from error
+        tls = ssl.create_default_context() if source.location.scheme == "https" else None
+        async with exchange(source, allowed, blocking, tls) as answer:
+            if answer.status == _OK:
+                async for data in answer.aiter_stream():
+                    for at in range(0, len(data), PIECE_BYTES):
+                        yield data[at : at + PIECE_BYTES]
+                return
+            if answer.status not in _REDIRECTS:
+                raise SourceUnreadable(f"the server answered {answer.status}")
+            # Each redirect target is checked against the list as if the job had named it.
+            found = (value for name, value in answer.headers if name.lower() == b"location")
+            target = urljoin(source.url, next(found, b"").decode("latin-1"))
+            source = allowed.source(target, namespace)
         if source.location.kind != "web":
             raise allowed.refusal(source.url, "a redirect leads to no web server")
     raise SourceUnreadable(f"it redirects more than {MAX_REDIRECTS} times")
 
 
-async def request(
-    method: str,
+@asynccontextmanager
+async def exchange(
     source: Source,
-    network: CheckedNetwork,
-    stack: AsyncExitStack,
-    *,
+    allowed: AllowList,
+    blocking: Blocking,
     tls: ssl.SSLContext | None,
+    *,
     seconds: tuple[float, float] = (CONNECT_SECONDS, SILENT_SECONDS),
-    headers: Mapping[bytes | str, bytes | str] = MappingProxyType({}),
     body: bytes | None = None,
-) -> httpcore.Response:
-    """Send one request over a connection of its own, and return the beginning of the answer.
+) -> AsyncIterator[httpcore.Response]:
+    """Send one request over a connection of its own, and yield the answer, whose body is read in the block.
 
     Args:
-        method: The method of the request.
         source: The URL.
-        network: The network, which connects to permitted addresses only.
-        stack: Closes the connection.
+        allowed: The list that decides which addresses may be connected to.
+        blocking: Resolves the name of the host.
         tls: The context of TLS, or None if the URL needs none.
         seconds: The longest time for the connection, and for each read and write.
-        headers: Headers in addition to those of every request.
-        body: The body, if there is one.
+        body: The JSON that is sent, with POST; without it, the request is a GET.
+
+    Raises:
+        Invalid: The host has an address that is not permitted.
+        SourceUnreadable: The server cannot be reached, or does not speak HTTP.
     """
     location = source.location
-    pool = httpcore.AsyncConnectionPool(
-        ssl_context=tls, network_backend=network, max_connections=1, max_keepalive_connections=0
-    )
-    await stack.enter_async_context(pool)
-    target = location.path + (f"?{location.query}" if location.query else "")
-    connect, silent = seconds
     host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
-    common: dict[bytes | str, bytes | str] = {
-        "Host": host,
-        "User-Agent": "rollyard",
-        "Accept-Encoding": "identity",
-    }
-    return await stack.enter_async_context(
-        pool.stream(
-            method,
-            f"{location.scheme}://{location.authority}{target}",
-            headers={**common, **headers},
-            content=body,
-            extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
-        )
+    headers = {"Host": host, "User-Agent": "rollyard", "Accept-Encoding": "identity"}
+    if body is not None:
+        json = "application/json"
+        headers |= {"Accept": json, "Content-Type": json, "Content-Length": str(len(body))}
+    connect, silent = seconds
+    pool = httpcore.AsyncConnectionPool(
+        ssl_context=tls,
+        network_backend=CheckedNetwork(source, allowed, blocking),
+        max_connections=1,
+        max_keepalive_connections=0,
     )
-
-
-async def _body(answer: httpcore.Response) -> AsyncGenerator[bytes, None]:
-    if answer.status != _OK:
-        raise SourceUnreadable(f"the server answered {answer.status}")
-    async for data in answer.aiter_stream():
-        for at in range(0, len(data), PIECE_BYTES):
-            yield data[at : at + PIECE_BYTES]
+    sent = pool.stream(
+        "GET" if body is None else "POST",
+        f"{location.scheme}://{location.authority}{location.path}{location.query and f'?{location.query}'}",
+        headers={name.encode(): value.encode() for name, value in headers.items()},
+        content=body,
+        extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
+    )
+    try:
+        async with pool, sent as answer:
+            yield answer
+    except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
+        raise SourceUnreadable(f"{allowed.server} cannot be reached ({type(error).__name__})") from error
+    except httpcore.ProtocolError as error:
+        raise SourceUnreadable(f"{allowed.server} does not speak HTTP") from error

@@ -216,7 +216,7 @@ def _score(answer: bytes) -> dict[str, Any]:
     try:
         score = msgspec.json.decode(answer, type=ServiceScore)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # The messages of msgspec name fields of `ServiceScore` and kinds of values, and nothing of the answer.
+        # The messages of msgspec name fields and kinds of values, and quote nothing of the answer.
         why = error if isinstance(error, msgspec.MsgspecError) else type(error).__name__
         raise SourceUnreadable(f"its answer is no score: {why}") from error
     return {"reward": score.reward, "components": score.components or {}, "error": "", "retryable": True}

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
 from rollyard_crds.base import ObjectMeta
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID
 
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.problems import Invalid
 from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
-from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID, NewJob
+from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
@@ -69,14 +70,10 @@ class Registered:
     """The id of the job that was replaced. Its rollouts have yet to be ended."""
 
 
-def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) -> Registered:
+def register_job(tx: Transaction, new: NewJob, room: Room) -> Registered:
     """Create the job, or update those of its fields that may change.
 
-    Args:
-        tx: The transaction.
-        new: The manifest. Its tasks are used only if the job is created.
-        room: The room for unfinished rollouts that `jobs.create` checks.
-        with_tasks: Whether the tasks have been read.
+    The tasks of the manifest are needed only if the job is created, in the room for unfinished rollouts.
 
     Raises:
         Conflict: A field that cannot change differs, and the object is not known to be another one.
@@ -86,7 +83,7 @@ def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) 
     if job is not None and not _another(job.object_uid, new.object_uid):
         job_rows.change(tx, job.id, manifests.registered(job, new, tx.now))
         return Registered(False)
-    if not with_tasks:
+    if new.tasks is None:
         return Registered(None)
     replaced = None if job is None else jobs.delete(tx, new.namespace, new.name)
     return Registered(jobs.create(tx, new, room), replaced)

@@ -73,7 +73,8 @@ class JobRow:
     started_at: float | None
     deadline_at: float | None
     finished_at: float | None
-    delete_at: float | None
+    ttl_seconds: int | None
+    """How long the job is kept after it has ended, in seconds, or null for ever."""
     deleted_at: float | None
     total: int
     ended: int

@@ -85,7 +85,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: 
     answers = [["93.184.216.34"], ["127.0.0.1"]]
     connected: list[str] = []
 
-    async def connect(_self: Any, host: str, *_arguments: Any) -> Any:
+    async def connect(_self: Any, host: str, *_arguments: Any, **_options: Any) -> Any:
         connected.append(host)
         raise httpcore.ConnectError("refused")
 

@@ -8,9 +8,9 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import urljoin
 
@@ -182,49 +182,24 @@ def _open_object(source: Source) -> _File:
     return opened
 
 
-class CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """A network backend that connects to checked addresses only; it resolves each name once, itself."""
+async def _addresses(source: Source, allowed: AllowList, blocking: Blocking) -> list[Address]:
+    """Return the addresses of a source's host, to all of which a connection is permitted.
 
-    def __init__(self, source: Source, allowed: AllowList, blocking: Blocking) -> None:
-        self._source = source
-        self._allowed = allowed
-        self._blocking = blocking
-        self._inner = httpcore.AnyIOBackend()
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Connect to an address of the host, if all of its addresses are permitted.
-
-        Raises:
-            Invalid: One of them is not permitted.
-            SourceUnreadable: The host has no address.
-        """
-        failure: Exception = SourceUnreadable("its host has no address")
-        for address in await self._addresses(host, port):
-            try:
-                return await self._inner.connect_tcp(
-                    address.compressed, port, timeout, local_address, socket_options
-                )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error
-        raise failure
-
-    async def _addresses(self, host: str, port: int) -> list[Address]:
-        try:
-            found = await self._blocking.call(_resolve, host.strip("[]"), port)
-        except (OSError, UnicodeError) as error:
-            raise SourceUnreadable("its host cannot be resolved") from error
-        if not all(self._allowed.permits_address(self._source, address) for address in found):
-            # The author of a job must not learn which address it was.
-            why = "its host has an address that is neither public nor in the installer's networks"
-            raise self._allowed.refusal(self._source.url, why)
-        return found
+    Raises:
+        Invalid: One of them is not permitted.
+        SourceUnreadable: The host has no address.
+    """
+    try:
+        found = await blocking.call(_resolve, source.location.host, source.location.port)
+    except (OSError, UnicodeError) as error:
+        raise SourceUnreadable("its host cannot be resolved") from error
+    if not all(allowed.permits_address(source, address) for address in found):
+        # The author of a job must not learn which address it was.
+        why = "its host has an address that is neither public nor in the installer's networks"
+        raise allowed.refusal(source.url, why)
+    if not found:
+        raise SourceUnreadable("its host has no address")
+    return found
 
 
 def _resolve(host: str, port: int) -> list[Address]:
@@ -266,6 +241,8 @@ async def exchange(
 ) -> AsyncIterator[httpcore.Response]:
     """Send one request over a connection of its own, and yield the answer, whose body is read in the block.
 
+    The host is resolved once, here, and what is connected to is a checked address instead of its name.
+
     Args:
         source: The URL.
         allowed: The list that decides which addresses may be connected to.
@@ -279,27 +256,34 @@ async def exchange(
         SourceUnreadable: The server cannot be reached, or does not speak HTTP.
     """
     location = source.location
-    host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
-    headers = {"Host": host, "User-Agent": "rollyard", "Accept-Encoding": "identity"}
+    default = ":80" if location.scheme == "http" else ":443"
+    headers = {"Host": location.authority.removesuffix(default), "User-Agent": "rollyard"}
+    headers["Accept-Encoding"] = "identity"
     if body is not None:
         json = "application/json"
         headers |= {"Accept": json, "Content-Type": json, "Content-Length": str(len(body))}
+    target = location.path + (f"?{location.query}" if location.query else "")
     connect, silent = seconds
-    pool = httpcore.AsyncConnectionPool(
-        ssl_context=tls,
-        network_backend=CheckedNetwork(source, allowed, blocking),
-        max_connections=1,
-        max_keepalive_connections=0,
-    )
-    sent = pool.stream(
-        "GET" if body is None else "POST",
-        f"{location.scheme}://{location.authority}{location.path}{location.query and f'?{location.query}'}",
-        headers={name.encode(): value.encode() for name, value in headers.items()},
-        content=body,
-        extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
-    )
+    extensions = {
+        "timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0},
+        "sni_hostname": location.host,
+    }
+    method = b"GET" if body is None else b"POST"
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    addresses = await _addresses(source, allowed, blocking)
     try:
-        async with pool, sent as answer:
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(httpcore.AsyncConnectionPool(ssl_context=tls))
+            for place, address in enumerate(addresses, 1):
+                host = f"[{address}]" if address.version == 6 else f"{address}"
+                url = f"{location.scheme}://{host}:{location.port}{target}"
+                sent = pool.stream(method, url, headers=encoded, content=body, extensions=extensions)
+                try:
+                    answer = await stack.enter_async_context(sent)
+                    break
+                except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                    if place == len(addresses):
+                        raise
             yield answer
     except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
         raise SourceUnreadable(f"{allowed.server} cannot be reached ({type(error).__name__})") from error

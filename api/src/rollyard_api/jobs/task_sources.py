@@ -60,6 +60,16 @@ class Location:
         """The kind of the source: a file, a web server or a bucket."""
         return "file" if self.scheme == "file" else "web" if self.scheme in _PORTS else "bucket"
 
+    @property
+    def host(self) -> str:
+        """The host of a web server: its name or its address, without brackets."""
+        return self.authority.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port of a web server."""
+        return int(self.authority.rpartition(":")[2])
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -269,8 +279,7 @@ class AllowList:
         address = _plain(address)
         if any(address in network for network in self.networks if network.version == address.version):
             return True
-        host = source.prefix.authority.rpartition(":")[0].strip("[]")
-        if host == address.compressed:
+        if source.prefix.host == address.compressed:
             return True
         return address.is_global and not (address.is_multicast or address.is_reserved)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
+from rollyard_api.core.conditions import differs
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import blobs, manifests
@@ -54,7 +55,7 @@ def same(conn: Connection, new: NewJob) -> bool:
     """
     job = job_rows.named(conn, new.namespace, new.name)
     if job is not None and job.digest != new.digest:
-        raise manifests.differs(new)
+        raise differs("RolloutJob", new.namespace, new.name)
     return job is not None
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Final, get_args, get_origin
 
-import orjson
 from pydantic.fields import FieldInfo
 from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import shape_of
@@ -16,8 +15,7 @@ from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.core.conditions import merge_status
-from rollyard_api.core.problems import Conflict
+from rollyard_api.core.conditions import differs, merge_status, stored_metadata, stored_spec
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage.rows import JobRow
@@ -36,7 +34,6 @@ _FIXED: Final = frozenset(
 _SKIPPED_ROWS: Final = "skippedRows"
 """The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
 _REPORTED = ("phase", "conditions", "observedGeneration", "message")
-_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +56,9 @@ class NewJob:
 
 def prepare(job: RolloutJob) -> NewJob:
     """Return what is stored of a manifest, without its tasks."""
-    meta = {k: v for k, v in job.metadata.to_json().items() if k not in _OWN_METADATA}
-    spec = _encoded(job.spec.to_json())
+    meta, spec = job.metadata, stored_spec(job.spec.to_json())
     digest = hashlib.sha256(spec).hexdigest()
-    return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest)
-
-
-def _encoded(spec: dict[str, Any]) -> bytes:
-    return orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
-
-
-def differs(new: NewJob, why: Sequence[str] = ()) -> Conflict:
-    """Return the refusal of a job that exists with another spec; `why` names the fields that are known."""
-    return Conflict(
-        f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec"
-        f"{f' ({why[0]})' if why else ''}; delete it first or choose another name",
-        reason="AlreadyExists",
-        errors=why,
-    )
+    return NewJob(meta.namespace, meta.name, stored_metadata(meta), job.spec, spec, digest)
 
 
 def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
@@ -129,7 +111,7 @@ def patched(job: JobRow, now: float, *, suspend: bool | None, priority: int | No
         values["priority"] = priority
     if not values:
         return {}
-    return values | {"spec": _encoded(spec), "generation": job.generation + 1}
+    return values | {"spec": stored_spec(spec), "generation": job.generation + 1}
 
 
 def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
@@ -151,7 +133,12 @@ def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
     if hosts[0] != hosts[1]:  # The installer's list was read for them once.
         fixed.append("stages.eval.allowedHosts")
     if fixed:
-        raise differs(new, [f"spec.{name}: differs and cannot be changed" for name in fixed])
+        raise differs(
+            "RolloutJob",
+            job.namespace,
+            job.name,
+            [f"spec.{name}: differs and cannot be changed" for name in fixed],
+        )
     values |= {
         "generation": job.generation + 1,
         "digest": new.digest,

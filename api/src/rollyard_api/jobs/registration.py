@@ -15,6 +15,7 @@ from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, DELETE_REQUE
 
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.conditions import differs
 from rollyard_api.core.problems import Invalid
 from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
@@ -100,17 +101,18 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
     row = pool_rows.named(tx.conn, meta.namespace, meta.name, lock=True)
     if row is None:
         return pools.create(tx, pool)
-    known = ObjectMeta.model_validate({**loads(row.metadata), "name": row.name, "namespace": row.namespace})
-    if _another(object_uid(known), object_uid(meta)):
+    known = loads(row.metadata)
+    annotations = known.get("annotations") or {}
+    if _another(annotations.get(OBJECT_UID) or None, object_uid(meta)):
         pools.delete(tx, meta.namespace, meta.name)
         return pools.create(tx, pool)
     wrong = pools.fixed(BackendPoolSpec.model_validate(loads(row.spec)), pool.spec)
     if wrong:
-        raise pools.differs(meta, wrong)
+        raise differs("BackendPool", meta.namespace, meta.name, wrong)
     pools.change(tx, row, pool.spec)
-    own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
+    own = {k: v for k, v in annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     kept = {"labels": meta.labels, "annotations": own | meta.annotations}
-    if loads(row.metadata) != kept:
+    if known != kept:
         pool_rows.put_metadata(tx, row.id, dumps(kept))
     return False
 

@@ -131,11 +131,9 @@ async def _pieces_of(open_: Callable[[], _File], blocking: Blocking) -> AsyncGen
 def _read(file: _File) -> bytes:
     try:
         return file.read(PIECE_BYTES)
-    except OSError as error:
-        raise SourceUnreadable(error.strerror or type(error).__name__) from error
     except Exception as error:
         # The file systems of fsspec raise errors of their own libraries.
-        raise SourceUnreadable(type(error).__name__) from error
+        raise SourceUnreadable(getattr(error, "strerror", None) or type(error).__name__) from error
 
 
 def open_file(source: Source, allowed: AllowList) -> _File:

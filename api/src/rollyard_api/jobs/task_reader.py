@@ -262,17 +262,11 @@ async def parquet_lines(
             piece = await anext(rest, b"")
         await loop.run_in_executor(disk, file.flush)
         os.lseek(file.fileno(), 0, os.SEEK_SET)
-        async with aclosing(_converted(file.fileno())) as converted:
-            async for text in converted:
-                yield text
-
-
-async def _converted(file: int) -> AsyncGenerator[bytes, None]:
-    arguments, environment = command()
-    child = await asyncio.create_subprocess_exec(
-        *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        limit=PIECE_BYTES, env=environment,
-    )  # fmt: skip
+        arguments, environment = command()
+        child = await asyncio.create_subprocess_exec(
+            *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            limit=PIECE_BYTES, env=environment,
+        )  # fmt: skip
     assert child.stdout is not None
     try:
         while piece := await child.stdout.read(PIECE_BYTES):

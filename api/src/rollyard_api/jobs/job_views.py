@@ -151,10 +151,11 @@ def unfinished(conn: Connection) -> dict[str, Any]:
     The revision is a digest of the content of the list. Every replica therefore computes the same revision
     for the same list.
     """
-    reason = sa.func.coalesce(jobs.c.cancel_reason, "").label("cancel_reason")
+    reason = sa.func.coalesce(jobs.c.cancel_reason, "")
     query = sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, reason)
     query = query.where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
-    listed_jobs = [dict(row) for row in conn.execute(query).mappings()]
+    names = ("namespace", "name", "uid", "generation", "cancel_reason")
+    listed_jobs = [dict(zip(names, row, strict=True)) for row in conn.execute(query)]
     return {"revision": revision_of(listed_jobs), "jobs": listed_jobs}
 
 

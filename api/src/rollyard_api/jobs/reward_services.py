@@ -28,11 +28,10 @@ from rollyard_api.core.codec import dumps
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
 from rollyard_api.core.quotas import Turns
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, exchange
-from rollyard_api.jobs.task_sources import NOT_LISTED, AllowList, shown
+from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
-FIELD: Final = "spec.reward.service.url"
 MAX_ANSWER_BYTES: Final = 256 << 10
 """The largest answer of a service in bytes."""
 CONNECT_SECONDS: Final = 10.0
@@ -54,13 +53,9 @@ class ServiceAllowList(AllowList):
     __slots__ = ()
     schemes = ("http", "https")
     server = "the service"
-
-    def refusal(self, url: str, why: str = "") -> RewardServiceNotAllowed:
-        """Return the error for a URL that the list does not contain."""
-        allowed = ", ".join(self.entries()) or "no URLs at all"
-        return RewardServiceNotAllowed.of(
-            f"{FIELD}: {shown(url)} cannot be used: {why or NOT_LISTED}; allowed are {allowed}"
-        )
+    field = "spec.reward.service.url"
+    refused = RewardServiceNotAllowed
+    always = ()
 
 
 @dataclass(frozen=True, slots=True)

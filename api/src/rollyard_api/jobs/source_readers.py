@@ -11,7 +11,7 @@ import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import urljoin
 
 import fsspec
@@ -42,11 +42,6 @@ class SourceUnreadable(ControlPlaneError):
         self.retryable = retryable
 
 
-class _File(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-    def close(self) -> None: ...
-
-
 class Blocking:
     """A runner of calls that may hang, in threads of their own, which knows when the last call has ended.
 
@@ -66,10 +61,10 @@ class Blocking:
         """Return what the function returns. A call that is no longer awaited still runs to its end."""
         return await asyncio.shield(self._start(lambda: function(*arguments)))
 
-    async def open(self, function: Callable[[], _File]) -> _File:
+    async def open(self, function: Callable[[], BinaryIO]) -> BinaryIO:
         """Return the file that the function opens. The file is closed after the last call."""
 
-        def opened() -> _File:
+        def opened() -> BinaryIO:
             file = function()
             self._closers.append(file.close)
             return file
@@ -122,13 +117,13 @@ def pieces(
             return _pieces_of(lambda: _open_object(source), blocking)
 
 
-async def _pieces_of(open_: Callable[[], _File], blocking: Blocking) -> AsyncGenerator[bytes, None]:
+async def _pieces_of(open_: Callable[[], BinaryIO], blocking: Blocking) -> AsyncGenerator[bytes, None]:
     file = await blocking.open(open_)
     while data := await blocking.call(_read, file):
         yield data
 
 
-def _read(file: _File) -> bytes:
+def _read(file: BinaryIO) -> bytes:
     try:
         return file.read(PIECE_BYTES)
     except Exception as error:
@@ -136,7 +131,7 @@ def _read(file: _File) -> bytes:
         raise SourceUnreadable(getattr(error, "strerror", None) or type(error).__name__) from error
 
 
-def open_file(source: Source, allowed: AllowList) -> _File:
+def open_file(source: Source, allowed: AllowList) -> BinaryIO:
     """Open a regular file beneath the listed folder.
 
     The file is first held by a descriptor that does not open it, and then judged by the path that the kernel
@@ -168,11 +163,11 @@ def open_file(source: Source, allowed: AllowList) -> _File:
         os.close(held)
 
 
-def _open_object(source: Source) -> _File:
+def _open_object(source: Source) -> BinaryIO:
     location = source.location
     try:
         system: Any = fsspec.filesystem(location.scheme)
-        opened: _File = system.open(f"{location.authority}{location.path}", "rb")
+        opened: BinaryIO = system.open(f"{location.authority}{location.path}", "rb")
     except FileNotFoundError as error:
         raise SourceUnreadable("there is no such object") from error
     except Exception as error:

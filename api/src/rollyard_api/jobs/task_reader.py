@@ -37,7 +37,7 @@ PARSERS: Final = 2
 """The number of threads that decompress and check. They never wait for anything."""
 CONVERTERS: Final = 2
 """The number of processes that convert Parquet files at once. Other files wait within their time limit."""
-RETRY_SECONDS: Final = "1"
+_RETRY: Final = {"Retry-After": "1"}
 STEP_SECONDS: Final = 0.1
 """The time for which one file has a thread, in seconds."""
 
@@ -59,24 +59,16 @@ class TaskFileLimits:
     """The number of uploads that may be read at the same time in all."""
 
 
-class SourcesBusy(QueueFull):
-    """The namespace has too many task files that are being read; retry after Retry-After seconds."""
-
-
 Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
 """A function that yields the bytes of an upload, which is named by its namespace and SHA-256."""
 
 
 def _busy(namespace: str | None, most: int) -> ApiError:
-    retry = {"Retry-After": RETRY_SECONDS}
+    advice, reason = "submit again in a moment", "SourcesBusy"
     if namespace is None:
-        text = "too many task files are being read; submit again in a moment"
-        return Unavailable(text, reason=SourcesBusy.reason, headers=retry)
-    return SourcesBusy(
-        f"{most} task files are being read for jobs of namespace {namespace!r}, and no more are at once; "
-        "submit again in a moment",
-        headers=retry,
-    )
+        return Unavailable(f"too many task files are being read; {advice}", reason=reason, headers=_RETRY)
+    text = f"{most} task files are being read for jobs of namespace {namespace!r}, and no more are at once"
+    return QueueFull(f"{text}; {advice}", reason=reason, headers=_RETRY)
 
 
 class TaskReader:
@@ -112,7 +104,7 @@ class TaskReader:
             TasksNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
             Invalid: The file cannot be read in time, or a line is refused and not skipped. The whole list is
                 refused in this case.
-            SourcesBusy, Unavailable: Too many files are being read.
+            QueueFull, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)
         most = self._limits.file_bytes

@@ -26,7 +26,6 @@ _PORTS: Final = {"http": 80, "https": 443}
 _NEVER: Final = ("/proc", "/sys", "/dev")
 """The folders of the kernel, in which no file is a task list."""
 _BLOB = re.compile(r"blob:sha256:([0-9a-f]{64})")
-NOT_LISTED: Final = "the installer does not allow it"
 _HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
 _SHOWN = 300
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
@@ -216,6 +215,12 @@ class AllowList:
     """The schemes of URLs that may be listed."""
     server: ClassVar[str] = "the server"
     """What messages call the other side of a connection."""
+    field: ClassVar[str] = FIELD
+    """The field of a job that names a source."""
+    refused: ClassVar[type[Invalid]] = TasksNotAllowed
+    """The class of the error for a source that the list does not contain."""
+    always: ClassVar[Sequence[str]] = ("uploads (`rollyard submit` makes one of a local file)",)
+    """What a job may name although no entry contains it, for messages."""
 
     @classmethod
     def of(cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()) -> Self:
@@ -246,17 +251,15 @@ class AllowList:
 
     def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
-        allowed = ", ".join(("uploads (`rollyard submit` makes one of a local file)", *self.entries()))
-        return TasksNotAllowed.of(
-            f"{FIELD}: {shown(url)} cannot be read: {why or NOT_LISTED}; allowed are {allowed}"
-        )
-
-    def entries(self) -> list[str]:
-        """Return the entries as they are written, for messages."""
-        return [
+        entries = (
             f"{prefix.scheme}://{prefix.authority.removesuffix(f':{_PORTS.get(prefix.scheme)}')}{prefix.path}"
             for prefix in self.prefixes
-        ]
+        )
+        allowed = ", ".join((*self.always, *entries)) or "no URLs at all"
+        return self.refused.of(
+            f"{self.field}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; "
+            f"allowed are {allowed}"
+        )
 
     def permits_file(self, source: Source, real: str) -> bool:
         """Return whether the file that was opened for a source may be read.

@@ -120,7 +120,7 @@ async def test_a_name_that_leads_to_a_private_address_is_not_asked(
     answers = [["127.0.0.1"], ["93.184.216.34", "10.0.0.1"], ["169.254.169.254"], ["93.184.216.34"]]
     connected: list[str] = []
 
-    async def connect(_self: Any, host: str, *_arguments: Any) -> Any:
+    async def connect(_self: Any, host: str, *_arguments: Any, **_options: Any) -> Any:
         connected.append(host)
         raise httpcore.ConnectError("refused")
 

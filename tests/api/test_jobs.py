@@ -71,7 +71,11 @@ async def test_same_name_in_another_namespace(served: Any, make_manifest: Any) -
             "spec.tasks.inline[1].id",
             "stands already",
         ),
-        ({"tasks": {"url": "file:///nowhere/tasks.jsonl"}}, "spec.tasks.url", "cannot be read"),
+        (
+            {"tasks": {"url": "file:///nowhere/tasks.jsonl"}},
+            "spec.tasks.url",
+            "cannot be used: the installer does not",
+        ),
         ({"agent": {"type": "tools"}}, "spec", "'backendRef' is required"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from rollyard_api.core.problems import QueueFull
 from rollyard_api.jobs import reward_services as module
 from rollyard_api.jobs.reward_services import RewardServices, ServiceAllowList, ServiceCall
-from rollyard_api.jobs.task_sources import PrefixError
+from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_crds.fields.reward import RewardServiceSpec
 from rollyard_testing.api.reward_service import SECRET, ScriptedRewardService
 
@@ -79,17 +79,17 @@ async def test_a_job_without_a_service_asks_none(plane: Any, make_manifest: Any,
 @pytest.mark.parametrize(
     ("kind", "words", "retryable"),
     [
-        ("nan", "its answer is no JSON", True),
-        ("infinite", "", True),
-        ("huge", "its answer has no 'reward' that is a number of at most 1,000,000 in size", True),
-        ("bool", "its answer has no 'reward'", True),
-        ("text", "its answer has no 'reward'", True),
-        ("none", "its answer has no 'reward'", True),
-        ("list", "its answer is no JSON object", True),
-        ("garbage", "its answer is no JSON", True),
-        ("component", "a component of its answer is no number", True),
-        ("many", "no object of at most 64 numbers", True),
-        ("deep", "its answer is no JSON", True),
+        ("nan", "its answer is no score: JSON is malformed", True),
+        ("infinite", "out of range - at `$.reward`", True),
+        ("huge", "its answer is no score: Expected `float` <= 1000000.0 - at `$.reward`", True),
+        ("bool", "Expected `float`, got `bool` - at `$.reward`", True),
+        ("text", "Expected `float`, got `str` - at `$.reward`", True),
+        ("none", "missing required field `reward`", True),
+        ("list", "Expected `object`, got `array`", True),
+        ("garbage", "its answer is no score: JSON is malformed", True),
+        ("component", "Expected `float`, got `str` - at `$.components[...]`", True),
+        ("many", "Expected `object` of length <= 64 - at `$.components`", True),
+        ("deep", "its answer is no score: ", True),
         ("large", "its answer has more than 262144 bytes", True),
         ("500", "the service answered 500", True),
         ("503", "the service answered 503", True),
@@ -160,7 +160,7 @@ async def test_requests_of_a_job_are_as_many_at_once_as_it_says(
 
 @pytest.mark.parametrize("prefix", ["file:///data/", "s3://bucket/x/", "ftp://host/", "http://a@b/"])
 def test_only_web_servers_can_be_listed(prefix: str) -> None:
-    with pytest.raises(PrefixError):
+    with pytest.raises(ListEntryError):
         ServiceAllowList.of([prefix])
 
 

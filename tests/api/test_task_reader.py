@@ -16,10 +16,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.core.problems import ApiError, Invalid
+from rollyard_api.core.problems import ApiError, Invalid, QueueFull
 from rollyard_api.jobs import source_readers
-from rollyard_api.jobs.task_reader import SourcesBusy, TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList, PrefixError, TasksNotAllowed, blob_of
+from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
+from rollyard_api.jobs.task_sources import AllowList, ListEntryError, TasksNotAllowed, blob_of
 from rollyard_testing.pace import patience
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?"}).encode() + b"\n"
@@ -39,13 +39,13 @@ def reader_of(*prefixes: str, networks: tuple[str, ...] = (), **limits: Any) -> 
      "http://{namespace}.org/", "file:///x/{name}", "file:///../x", "simplecache::file:///x", "http://host:x/"],
 )  # fmt: skip
 def test_what_cannot_be_listed(prefix: str) -> None:
-    with pytest.raises(PrefixError) as refused:
+    with pytest.raises(ListEntryError) as refused:
         AllowList.of([prefix])
     assert repr(prefix) in str(refused.value)
 
 
 def test_a_network_is_one() -> None:
-    with pytest.raises(PrefixError, match=r"such as 10\.0\.0\.0/8"):
+    with pytest.raises(ListEntryError, match=r"such as 10\.0\.0\.0/8"):
         AllowList.of([], ["10.1.2.3/8"])
 
 
@@ -85,7 +85,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: 
     answers = [["93.184.216.34"], ["127.0.0.1"]]
     connected: list[str] = []
 
-    async def connect(_self: Any, host: str, *_arguments: Any) -> Any:
+    async def connect(_self: Any, host: str, *_arguments: Any, **_options: Any) -> Any:
         connected.append(host)
         raise httpcore.ConnectError("refused")
 
@@ -140,7 +140,7 @@ async def test_a_source_that_hangs_keeps_its_slot_until_it_ends(monkeypatch: Any
         for namespace in ("a", "b"):
             with pytest.raises(Invalid, match=r"not read within 0\.2 seconds"):
                 await reader.read(url, namespace)
-        with pytest.raises(SourcesBusy, match="task files are being read for jobs of namespace 'a'"):
+        with pytest.raises(QueueFull, match="task files are being read for jobs of namespace 'a'"):
             await reader.read(url, "a")
         with pytest.raises(ApiError) as full:
             await reader.read(url, "c")
@@ -154,7 +154,7 @@ async def test_a_source_that_hangs_keeps_its_slot_until_it_ends(monkeypatch: Any
             try:
                 assert len(await reader.read(url, "a")) == 1
                 break
-            except SourcesBusy:
+            except QueueFull:
                 await asyncio.sleep(0.01)
     reader.close()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, BackendStatus, RolloutJob
+from rollyard_crds.fields.annotations import DELETE_REQUESTED
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 from rollyard_drivers.reconcile.placement import UNSPOKEN_SECONDS, is_for, is_unspoken
-from rollyard_operator.controllers.rest_sync import DELETE_REQUESTED
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
 from rollyard_testing.operator.operatorlab import (
     KEY,

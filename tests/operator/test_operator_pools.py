@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from rollyard_crds import BackendPool, BackendStatus
-from rollyard_operator.controllers.control_plane_view import OBJECT_UID
+from rollyard_crds.fields.annotations import DELETE_REQUESTED, OBJECT_UID
 from rollyard_operator.controllers.pool import difference
-from rollyard_operator.controllers.rest_sync import DELETE_REQUESTED
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
 from rollyard_testing.operator.operatorlab import (
     NAMESPACE,

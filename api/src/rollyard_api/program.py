@@ -29,8 +29,7 @@ from rollyard_api.browsers import config as browsers
 from rollyard_api.browsers.config import BrowserOptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
 from rollyard_api.jobs import blobs, task_reader
-from rollyard_api.jobs.sandbox_hosts import HostPatternError
-from rollyard_api.jobs.task_sources import PrefixError
+from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_api.prorl import listener as prorl_listener
 from rollyard_api.prorl.config import ProrlConfigError
 from rollyard_api.prorl.listener import ProrlListener
@@ -274,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         try:
             getattr(settings, name)
-        except (PrefixError, HostPatternError) as error:
+        except ListEntryError as error:
             print(f"{options_of_list}: {error}", file=sys.stderr)
             return EXIT_USAGE
     for each in [sock] if prorl is None else [sock, prorl.socket]:

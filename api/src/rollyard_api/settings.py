@@ -159,7 +159,7 @@ class Settings:
         """The sources that jobs may name.
 
         Raises:
-            PrefixError: An entry cannot be used.
+            ListEntryError: An entry cannot be used.
         """
         # Tokens, the database and the trajectories of other jobs are never the tasks of a job.
         kept = [self.state_dir]
@@ -172,7 +172,7 @@ class Settings:
         """The hosts that jobs may open to their sandboxes.
 
         Raises:
-            HostPatternError: An entry cannot be used.
+            ListEntryError: An entry cannot be used.
         """
         return SandboxHosts.of(self.allow_sandbox_hosts, self.allow_eval_hosts)
 
@@ -181,7 +181,7 @@ class Settings:
         """The reward services that jobs may name.
 
         Raises:
-            PrefixError: An entry cannot be used.
+            ListEntryError: An entry cannot be used.
         """
         return ServiceAllowList.of(self.allow_rewards_from, self.allow_rewards_networks)
 

@@ -10,21 +10,18 @@ from typing import Any
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec, BackendStatus
-from rollyard_crds.base import ObjectMeta
 from rollyard_crds.weights import UNVERIFIED
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import circuits
 from rollyard_api.core.codec import dumps, loads, validated
-from rollyard_api.core.conditions import merge_status, timestamp
+from rollyard_api.core.conditions import differs, merge_status, stored_metadata, stored_spec, timestamp
 from rollyard_api.core.problems import Conflict, Invalid
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
 from rollyard_api.storage.schema import backends, pools, rollouts
-
-_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 def create(tx: Transaction, pool: BackendPool) -> bool:
@@ -34,18 +31,18 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
         Conflict: A pool of this name has another spec.
     """
     meta, spec = pool.metadata, pool.spec
-    encoded = _encoded(spec)
+    encoded = stored_spec(spec.to_json())
     known = pool_rows.named(tx.conn, meta.namespace, meta.name)
     if known is not None:
         if known.spec != encoded:
-            raise differs(meta)
+            raise differs("BackendPool", meta.namespace, meta.name)
         return False
     made = pool_rows.create(
         tx,
         {
             "namespace": meta.namespace,
             "name": meta.name,
-            "metadata": dumps({k: v for k, v in meta.to_json().items() if k not in _OWN_METADATA}),
+            "metadata": stored_metadata(meta),
             "spec": encoded,
             "model": spec.model,
             "tokenizer": spec.tokenizer or spec.model,
@@ -56,20 +53,6 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
     if spec.engine.external is not None:
         put_servers(tx, made, spec.engine.external.urls)
     return True
-
-
-def differs(meta: ObjectMeta, why: Sequence[str] = ()) -> Conflict:
-    """Return the refusal of a pool that exists with another spec; `why` names the fields that are known."""
-    return Conflict(
-        f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec"
-        f"{f' ({why[0]})' if why else ''}; delete it first or choose another name",
-        reason="AlreadyExists",
-        errors=why,
-    )
-
-
-def _encoded(spec: BackendPoolSpec) -> bytes:
-    return orjson.dumps(spec.to_json(), option=orjson.OPT_SORT_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +188,7 @@ def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
 
 def change(tx: Transaction, pool: PoolRow, after: BackendPoolSpec) -> None:
     """Give the pool of this locked row another spec. The same spec changes nothing."""
-    encoded = _encoded(after)
+    encoded = stored_spec(after.to_json())
     if encoded == pool.spec:
         return
     values = {"spec": encoded, "generation": pool.generation + 1, "max_active": after.max_active_rollouts}

@@ -1,10 +1,37 @@
-"""Times and conditions are written here in the form that Kubernetes uses for those of its objects."""
+"""The parts of manifests, and times and conditions, are written here in the form that Kubernetes uses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+import orjson
+from rollyard_crds.base import ObjectMeta
+
+from rollyard_api.core.problems import Conflict
+
+_OWN_METADATA = {"name", "namespace", "uid", "generation", "creation_timestamp", "deletion_timestamp"}
+
+
+def stored_metadata(meta: ObjectMeta) -> bytes:
+    """Return the part of a manifest's metadata that is stored as it is; the rest has columns of its own."""
+    return orjson.dumps(meta.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_OWN_METADATA))
+
+
+def stored_spec(spec: Mapping[str, Any]) -> bytes:
+    """Return a spec as it is stored. Equal specs have the same form."""
+    return orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
+
+
+def differs(kind: str, namespace: str, name: str, why: Sequence[str] = ()) -> Conflict:
+    """Return the refusal of an object that exists with another spec; `why` names the known fields."""
+    return Conflict(
+        f"{kind} {name!r} exists in namespace {namespace!r} with another spec"
+        f"{f' ({why[0]})' if why else ''}; delete it first or choose another name",
+        reason="AlreadyExists",
+        errors=why,
+    )
 
 
 def timestamp(seconds: float | None) -> str | None:

@@ -13,6 +13,7 @@ import hashlib
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -24,10 +25,18 @@ from rollyard_api.core.problems import RETRY_AFTER, ApiError, Invalid, NotFound,
 from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.task_sources import FIELD
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import BlobRow
+from rollyard_api.storage.rows import BlobRow, read_one
 from rollyard_api.storage.schema import blob_pieces, blobs, jobs
 
 PIECE_BYTES: Final = 256 << 10
+AT_ONCE: Final = 4
+"""The number of uploads to one namespace that may run at the same time."""
+PACKERS: Final = 2
+"""The number of threads that compress."""
+SILENT_SECONDS: Final = 60.0
+"""The longest time between two parts of a body, in seconds."""
+WHOLE_SECONDS: Final = 6 * 3600.0
+"""The longest time for a whole body, in seconds."""
 UPLOAD_SILENT_SECONDS: Final = 600.0
 """The time in seconds after which an unfinished upload without a new piece counts as abandoned."""
 _REMOVED_AT_ONCE: Final = 64
@@ -48,12 +57,10 @@ class BlobLimits:
     """The number of seconds for which an upload that no job holds is kept."""
 
 
-class BlobsFull(QueueFull):
-    """The namespace has reached its limit of uploads or of bytes."""
+class UploadTooSlow(ApiError):
+    """The body did not arrive in time."""
 
-
-class BlobTooLarge(TooLarge):
-    """The upload is longer than the limit for one upload."""
+    status = 408
 
 
 def missing_of_job(sha256: str) -> ApiError:
@@ -63,26 +70,23 @@ def missing_of_job(sha256: str) -> ApiError:
     )
 
 
-def find(conn: Connection, namespace: str, sha256: str, *, lock: bool = False) -> BlobRow:
-    """Return the row of an upload; `lock` locks it until the commit.
+def _is_upload(namespace: str, sha256: str) -> sa.ColumnElement[bool]:
+    return sa.and_(blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True))
 
-    Raises:
-        NotFound: The namespace has no upload with this content.
+
+def find(conn: Connection, namespace: str, sha256: str) -> BlobRow | None:
+    """Return the row of an upload, or None if the namespace has no upload with this content."""
+    query = sa.select(blobs).where(_is_upload(namespace, sha256))
+    return read_one(BlobRow, conn.execute(query).one_or_none())
+
+
+def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow | None:
+    """Return what `find` returns, and restart the time for which an upload that no job holds is kept.
+
+    The row of the upload is locked until the commit.
     """
-    query = sa.select(blobs).where(
-        blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True)
-    )
-    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
-    if row is None:
-        raise NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
-    return BlobRow(*row)
-
-
-def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
-    """Return what `find` returns, and restart the time for which an upload that no job holds is kept."""
-    row = find(tx.conn, namespace, sha256, lock=True)
-    tx.conn.execute(sa.update(blobs).where(blobs.c.id == row.id).values(touched_at=tx.now))
-    return row
+    touched = sa.update(blobs).where(_is_upload(namespace, sha256)).values(touched_at=tx.now)
+    return read_one(BlobRow, tx.conn.execute(touched.returning(blobs)).one_or_none())
 
 
 def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
@@ -97,33 +101,26 @@ def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> i
     """Begin an upload, which is not visible before it is complete, and return its id.
 
     Raises:
-        BlobsFull: The namespace has reached its limit of uploads or of bytes.
+        QueueFull: The namespace has reached its limit of uploads or of bytes.
     """
-    _refuse_full(tx, namespace, limits, adding=1)
-    values = {
-        "namespace": namespace,
-        "sha256": sha256,
-        "size": 0,
-        "pieces": 0,
-        "complete": False,
-        "created_at": tx.now,
-        "touched_at": tx.now,
-    }
-    made: int = tx.conn.execute(sa.insert(blobs).values(**values).returning(blobs.c.id)).scalar_one()
+    times = {"created_at": tx.now, "touched_at": tx.now}
+    new = sa.insert(blobs).values(
+        namespace=namespace, sha256=sha256, size=0, pieces=0, complete=False, **times
+    )
+    made: int = tx.conn.execute(new.returning(blobs.c.id)).scalar_one()
+    _refuse_full(tx, namespace, limits)
     return made
 
 
-def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits, *, adding: int) -> None:
-    count, size = tx.conn.execute(
-        sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(blobs.c.size), 0)).where(
-            blobs.c.namespace == namespace
-        )
-    ).one()
-    if count + adding > limits.namespace_count or size > limits.namespace_bytes:
-        raise BlobsFull(
-            f"namespace {namespace!r} holds {count} uploads of {size} bytes, and may hold "
+def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits) -> None:
+    sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(blobs.c.size), 0))
+    count, size = tx.conn.execute(sums.where(blobs.c.namespace == namespace)).one()
+    if count > limits.namespace_count or size > limits.namespace_bytes:
+        raise QueueFull(
+            f"namespace {namespace!r} would hold {count} uploads of {size} bytes, and may hold "
             f"{limits.namespace_count} of {limits.namespace_bytes} bytes; delete jobs that use them, "
             f"or wait: those that no job uses are removed after {limits.kept_seconds:g} seconds",
+            reason="BlobsFull",
             headers={"Retry-After": "60"},
         )
 
@@ -138,18 +135,17 @@ def add_piece(
         size: The number of bytes of the piece before compression.
 
     Raises:
-        BlobsFull: The namespace has reached its limit of bytes.
+        QueueFull: The namespace has reached its limit of bytes.
         NotFound: The upload took so long between two pieces that it was removed.
     """
-    found = tx.conn.execute(
+    counted = tx.conn.execute(
         sa.update(blobs)
         .where(blobs.c.id == blob_id, blobs.c.complete.is_(False), blobs.c.pieces == no)
         .values(size=blobs.c.size + size, pieces=no + 1, touched_at=tx.now)
-        .returning(blobs.c.sha256)
-    ).scalar_one_or_none()
-    if found is None:
+    )
+    if not counted.rowcount:
         raise NotFound("the upload was given up; begin it again", reason="BlobNotFound")
-    _refuse_full(tx, namespace, limits, adding=0)
+    _refuse_full(tx, namespace, limits)
     tx.conn.execute(sa.insert(blob_pieces).values(blob_id=blob_id, no=no, data=packed))
 
 
@@ -164,14 +160,12 @@ def complete(tx: Transaction, blob_id: int, namespace: str, sha256: str) -> bool
     Returns:
         False if the namespace already had this content; the new upload is then given up.
     """
-    try:
-        touch(tx, namespace, sha256)
-    except NotFound:
-        values = {"complete": True, "touched_at": tx.now}
-        tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(values))
-        return True
-    give_up(tx, blob_id)
-    return False
+    if touch(tx, namespace, sha256) is not None:
+        give_up(tx, blob_id)
+        return False
+    values = {"complete": True, "touched_at": tx.now}
+    tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(values))
+    return True
 
 
 def give_up(tx: Transaction, blob_id: int) -> None:
@@ -185,10 +179,10 @@ def hold(tx: Transaction, namespace: str, sha256: str) -> int:
     Raises:
         Invalid: The namespace has no upload with this content.
     """
-    try:
-        return int(touch(tx, namespace, sha256).id)
-    except NotFound as error:
-        raise missing_of_job(sha256) from error
+    row = touch(tx, namespace, sha256)
+    if row is None:
+        raise missing_of_job(sha256)
+    return row.id
 
 
 def let_go(tx: Transaction, blob_id: int) -> None:
@@ -218,32 +212,11 @@ def remove_some(tx: Transaction) -> bool:
     blob_id = tx.conn.execute(old.order_by(blobs.c.id).limit(1)).scalar_one_or_none()
     if blob_id is None:
         return False
-    numbers = list(
-        tx.conn.scalars(
-            sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
-        )
-    )
-    of_blob = blob_pieces.c.blob_id == blob_id
-    tx.conn.execute(sa.delete(blob_pieces).where(of_blob, blob_pieces.c.no.in_(numbers)))
-    if len(numbers) < _REMOVED_AT_ONCE:
+    some = sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
+    pieces = sa.delete(blob_pieces).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no.in_(some))
+    if tx.conn.execute(pieces).rowcount < _REMOVED_AT_ONCE:
         tx.conn.execute(sa.delete(blobs).where(blobs.c.id == blob_id))
     return True
-
-
-AT_ONCE: Final = 4
-"""The number of uploads to one namespace that may run at the same time."""
-PACKERS: Final = 2
-"""The number of threads that compress."""
-SILENT_SECONDS: Final = 60.0
-"""The longest time between two parts of a body, in seconds."""
-WHOLE_SECONDS: Final = 6 * 3600.0
-"""The longest time for a whole body, in seconds."""
-
-
-class UploadTooSlow(ApiError):
-    """The body did not arrive in time."""
-
-    status = 408
 
 
 def _busy(namespace: str | None, most: int) -> ApiError:
@@ -267,8 +240,8 @@ class Uploads:
 
         Raises:
             Invalid: The body has another SHA-256.
-            BlobTooLarge: The body is longer than the limit for one upload.
-            BlobsFull, QueueFull: The namespace has reached its limits, or too many uploads are running.
+            TooLarge: The body is longer than the limit for one upload.
+            QueueFull: The namespace has reached its limits, or too many uploads are running.
             UploadTooSlow: Too little arrived in time.
         """
         with self._running.held(namespace):
@@ -282,36 +255,30 @@ class Uploads:
                 ) from error
 
     async def _take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:
-        write = self._database.write
-        blob_id = await write(partial(begin, namespace=namespace, sha256=sha256, limits=self._limits))
-        done = False
+        write, limits = self._database.write, self._limits
+        loop, digest, no = asyncio.get_running_loop(), hashlib.sha256(), 0
+        blob_id = await write(partial(begin, namespace=namespace, sha256=sha256, limits=limits))
         try:
-            found = await self._store(blob_id, namespace, body)
-            if found != sha256:
-                raise Invalid.of(f"the body's SHA-256 is {found}, not {sha256}", reason="BlobHashMismatch")
-            made = await write(partial(complete, blob_id=blob_id, namespace=namespace, sha256=sha256))
-            done = True
-            return made
-        finally:
-            if not done:
-                # This also runs if the caller has gone. If the process is killed, the sweep removes the
-                # upload.
-                await asyncio.shield(write(partial(give_up, blob_id=blob_id), durable=False))
+            add = partial(add_piece, blob_id=blob_id, namespace=namespace, limits=limits)
+            async with aclosing(self._cut(body)) as cut:
+                async for data in cut:
+                    digest.update(data)
+                    packed = await loop.run_in_executor(self._packers, pack, data)
+                    # The last commit, which is durable, makes the commits before it durable, too.
+                    await write(partial(add, no=no, packed=packed, size=len(data)), durable=False)
+                    no += 1
+            if digest.hexdigest() != sha256:
+                problem = f"the body's SHA-256 is {digest.hexdigest()}, not {sha256}"
+                raise Invalid.of(problem, reason="BlobHashMismatch")
+            return await write(partial(complete, blob_id=blob_id, namespace=namespace, sha256=sha256))
+        except BaseException:
+            # This also runs if the caller has gone. If the process is killed, the sweep removes the upload.
+            await asyncio.shield(write(partial(give_up, blob_id=blob_id), durable=False))
+            raise
 
-    async def _store(self, blob_id: int, namespace: str, body: AsyncIterator[bytes]) -> str:
-        """Store the pieces of the body, and return its SHA-256."""
-        digest, waiting, total, no = hashlib.sha256(), bytearray(), 0, 0
-
-        async def put(data: bytes) -> None:
-            nonlocal no
-            packed = await asyncio.get_running_loop().run_in_executor(self._packers, pack, data)
-            size = len(data)
-            # The last commit, which is durable, makes the commits before it durable, too.
-            await self._database.write(
-                lambda tx: add_piece(tx, blob_id, namespace, no, packed, size, self._limits), durable=False
-            )
-            no += 1
-
+    async def _cut(self, body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Yield a body in pieces of PIECE_BYTES."""
+        waiting, total = bytearray(), 0
         while True:
             async with asyncio.timeout(SILENT_SECONDS):
                 part = await anext(body, None)
@@ -319,16 +286,14 @@ class Uploads:
                 break
             total += len(part)
             if total > self._limits.blob_bytes:
-                raise BlobTooLarge(f"the upload is longer than {self._limits.blob_bytes} bytes")
-            digest.update(part)
+                text = f"the upload is longer than {self._limits.blob_bytes} bytes"
+                raise TooLarge(text, reason="BlobTooLarge")
             waiting += part
             while len(waiting) >= PIECE_BYTES:
-                data = bytes(waiting[:PIECE_BYTES])
+                yield bytes(waiting[:PIECE_BYTES])
                 del waiting[:PIECE_BYTES]
-                await put(data)
         if waiting:
-            await put(bytes(waiting))
-        return digest.hexdigest()
+            yield bytes(waiting)
 
     async def pieces(self, namespace: str, sha256: str) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of an upload for a job that names it.
@@ -336,10 +301,9 @@ class Uploads:
         Raises:
             Invalid: The namespace has no such upload.
         """
-        try:
-            row = await self._database.read(partial(find, namespace=namespace, sha256=sha256))
-        except NotFound as error:
-            raise missing_of_job(sha256) from error
+        row = await self._database.read(partial(find, namespace=namespace, sha256=sha256))
+        if row is None:
+            raise missing_of_job(sha256)
         for no in range(row.pieces):
             data = await self._database.read(partial(piece, blob_id=row.id, no=no))
             if data is None:

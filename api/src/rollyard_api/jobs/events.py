@@ -8,6 +8,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from rollyard_api.core import cursors
@@ -36,7 +37,7 @@ class Event:
 
 
 class SlowConsumer(ControlPlaneError):
-    """The subscriber fell behind by a whole buffer and was dropped. It may resume with Last-Event-ID."""
+    """The subscriber fell behind by more events than are kept. It may resume with Last-Event-ID."""
 
 
 class _Stream:
@@ -46,7 +47,14 @@ class _Stream:
         self.past: deque[Event] = deque()
         self.bytes = 0
         self.next = first
-        self.subscribers: set[asyncio.Queue[Event | None]] = set()
+        self.subscribers = 0
+        self.more = asyncio.Event()
+        """It is set when there is another event."""
+
+    @property
+    def kept(self) -> int:
+        """The number of the first event that is kept, or of the next one."""
+        return self.next - len(self.past)
 
     def drop_oldest(self) -> int:
         """Drop the oldest event, and return its size in bytes."""
@@ -86,22 +94,11 @@ class EventHub:
         return stream
 
     def publish(self, job_id: int, name: str, data: dict[str, Any]) -> None:
-        """Add an event, and drop every subscriber with a full buffer, because publishing must not wait."""
+        """Add an event. Publishing never waits for subscribers, who read the past at their own pace."""
         stream = self._stream(job_id)
         event = Event(stream.next, name, dumps(data))
         stream.next += 1
-        self._keep(stream, event)
-        for subscriber in list(stream.subscribers):
-            try:
-                subscriber.put_nowait(event)
-            except asyncio.QueueFull:
-                stream.subscribers.discard(subscriber)
-                # This makes room for the end mark. The event that is removed is in the past, from which the
-                # subscriber can resume.
-                subscriber.get_nowait()
-                subscriber.put_nowait(None)
-
-    def _keep(self, stream: _Stream, event: Event) -> None:
+        stream.more.set()
         stream.past.append(event)
         stream.bytes += _bytes(event)
         self._bytes += _bytes(event)
@@ -151,31 +148,30 @@ class EventHub:
         first event is `missed`.
 
         Raises:
-            SlowConsumer: The subscriber fell behind.
+            SlowConsumer: While the subscriber took the events that there were, more came than are kept.
         """
         stream = self._stream(job_id)
-        kept = stream.past[0].number if stream.past else stream.next
-        missed = after is not None and after + 1 < kept
-        after = stream.next - 1 if after is None or after < 0 else after
-        events: asyncio.Queue[Event | None] = asyncio.Queue(self._buffer)
-        backlog = [event for event in stream.past if event.number > after]
-        stream.subscribers.add(events)
+        missed = after is not None and after + 1 < stream.kept
+        last = stream.next - 1 if after is None or after < 0 else max(after, stream.kept - 1)
+        stream.subscribers += 1
         try:
             if missed:
                 yield Event(0, "missed", dumps({"reason": "NotKept"}))
-            for event in backlog:
-                yield event
-            while True:
-                try:
-                    got = await asyncio.wait_for(events.get(), idle)
-                except TimeoutError:
-                    yield None
-                    continue
-                if got is None:
-                    raise SlowConsumer("fell behind the events of this job")
-                yield got
+            while last + 1 >= stream.kept:
+                fresh = list(islice(reversed(stream.past), stream.next - 1 - last))
+                for event in reversed(fresh):
+                    yield event
+                    last = event.number
+                if not fresh:
+                    stream.more.clear()
+                    try:
+                        async with asyncio.timeout(idle):
+                            await stream.more.wait()
+                    except TimeoutError:
+                        yield None
+            raise SlowConsumer("fell behind the events of this job")
         finally:
-            stream.subscribers.discard(events)
+            stream.subscribers -= 1
 
     def format(self, uid: str, event: Event) -> bytes:
         """Return an event of the job with this uid in the wire form of server-sent events."""

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, OBJECT_UID
 from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of, unpack
 from rollyard_api.core.conditions import timestamp
-from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, OBJECT_UID
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows

@@ -14,6 +14,7 @@ from typing import Any, Final
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
+from rollyard_api.core.conditions import differs
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import blobs, manifests
@@ -54,7 +55,7 @@ def same(conn: Connection, new: NewJob) -> bool:
     """
     job = job_rows.named(conn, new.namespace, new.name)
     if job is not None and job.digest != new.digest:
-        raise manifests.differs(new)
+        raise differs("RolloutJob", new.namespace, new.name)
     return job is not None
 
 
@@ -141,10 +142,7 @@ def push(
         QueueFull: There is no room for the rollouts. None of the tasks was added.
     """
     job = job_rows.find_locked(tx, namespace, name)
-    if job.cancel_reason is not None:
-        raise Conflict(f"RolloutJob {name!r} is cancelled and takes no more tasks", reason="JobCancelled")
-    if job.closed:
-        raise Conflict(f"RolloutJob {name!r} is closed and takes no more tasks", reason="JobClosed")
+    _refuse_closed(job, "tasks")
     known = group_rows.numbers(tx.conn, job.id, [task.id for task in tasks])
     fresh = [task for task in tasks if task.id not in known]
     if fresh:
@@ -152,6 +150,14 @@ def push(
             acknowledged.check_unread(job, max_unread)
         _enqueue(tx, job, fresh, room)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
+
+
+def _refuse_closed(job: JobRow, what: str) -> None:
+    if job.cancel_reason is not None:
+        reason = f"has ended or is ending ({job.cancel_reason})"
+        raise Conflict(f"RolloutJob {job.name!r} {reason} and takes no more {what}", reason="JobCancelled")
+    if job.closed:
+        raise Conflict(f"RolloutJob {job.name!r} is closed and takes no more {what}", reason="JobClosed")
 
 
 def open_step(
@@ -198,13 +204,7 @@ def open_step(
             f"RolloutJob {name!r} is no stream: its only target is spec.dynamicSampling.targetGroups",
             reason="NotAStream",
         )
-    if job.cancel_reason is not None:
-        raise Conflict(
-            f"RolloutJob {name!r} has ended or is ending ({job.cancel_reason}) and takes no more targets",
-            reason="JobCancelled",
-        )
-    if job.closed:
-        raise Conflict(f"RolloutJob {name!r} is closed and takes no more targets", reason="JobClosed")
+    _refuse_closed(job, "targets")
     acknowledged.check_unread(job, max_unread)
     if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
         raise Conflict(
@@ -316,8 +316,6 @@ def enforce(tx: Transaction) -> None:
     """Cancel jobs that are past their active deadline, and delete finished jobs past their time to live."""
     for job_id in job_rows.past_deadline(tx):
         job_rows.conclude(tx, job_id, DEADLINE)
-    for job_id, finished_at, spec in job_rows.without_removal(tx):
-        job_rows.delete_later(tx, job_id, manifests.delete_at(finished_at, spec))
     job_rows.delete_old(tx)
 
 

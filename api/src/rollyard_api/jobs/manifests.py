@@ -5,52 +5,40 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import chain
+from typing import Annotated, Any, Final, get_args, get_origin
 
-import orjson
+from pydantic.fields import FieldInfo
+from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import shape_of
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.core.conditions import merge_status
-from rollyard_api.core.problems import Conflict
+from rollyard_api.core.conditions import differs, merge_status, stored_metadata, stored_spec
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine.limits import Limits
 from rollyard_api.storage.rows import JobRow
 
-CLOSED: Final = "rollyard.dev/closed"
-"""The annotation of a job to which no task will be added: every batch job, and a closed stream."""
-CANCEL_REASON: Final = "rollyard.dev/cancel-reason"
-"""The annotation of a job that takes no part in leasing any more: `Cancelled`, `DeadlineExceeded`, `Deleted`,
-`TargetMet` or `TargetNotMet`."""
-DELETE_REQUESTED: Final = "rollyard.dev/delete-requested"
-"""The annotation of a pool that is to be removed, which is meant for the driver that owns its object."""
-OBJECT_UID: Final = "rollyard.dev/object-uid"
-"""The annotation with the uid of the Kubernetes object for which a job or pool is registered."""
-MUTABLE: Final = frozenset(
-    {
-        "stages",
-        "suspend",
-        "priority",
-        "failurePolicy",
-        "activeDeadlineSeconds",
-        "ttlSecondsAfterFinished",
-        "maxPolicyLag",
-        "staleRollouts",
-        "backoffLimit",
-    }
+
+def _is_fixed(field: FieldInfo) -> bool:
+    """Return whether the schema of a field of a job's spec says that it is immutable."""
+    inner = (part.__metadata__ for part in get_args(field.annotation) if get_origin(part) is Annotated)
+    return any(getattr(one, "json_schema_extra", None) is IMMUTABLE for one in (field, *chain(*inner)))
+
+
+_FIXED: Final = frozenset(
+    field.alias or name for name, field in RolloutJobSpec.model_fields.items() if _is_fixed(field)
 )
-"""The fields of a job's spec that may change. The other fields define what the job is."""
+"""The fields of a job's spec that define what the job is, and therefore cannot change."""
 _SKIPPED_ROWS: Final = "skippedRows"
 """The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
 _REPORTED = ("phase", "conditions", "observedGeneration", "message")
-_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A checked manifest whose tasks have been read."""
+    """A checked manifest in the form in which it is stored, and the tasks of the job."""
 
     namespace: str
     name: str
@@ -58,33 +46,19 @@ class NewJob:
     spec: RolloutJobSpec
     spec_json: bytes
     digest: str
-    tasks: Sequence[TaskRow]
+    tasks: Sequence[TaskRow] | None = None
+    """The tasks, or None before they are read."""
     object_uid: str | None = None
     """The uid of the Kubernetes object for which the job is registered."""
     skipped: SkippedRows | None = None
     """The rows of the task list that were left out."""
 
 
-def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
-    """Return what is stored of a manifest."""
-    meta = {k: v for k, v in job.metadata.to_json().items() if k not in _OWN_METADATA}
-    spec = _encoded(job.spec.to_json())
+def prepare(job: RolloutJob) -> NewJob:
+    """Return what is stored of a manifest, without its tasks."""
+    meta, spec = job.metadata, stored_spec(job.spec.to_json())
     digest = hashlib.sha256(spec).hexdigest()
-    return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest, tasks)
-
-
-def _encoded(spec: dict[str, Any]) -> bytes:
-    return orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
-
-
-def differs(new: NewJob, why: Sequence[str] = ()) -> Conflict:
-    """Return the refusal of a job that exists with another spec; `why` names the fields that are known."""
-    return Conflict(
-        f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec"
-        f"{f' ({why[0]})' if why else ''}; delete it first or choose another name",
-        reason="AlreadyExists",
-        errors=why,
-    )
+    return NewJob(meta.namespace, meta.name, stored_metadata(meta), job.spec, spec, digest)
 
 
 def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
@@ -97,6 +71,7 @@ def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
         "spec": new.spec_json,
         "digest": new.digest,
         "limits": Limits.of(spec),
+        "ttl_seconds": spec.ttl_seconds_after_finished,
         "status": dumps({_SKIPPED_ROWS: skipped.to_json()} if skipped and skipped.count else {}),
         "pool": None if spec.backend_ref is None else spec.backend_ref.name,
         "priority": spec.priority,
@@ -108,15 +83,13 @@ def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
     }
 
 
-def _admission(suspend: bool, now: float, seconds: int | None) -> dict[str, Any]:
-    """Return the columns of a job that is suspended or admitted now. A suspended one has no deadline."""
-    started = None if suspend else now
-    return {"suspended": suspend, "started_at": started, "deadline_at": _deadline(started, seconds)}
+def _admission(suspend: bool, started: float, seconds: int | None) -> dict[str, Any]:
+    """Return the columns of a job that is suspended, or was admitted at `started` with this deadline.
 
-
-def _deadline(started: float | None, seconds: int | None) -> float | None:
-    """Return when a job that was admitted at `started` is past its active deadline; None stands for never."""
-    return None if started is None or seconds is None else started + seconds
+    A suspended job has no deadline.
+    """
+    late = None if suspend or seconds is None else started + seconds
+    return {"suspended": suspend, "started_at": None if suspend else started, "deadline_at": late}
 
 
 def _warm(spec: RolloutJobSpec) -> bytes | None:
@@ -138,7 +111,7 @@ def patched(job: JobRow, now: float, *, suspend: bool | None, priority: int | No
         values["priority"] = priority
     if not values:
         return {}
-    return values | {"spec": _encoded(spec), "generation": job.generation + 1}
+    return values | {"spec": stored_spec(spec), "generation": job.generation + 1}
 
 
 def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
@@ -155,25 +128,28 @@ def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
         return values
     before, after = loads(job.spec), loads(new.spec_json)
     differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    fixed = sorted(differing - MUTABLE)
+    fixed = sorted(differing & _FIXED)
     hosts = [spec["stages"]["eval"].get("allowedHosts") for spec in (before, after)]
     if hosts[0] != hosts[1]:  # The installer's list was read for them once.
         fixed.append("stages.eval.allowedHosts")
     if fixed:
-        raise differs(new, [f"spec.{name}: differs and cannot be changed" for name in fixed])
+        raise differs(
+            "RolloutJob",
+            job.namespace,
+            job.name,
+            [f"spec.{name}: differs and cannot be changed" for name in fixed],
+        )
     values |= {
         "generation": job.generation + 1,
         "digest": new.digest,
         "limits": Limits.of(new.spec),
+        "ttl_seconds": new.spec.ttl_seconds_after_finished,
         "priority": new.spec.priority,
     }
-    seconds = new.spec.active_deadline_seconds
-    if job.finished_at is None and new.spec.suspend != job.suspended:
-        values |= _admission(new.spec.suspend, now, seconds)
-    elif job.finished_at is None:
-        values["deadline_at"] = _deadline(job.started_at, seconds)
-    if "ttlSecondsAfterFinished" in differing:
-        values["delete_at"] = None  # The sweep computes it again.
+    if job.finished_at is None:
+        admitted = None if new.spec.suspend != job.suspended else job.started_at
+        seconds = new.spec.active_deadline_seconds
+        values |= _admission(new.spec.suspend, now if admitted is None else admitted, seconds)
     return values
 
 
@@ -183,9 +159,3 @@ def reported_status(job: JobRow, status: dict[str, Any]) -> dict[str, Any] | Non
     after = merge_status(before, status, _REPORTED)
     after |= {k: before[k] for k in (_SKIPPED_ROWS,) if k in before}
     return None if after == before else after
-
-
-def delete_at(finished_at: float, spec: bytes) -> float:
-    """Return when a finished job is deleted, in seconds since the epoch; infinity stands for never."""
-    seconds = loads(spec).get("ttlSecondsAfterFinished")
-    return float("inf") if seconds is None else finished_at + seconds

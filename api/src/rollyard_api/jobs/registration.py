@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
 from rollyard_crds.base import ObjectMeta
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID
 
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.conditions import differs
 from rollyard_api.core.problems import Invalid
 from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
-from rollyard_api.jobs.manifests import CANCEL_REASON, CLOSED, DELETE_REQUESTED, OBJECT_UID, NewJob
+from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
@@ -69,14 +71,10 @@ class Registered:
     """The id of the job that was replaced. Its rollouts have yet to be ended."""
 
 
-def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) -> Registered:
+def register_job(tx: Transaction, new: NewJob, room: Room) -> Registered:
     """Create the job, or update those of its fields that may change.
 
-    Args:
-        tx: The transaction.
-        new: The manifest. Its tasks are used only if the job is created.
-        room: The room for unfinished rollouts that `jobs.create` checks.
-        with_tasks: Whether the tasks have been read.
+    The tasks of the manifest are needed only if the job is created, in the room for unfinished rollouts.
 
     Raises:
         Conflict: A field that cannot change differs, and the object is not known to be another one.
@@ -86,7 +84,7 @@ def register_job(tx: Transaction, new: NewJob, room: Room, *, with_tasks: bool) 
     if job is not None and not _another(job.object_uid, new.object_uid):
         job_rows.change(tx, job.id, manifests.registered(job, new, tx.now))
         return Registered(False)
-    if not with_tasks:
+    if new.tasks is None:
         return Registered(None)
     replaced = None if job is None else jobs.delete(tx, new.namespace, new.name)
     return Registered(jobs.create(tx, new, room), replaced)
@@ -103,17 +101,18 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
     row = pool_rows.named(tx.conn, meta.namespace, meta.name, lock=True)
     if row is None:
         return pools.create(tx, pool)
-    known = ObjectMeta.model_validate({**loads(row.metadata), "name": row.name, "namespace": row.namespace})
-    if _another(object_uid(known), object_uid(meta)):
+    known = loads(row.metadata)
+    annotations = known.get("annotations") or {}
+    if _another(annotations.get(OBJECT_UID) or None, object_uid(meta)):
         pools.delete(tx, meta.namespace, meta.name)
         return pools.create(tx, pool)
     wrong = pools.fixed(BackendPoolSpec.model_validate(loads(row.spec)), pool.spec)
     if wrong:
-        raise pools.differs(meta, wrong)
+        raise differs("BackendPool", meta.namespace, meta.name, wrong)
     pools.change(tx, row, pool.spec)
-    own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
+    own = {k: v for k, v in annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     kept = {"labels": meta.labels, "annotations": own | meta.annotations}
-    if loads(row.metadata) != kept:
+    if known != kept:
         pool_rows.put_metadata(tx, row.id, dumps(kept))
     return False
 

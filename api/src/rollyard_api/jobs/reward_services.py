@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from functools import cached_property
+from typing import Annotated, Any, Final
 
-import httpcore
-import orjson
+import msgspec
 import sqlalchemy as sa
+from msgspec import Meta, Struct
 from rollyard_crds.fields.reward import MAX_COMPONENTS, RewardServiceSpec
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.problems import Conflict, ControlPlaneError, Invalid, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
 from rollyard_api.core.quotas import Turns
-from rollyard_api.jobs.source_readers import Blocking, CheckedNetwork, SourceUnreadable, request
-from rollyard_api.jobs.task_sources import AllowList, PrefixError, allowed_prefixes, shown
+from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, exchange
+from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
-FIELD: Final = "spec.reward.service.url"
 MAX_ANSWER_BYTES: Final = 256 << 10
 """The largest answer of a service in bytes."""
 CONNECT_SECONDS: Final = 10.0
@@ -42,42 +41,21 @@ RESOLVERS: Final = 16
 """The number of threads that resolve the names of services."""
 _RETRYABLE: Final = frozenset({408, 425, 429})
 """The answers with a status of 4xx after which another request may succeed."""
-_JSON: Final[dict[bytes | str, bytes | str]] = {
-    "Accept": "application/json",
-    "Content-Type": "application/json",
-}
 
 
 class RewardServiceNotAllowed(Invalid):
     """The job names a reward service that the installer's list does not contain."""
 
 
-@dataclass(frozen=True, slots=True)
 class ServiceAllowList(AllowList):
     """The reward services that the installer allows jobs to name. An empty list allows none."""
 
-    @classmethod
-    def of(
-        cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()
-    ) -> ServiceAllowList:
-        """Return the list as it is written on a command line.
-
-        Raises:
-            PrefixError: An entry cannot be used.
-        """
-        found = AllowList.of(prefixes, networks)
-        for text, prefix in zip(prefixes, found.prefixes, strict=True):
-            if prefix.kind != "web":
-                raise PrefixError(f"{text!r}: a reward service has an http or https URL")
-        return cls(found.prefixes, found.networks)
-
-    def refusal(self, url: str, why: str = "") -> RewardServiceNotAllowed:
-        """Return the error for a URL that the list does not contain."""
-        allowed = ", ".join(allowed_prefixes(self)) or "no URLs at all"
-        return RewardServiceNotAllowed.of(
-            f"{FIELD}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; allowed "
-            f"are {allowed}"
-        )
+    __slots__ = ()
+    schemes = ("http", "https")
+    server = "the service"
+    field = "spec.reward.service.url"
+    refused = RewardServiceNotAllowed
+    always = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +90,16 @@ def service_of(conn: Connection, rollout: str, token: int) -> ServiceCall:
     return ServiceCall(row.job_id, row.namespace, RewardServiceSpec.model_validate(service))
 
 
-class _NoScore(ControlPlaneError):
-    """A request gave no score. The message quotes nothing of the service's."""
+Number = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 
-    reason = "NoScore"
 
-    def __init__(self, why: str, *, retryable: bool = True) -> None:
-        super().__init__(why)
-        self.retryable = retryable
+class ServiceScore(Struct):
+    """The answer of a service. Its other fields are ignored."""
+
+    reward: Number
+    components: (
+        Annotated[dict[Annotated[str, Meta(max_length=128)], Number], Meta(max_length=MAX_COMPONENTS)] | None
+    ) = None
 
 
 def _busy(_job: str | None, most: int) -> QueueFull:
@@ -142,8 +122,11 @@ class RewardServices:
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="reward")
         self._jobs = Turns("requests to the reward service", seconds=WAIT_SECONDS, refusal=_busy)
         """The places that each job allows itself."""
-        self._tls: ssl.SSLContext | None = None
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
         """The context of all requests. It is read from the system once, which takes some milliseconds."""
+        return ssl.create_default_context()
 
     def check(self, spec: RolloutJobSpec, namespace: str) -> None:
         """Check the service that a job names, if it names one, without connecting to it.
@@ -175,60 +158,44 @@ class RewardServices:
         async with self._jobs.held(str(call.job_id), call.service.concurrency), turn():
             try:
                 async with asyncio.timeout(call.service.timeout_seconds):
-                    answer = await self._answer(call, body)
-                return _score(answer)
+                    return _score(await self._answer(call, body))
             except TimeoutError:
                 seconds = f"{call.service.timeout_seconds:g} s"
                 return _failure(f"the service did not answer within {seconds}", retryable=True)
             except RewardServiceNotAllowed as error:
                 return _failure(error.detail, retryable=False)
             except SourceUnreadable as error:
-                return _failure(str(error), retryable=True)
-            except _NoScore as error:
                 return _failure(str(error), retryable=error.retryable)
 
     async def _answer(self, call: ServiceCall, body: bytes) -> bytes:
         source = self._allowed.source(call.service.url, call.namespace)
         blocking, seconds = Blocking(self._resolvers, lambda: None), call.service.timeout_seconds
+        tls = self._tls if source.location.scheme == "https" else None
+        most = (min(CONNECT_SECONDS, seconds), seconds)
+        answer = bytearray()
         try:
-            async with AsyncExitStack() as stack:
-                network = CheckedNetwork(source, self._allowed, blocking)
-                tls = self._context() if source.location.scheme == "https" else None
-                most = (min(CONNECT_SECONDS, seconds), seconds)
-                headers: dict[bytes | str, bytes | str] = {**_JSON, "Content-Length": str(len(body))}
-                response = await request(
-                    "POST", source, network, stack, tls=tls, seconds=most, headers=headers, body=body
-                )
+            async with exchange(source, self._allowed, blocking, tls, seconds=most, body=body) as response:
                 if response.status != 200:
                     raise _refused(response.status)
-                answer = bytearray()
                 async for data in response.aiter_stream():
                     answer += data
                     if len(answer) > MAX_ANSWER_BYTES:
-                        raise _NoScore(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
-                return bytes(answer)
-        except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
-            raise _NoScore(f"the service cannot be reached ({type(error).__name__})") from error
-        except httpcore.ProtocolError as error:
-            raise _NoScore("the service does not speak HTTP") from error
+                        raise SourceUnreadable(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
         finally:
             blocking.finish()
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
+        return bytes(answer)
 
     def close(self) -> None:
         """Stop the threads without waiting for name servers that hang."""
         self._resolvers.shutdown(wait=False, cancel_futures=True)
 
 
-def _refused(status: int) -> _NoScore:
+def _refused(status: int) -> SourceUnreadable:
     if 300 <= status < 400:
         # A redirect would lead to a place that the installer has not allowed.
-        return _NoScore(f"the service answered {status}; redirects are not followed", retryable=False)
-    return _NoScore(f"the service answered {status}", retryable=status >= 500 or status in _RETRYABLE)
+        return SourceUnreadable(f"the service answered {status}; redirects are not followed", retryable=False)
+    retryable = status >= 500 or status in _RETRYABLE
+    return SourceUnreadable(f"the service answered {status}", retryable=retryable)
 
 
 def _failure(why: str, *, retryable: bool) -> dict[str, Any]:
@@ -239,24 +206,12 @@ def _score(answer: bytes) -> dict[str, Any]:
     """Return the fields of a RewardResponse for a service's answer.
 
     Raises:
-        _NoScore: The answer is no score.
+        SourceUnreadable: The answer is no score.
     """
     try:
-        document = orjson.loads(answer)  # This refuses NaN and Infinity, which JSON does not have.
-    except orjson.JSONDecodeError as error:
-        raise _NoScore("its answer is no JSON") from error
-    if not isinstance(document, dict):
-        raise _NoScore("its answer is no JSON object")
-    reward, components = document.get("reward"), document.get("components") or {}
-    if not _is_number(reward):
-        raise _NoScore(f"its answer has no 'reward' that is a number of at most {MAX_REWARD:,.0f} in size")
-    if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
-        raise _NoScore(f"the 'components' of its answer are no object of at most {MAX_COMPONENTS} numbers")
-    if not all(len(name) <= 128 and _is_number(value) for name, value in components.items()):
-        raise _NoScore(f"a component of its answer is no number of at most {MAX_REWARD:,.0f} in size")
-    return {"reward": reward, "components": components, "error": "", "retryable": True}
-
-
-def _is_number(value: Any) -> bool:
-    # A comparison with an infinite number is false, and it is therefore refused here, too.
-    return type(value) in (int, float) and -MAX_REWARD <= value <= MAX_REWARD
+        score = msgspec.json.decode(answer, type=ServiceScore)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # The messages of msgspec name fields and kinds of values, and quote nothing of the answer.
+        why = error if isinstance(error, msgspec.MsgspecError) else type(error).__name__
+        raise SourceUnreadable(f"its answer is no score: {why}") from error
+    return {"reward": score.reward, "components": score.components or {}, "error": "", "retryable": True}

@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from rollyard_crds.fields.allowed_hosts import HostRule, installers_rule
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_api.core.problems import ControlPlaneError, Invalid
+from rollyard_api.core.problems import Invalid
+from rollyard_api.jobs.task_sources import ListEntryError
 
 
 class HostsNotAllowed(Invalid):
     """The job names a host that the installer's list does not contain."""
-
-
-class HostPatternError(ControlPlaneError, ValueError):
-    """An entry of an installer's list cannot be used. The message names it and says what would be right."""
-
-    reason = "HostPatternInvalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +31,7 @@ class _List:
         try:
             return cls(option, field, tuple(patterns), tuple(installers_rule(text) for text in patterns))
         except ValueError as error:
-            raise HostPatternError(str(error)) from error
+            raise ListEntryError(str(error)) from error
 
     def problems(self, hosts: Sequence[str]) -> list[str]:
         """Return a problem for each host of a job that no entry contains."""
@@ -62,7 +57,7 @@ class SandboxHosts:
         """Return the lists as they are written on a command line.
 
         Raises:
-            HostPatternError: An entry cannot be used.
+            ListEntryError: An entry cannot be used.
         """
         return cls(
             _List.of("--allow-sandbox-host", "spec.sandbox.allowedHosts", sandbox),

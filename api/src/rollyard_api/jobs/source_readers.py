@@ -8,11 +8,10 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack
-from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import urljoin
 
 import fsspec
@@ -33,12 +32,14 @@ _OK: Final = 200
 
 
 class SourceUnreadable(ControlPlaneError):
-    """An allowed source cannot be read. The message contains nothing of the other side's answer."""
+    """An allowed source cannot be read. The message contains nothing of the other side's answer.
 
+    `retryable` says whether another try may succeed.
+    """
 
-class _File(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-    def close(self) -> None: ...
+    def __init__(self, why: str, *, retryable: bool = True) -> None:
+        super().__init__(why)
+        self.retryable = retryable
 
 
 class Blocking:
@@ -60,10 +61,10 @@ class Blocking:
         """Return what the function returns. A call that is no longer awaited still runs to its end."""
         return await asyncio.shield(self._start(lambda: function(*arguments)))
 
-    async def open(self, function: Callable[[], _File]) -> _File:
+    async def open(self, function: Callable[[], BinaryIO]) -> BinaryIO:
         """Return the file that the function opens. The file is closed after the last call."""
 
-        def opened() -> _File:
+        def opened() -> BinaryIO:
             file = function()
             self._closers.append(file.close)
             return file
@@ -116,23 +117,21 @@ def pieces(
             return _pieces_of(lambda: _open_object(source), blocking)
 
 
-async def _pieces_of(open_: Callable[[], _File], blocking: Blocking) -> AsyncGenerator[bytes, None]:
+async def _pieces_of(open_: Callable[[], BinaryIO], blocking: Blocking) -> AsyncGenerator[bytes, None]:
     file = await blocking.open(open_)
     while data := await blocking.call(_read, file):
         yield data
 
 
-def _read(file: _File) -> bytes:
+def _read(file: BinaryIO) -> bytes:
     try:
         return file.read(PIECE_BYTES)
-    except OSError as error:
-        raise SourceUnreadable(error.strerror or type(error).__name__) from error
     except Exception as error:
         # The file systems of fsspec raise errors of their own libraries.
-        raise SourceUnreadable(type(error).__name__) from error
+        raise SourceUnreadable(getattr(error, "strerror", None) or type(error).__name__) from error
 
 
-def open_file(source: Source, allowed: AllowList) -> _File:
+def open_file(source: Source, allowed: AllowList) -> BinaryIO:
     """Open a regular file beneath the listed folder.
 
     The file is first held by a descriptor that does not open it, and then judged by the path that the kernel
@@ -164,11 +163,11 @@ def open_file(source: Source, allowed: AllowList) -> _File:
         os.close(held)
 
 
-def _open_object(source: Source) -> _File:
+def _open_object(source: Source) -> BinaryIO:
     location = source.location
     try:
         system: Any = fsspec.filesystem(location.scheme)
-        opened: _File = system.open(f"{location.authority}{location.path}", "rb")
+        opened: BinaryIO = system.open(f"{location.authority}{location.path}", "rb")
     except FileNotFoundError as error:
         raise SourceUnreadable("there is no such object") from error
     except Exception as error:
@@ -176,57 +175,24 @@ def _open_object(source: Source) -> _File:
     return opened
 
 
-class CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """A network backend that connects to checked addresses only; it resolves each name once, itself."""
+async def _addresses(source: Source, allowed: AllowList, blocking: Blocking) -> list[Address]:
+    """Return the addresses of a source's host, to all of which a connection is permitted.
 
-    def __init__(self, source: Source, allowed: AllowList, blocking: Blocking) -> None:
-        self._source = source
-        self._allowed = allowed
-        self._blocking = blocking
-        self._inner = httpcore.AnyIOBackend()
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Connect to an address of the host, if all of its addresses are permitted.
-
-        Raises:
-            Invalid: One of them is not permitted.
-            SourceUnreadable: The host has no address.
-        """
-        failure: Exception = SourceUnreadable("its host has no address")
-        for address in await self._addresses(host, port):
-            try:
-                return await self._inner.connect_tcp(
-                    address.compressed, port, timeout, local_address, socket_options
-                )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error
-        raise failure
-
-    async def _addresses(self, host: str, port: int) -> list[Address]:
-        try:
-            found = await self._blocking.call(_resolve, host.strip("[]"), port)
-        except (OSError, UnicodeError) as error:
-            raise SourceUnreadable("its host cannot be resolved") from error
-        if not all(self._allowed.permits_address(self._source, address) for address in found):
-            # The author of a job must not learn which address it was.
-            why = "its host has an address that is neither public nor in the installer's networks"
-            raise self._allowed.refusal(self._source.url, why)
-        return found
-
-    async def connect_unix_socket(self, *_arguments: Any, **_options: Any) -> httpcore.AsyncNetworkStream:
-        """Refuse to connect: no source is behind a Unix socket."""
-        raise SourceUnreadable("Unix sockets are not read")
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait, as httpcore asks for it between two tries."""
-        await asyncio.sleep(seconds)
+    Raises:
+        Invalid: One of them is not permitted.
+        SourceUnreadable: The host has no address.
+    """
+    try:
+        found = await blocking.call(_resolve, source.location.host, source.location.port)
+    except (OSError, UnicodeError) as error:
+        raise SourceUnreadable("its host cannot be resolved") from error
+    if not all(allowed.permits_address(source, address) for address in found):
+        # The author of a job must not learn which address it was.
+        why = "its host has an address that is neither public nor in the installer's networks"
+        raise allowed.refusal(source.url, why)
+    if not found:
+        raise SourceUnreadable("its host has no address")
+    return found
 
 
 def _resolve(host: str, port: int) -> list[Address]:
@@ -238,78 +204,81 @@ async def _answer(
     source: Source, allowed: AllowList, namespace: str, blocking: Blocking
 ) -> AsyncGenerator[bytes, None]:
     for _ in range(MAX_REDIRECTS + 1):
-        async with AsyncExitStack() as stack:
-            try:
-                network = CheckedNetwork(source, allowed, blocking)
-                tls = ssl.create_default_context()
-                answer = await request("GET", source, network, stack, tls=tls)
-                if answer.status not in _REDIRECTS:
-                    async for data in _body(answer):
-                        yield data
-                    return
-                # Each redirect target is checked against the list as if the job had named it.
-                found = (value for name, value in answer.headers if name.lower() == b"location")
-                target = urljoin(source.url, next(found, b"").decode("latin-1"))
-                source = allowed.source(target, namespace)
-            except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
-                raise SourceUnreadable(f"the server cannot be reached ({type(error).__name__})") from error
-            except httpcore.ProtocolError as error:
-                raise SourceUnreadable("the server does not speak HTTP") from error
+        tls = ssl.create_default_context() if source.location.scheme == "https" else None
+        async with exchange(source, allowed, blocking, tls) as answer:
+            if answer.status == _OK:
+                async for data in answer.aiter_stream():
+                    for at in range(0, len(data), PIECE_BYTES):
+                        yield data[at : at + PIECE_BYTES]
+                return
+            if answer.status not in _REDIRECTS:
+                raise SourceUnreadable(f"the server answered {answer.status}")
+            # Each redirect target is checked against the list as if the job had named it.
+            found = (value for name, value in answer.headers if name.lower() == b"location")
+            target = urljoin(source.url, next(found, b"").decode("latin-1"))
+            source = allowed.source(target, namespace)
         if source.location.kind != "web":
             raise allowed.refusal(source.url, "a redirect leads to no web server")
     raise SourceUnreadable(f"it redirects more than {MAX_REDIRECTS} times")
 
 
-async def request(
-    method: str,
+@asynccontextmanager
+async def exchange(
     source: Source,
-    network: CheckedNetwork,
-    stack: AsyncExitStack,
-    *,
+    allowed: AllowList,
+    blocking: Blocking,
     tls: ssl.SSLContext | None,
+    *,
     seconds: tuple[float, float] = (CONNECT_SECONDS, SILENT_SECONDS),
-    headers: Mapping[bytes | str, bytes | str] = MappingProxyType({}),
     body: bytes | None = None,
-) -> httpcore.Response:
-    """Send one request over a connection of its own, and return the beginning of the answer.
+) -> AsyncIterator[httpcore.Response]:
+    """Send one request over a connection of its own, and yield the answer, whose body is read in the block.
+
+    The host is resolved once, here, and what is connected to is a checked address instead of its name.
 
     Args:
-        method: The method of the request.
         source: The URL.
-        network: The network, which connects to permitted addresses only.
-        stack: Closes the connection.
+        allowed: The list that decides which addresses may be connected to.
+        blocking: Resolves the name of the host.
         tls: The context of TLS, or None if the URL needs none.
         seconds: The longest time for the connection, and for each read and write.
-        headers: Headers in addition to those of every request.
-        body: The body, if there is one.
+        body: The JSON that is sent, with POST; without it, the request is a GET.
+
+    Raises:
+        Invalid: The host has an address that is not permitted.
+        SourceUnreadable: The server cannot be reached, or does not speak HTTP.
     """
     location = source.location
-    pool = httpcore.AsyncConnectionPool(
-        ssl_context=tls, network_backend=network, max_connections=1, max_keepalive_connections=0
-    )
-    await stack.enter_async_context(pool)
+    default = ":80" if location.scheme == "http" else ":443"
+    headers = {"Host": location.authority.removesuffix(default), "User-Agent": "rollyard"}
+    headers["Accept-Encoding"] = "identity"
+    if body is not None:
+        json = "application/json"
+        headers |= {"Accept": json, "Content-Type": json, "Content-Length": str(len(body))}
     target = location.path + (f"?{location.query}" if location.query else "")
     connect, silent = seconds
-    host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
-    common: dict[bytes | str, bytes | str] = {
-        "Host": host,
-        "User-Agent": "rollyard",
-        "Accept-Encoding": "identity",
+    extensions = {
+        "timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0},
+        "sni_hostname": location.host,
     }
-    return await stack.enter_async_context(
-        pool.stream(
-            method,
-            f"{location.scheme}://{location.authority}{target}",
-            headers={**common, **headers},
-            content=body,
-            extensions={"timeout": {"connect": connect, "read": silent, "write": silent, "pool": 1.0}},
-        )
-    )
-
-
-async def _body(answer: httpcore.Response) -> AsyncGenerator[bytes, None]:
-    if answer.status != _OK:
-        raise SourceUnreadable(f"the server answered {answer.status}")
-    async for data in answer.aiter_stream():
-        for at in range(0, len(data), PIECE_BYTES):
-            yield data[at : at + PIECE_BYTES]
+    method = b"GET" if body is None else b"POST"
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    addresses = await _addresses(source, allowed, blocking)
+    try:
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(httpcore.AsyncConnectionPool(ssl_context=tls))
+            for place, address in enumerate(addresses, 1):
+                host = f"[{address}]" if address.version == 6 else f"{address}"
+                url = f"{location.scheme}://{host}:{location.port}{target}"
+                sent = pool.stream(method, url, headers=encoded, content=body, extensions=extensions)
+                try:
+                    answer = await stack.enter_async_context(sent)
+                    break
+                except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                    if place == len(addresses):
+                        raise
+            yield answer
+    except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
+        raise SourceUnreadable(f"{allowed.server} cannot be reached ({type(error).__name__})") from error
+    except httpcore.ProtocolError as error:
+        raise SourceUnreadable(f"{allowed.server} does not speak HTTP") from error

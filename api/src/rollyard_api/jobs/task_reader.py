@@ -31,13 +31,13 @@ from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
 from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
-from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.jobs.tasks import TaskRow, refusing
 
 PARSERS: Final = 2
 """The number of threads that decompress and check. They never wait for anything."""
 CONVERTERS: Final = 2
 """The number of processes that convert Parquet files at once. Other files wait within their time limit."""
-RETRY_SECONDS: Final = "1"
+_RETRY: Final = {"Retry-After": "1"}
 STEP_SECONDS: Final = 0.1
 """The time for which one file has a thread, in seconds."""
 
@@ -59,24 +59,16 @@ class TaskFileLimits:
     """The number of uploads that may be read at the same time in all."""
 
 
-class SourcesBusy(QueueFull):
-    """The namespace has too many task files that are being read; retry after Retry-After seconds."""
-
-
 Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
 """A function that yields the bytes of an upload, which is named by its namespace and SHA-256."""
 
 
 def _busy(namespace: str | None, most: int) -> ApiError:
-    retry = {"Retry-After": RETRY_SECONDS}
+    advice, reason = "submit again in a moment", "SourcesBusy"
     if namespace is None:
-        text = "too many task files are being read; submit again in a moment"
-        return Unavailable(text, reason=SourcesBusy.reason, headers=retry)
-    return SourcesBusy(
-        f"{most} task files are being read for jobs of namespace {namespace!r}, and no more are at once; "
-        "submit again in a moment",
-        headers=retry,
-    )
+        return Unavailable(f"too many task files are being read; {advice}", reason=reason, headers=_RETRY)
+    text = f"{most} task files are being read for jobs of namespace {namespace!r}, and no more are at once"
+    return QueueFull(f"{text}; {advice}", reason=reason, headers=_RETRY)
 
 
 class TaskReader:
@@ -112,21 +104,23 @@ class TaskReader:
             TasksNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
             Invalid: The file cannot be read in time, or a line is refused and not skipped. The whole list is
                 refused in this case.
-            SourcesBusy, Unavailable: Too many files are being read.
+            QueueFull, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)
-        collect = partial(self._collect, url, options=options, specs=specs, skipped=skipped)
+        most = self._limits.file_bytes
+        made = partial(TaskFile, options, pack, unpack, max_bytes=most, specs=specs, skipped=skipped)
         digest = blob_of(url)
         if digest is not None:
             with self._uploaded.held(namespace):
-                return await collect(self._uploads(namespace, digest), quote=True)
+                return await self._collect(url, self._uploads(namespace, digest), made)
         source = self._allowed.source(url, namespace)
         place = ExitStack()
         place.enter_context(self._external.held(namespace))
         blocking = Blocking(self._waiting, place.close)
         try:
+            # Messages must not quote a file of the installer, which the author of the job may not know.
             data = pieces(source, self._allowed, namespace, blocking)
-            return await collect(data, quote=False)
+            return await self._collect(url, data, partial(made, quote=False))
         finally:
             blocking.finish()
 
@@ -137,9 +131,9 @@ class TaskReader:
         digest = blob_of(options.specs)
         if digest is None:
             raise _refused_specs("must be an upload, such as `rollyard submit` makes of a file")
-        with self._uploaded.held(namespace):
-            try:
-                found = bytearray()
+        found = bytearray()
+        try:
+            with self._uploaded.held(namespace), refusing("spec.tasks."):
                 async with (
                     asyncio.timeout(self._limits.seconds),
                     aclosing(self._uploads(namespace, digest)) as data,
@@ -150,56 +144,35 @@ class TaskReader:
                             break
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._parsers, parse_specs, bytes(found))
-            except TaskListError as error:
-                raise _refused_specs(error.problems[0].removeprefix("specs: ")) from error
-            except TimeoutError as error:
-                raise _refused_specs(f"was not read within {self._limits.seconds:g} seconds") from error
+        except TimeoutError as error:
+            raise _refused_specs(f"was not read within {self._limits.seconds:g} seconds") from error
 
     async def _collect(
-        self,
-        url: str,
-        data: AsyncGenerator[bytes, None],
-        *,
-        options: TaskSource | None,
-        specs: Mapping[str, Any] | None,
-        skipped: SkippedRows | None,
-        quote: bool,
+        self, url: str, data: AsyncGenerator[bytes, None], made: Callable[..., TaskFile]
     ) -> KeptTasks[TaskRow]:
-        """Return the tasks of these bytes; `quote` says whether messages may quote them."""
+        """Return the tasks of these bytes, as the file that `made` returns takes them."""
         seconds, loop = self._limits.seconds, asyncio.get_running_loop()
-        deadline, most = time.monotonic() + seconds, self._limits.file_bytes
+        deadline = time.monotonic() + seconds
+        field = f"{FIELD}: {shown(url)}"
         try:
-            async with asyncio.timeout(seconds), aclosing(data):
-                start = await _first_bytes(data)
-                in_parquet = start.startswith(MAGIC)
-                unit = "row" if in_parquet else ""
-                file = TaskFile(
-                    options,
-                    pack,
-                    unpack,
-                    quote=quote,
-                    max_bytes=most,
-                    specs=specs,
-                    skipped=skipped,
-                    unit=unit,
-                )
-                if in_parquet:
-                    rows = parquet_lines(start, data, most, self._parsers)
-                    async with self._converting, aclosing(rows):
-                        await self._feed(file, rows, deadline)
-                else:
-                    await self._check(file.feed(start), deadline)
-                    await self._feed(file, data, deadline)
-                return await loop.run_in_executor(self._parsers, file.tasks, TaskRow, deadline)
+            with refusing(f"{field}: "):
+                async with asyncio.timeout(seconds), aclosing(data):
+                    start = await _first_bytes(data)
+                    if start.startswith(MAGIC):
+                        file = made(unit="row")
+                        rows = parquet_lines(start, data, self._limits.file_bytes, self._parsers)
+                        async with self._converting, aclosing(rows):
+                            await self._feed(file, rows, deadline)
+                    else:
+                        file = made()
+                        await self._check(file.feed(start), deadline)
+                        await self._feed(file, data, deadline)
+                    return await loop.run_in_executor(self._parsers, file.tasks, TaskRow, deadline)
         except TimeoutError as error:
-            raise _unreadable(url, f"it was not read within {seconds:g} seconds") from error
-        except TaskListError as error:
-            problems = [f"{FIELD}: {shown(url)}: {problem}" for problem in error.problems]
-            raise Invalid.of(*problems, reason=error.reason) from error
-        except FileRefused as error:
-            raise Invalid.of(f"{FIELD}: {shown(url)}: {error}", reason=TaskListError.reason) from error
+            why = f"it was not read within {seconds:g} seconds"
+            raise Invalid.of(f"{field} cannot be read: {why}", reason=TaskListError.reason) from error
         except SourceUnreadable as error:
-            raise _unreadable(url, str(error)) from error
+            raise Invalid.of(f"{field} cannot be read: {error}", reason=TaskListError.reason) from error
 
     async def _feed(self, file: TaskFile, data: AsyncGenerator[bytes, None], deadline: float) -> None:
         if file.full:
@@ -246,10 +219,6 @@ def _refused_specs(problem: str) -> Invalid:
     return Invalid.of(f"spec.tasks.specs: {problem}", reason="InvalidTasks")
 
 
-def _unreadable(url: str, why: str) -> ApiError:
-    return Invalid.of(f"{FIELD}: {shown(url)} cannot be read: {why}", reason="InvalidTasks")
-
-
 async def _first_bytes(data: AsyncGenerator[bytes, None]) -> bytes:
     """Return the first pieces of a file, which are enough to distinguish Parquet from a text."""
     start = b""
@@ -285,17 +254,11 @@ async def parquet_lines(
             piece = await anext(rest, b"")
         await loop.run_in_executor(disk, file.flush)
         os.lseek(file.fileno(), 0, os.SEEK_SET)
-        async with aclosing(_converted(file.fileno())) as converted:
-            async for text in converted:
-                yield text
-
-
-async def _converted(file: int) -> AsyncGenerator[bytes, None]:
-    arguments, environment = command()
-    child = await asyncio.create_subprocess_exec(
-        *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        limit=PIECE_BYTES, env=environment,
-    )  # fmt: skip
+        arguments, environment = command()
+        child = await asyncio.create_subprocess_exec(
+            *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            limit=PIECE_BYTES, env=environment,
+        )  # fmt: skip
     assert child.stdout is not None
     try:
         while piece := await child.stdout.read(PIECE_BYTES):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from rollyard_api.core.problems import ControlPlaneError, Invalid
@@ -20,16 +20,15 @@ from rollyard_api.core.problems import ControlPlaneError, Invalid
 FIELD: Final = "spec.tasks.url"
 NAMESPACE: Final = "{namespace}"
 """The placeholder for the job's namespace in a prefix of the list."""
-BUCKETS: Final = frozenset(
-    {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos"}
-)
+_BUCKETS: Final = ("abfs", "abfss", "adl", "az", "gcs", "gs", "obs", "oci", "oss", "s3", "s3a", "tos")
 """The schemes of object stores that may be listed. fsspec reads them with the credentials of the server."""
-_LISTED: Final = ", ".join(["file", "http", "https", *sorted(BUCKETS)])
+_PORTS: Final = {"http": 80, "https": 443}
 _NEVER: Final = ("/proc", "/sys", "/dev")
 """The folders of the kernel, in which no file is a task list."""
 _BLOB = re.compile(r"blob:sha256:([0-9a-f]{64})")
 _HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
 _SHOWN = 300
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -40,10 +39,8 @@ class TasksNotAllowed(Invalid):
     """The job names a source that the installer's list does not contain."""
 
 
-class PrefixError(ControlPlaneError, ValueError):
-    """An entry of the installer's list cannot be used. The message names it and says what would be right."""
-
-    reason = "PrefixInvalid"
+class ListEntryError(ControlPlaneError, ValueError):
+    """An entry of an installer's list cannot be used. The message names it and says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +58,16 @@ class Location:
     def kind(self) -> Kind:
         """The kind of the source: a file, a web server or a bucket."""
         return "file" if self.scheme == "file" else "web" if self.scheme in _PORTS else "bucket"
+
+    @property
+    def host(self) -> str:
+        """The host of a web server: its name or its address, without brackets."""
+        return self.authority.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port of a web server."""
+        return int(self.authority.rpartition(":")[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +107,6 @@ class MalformedUrl(ControlPlaneError, ValueError):
     """The URL is not well-formed, or it has several readings."""
 
     reason = "UrlMalformed"
-
-
-_PORTS: Final = {"http": 80, "https": 443}
 
 
 def parse(url: str) -> Location:
@@ -172,22 +176,22 @@ def _web(scheme: str, url: str) -> Location:
     return Location(scheme, f"{host.removesuffix('.')}:{port}", _steps(path), parts.query)
 
 
-def _prefix(text: str) -> Location:
-    """Return an entry of the list, as it is written in `text`.
+def _prefix(text: str, schemes: Sequence[str]) -> Location:
+    """Return an entry of the list, as it is written in `text`, which must have one of these schemes.
 
     Raises:
-        PrefixError: The entry cannot be used.
+        ListEntryError: The entry cannot be used.
     """
     try:
         found = parse(text)
     except MalformedUrl as error:
-        raise PrefixError(f"{text!r}: {error}") from error
-    if found.kind == "bucket" and found.scheme not in BUCKETS:
-        raise PrefixError(f"{text!r}: the scheme must be one of {_LISTED}")
+        raise ListEntryError(f"{text!r}: {error}") from error
+    if found.scheme not in schemes:
+        raise ListEntryError(f"{text!r}: the scheme must be one of {', '.join(schemes)}")
     if found.query:
-        raise PrefixError(f"{text!r}: a prefix has no query")
+        raise ListEntryError(f"{text!r}: a prefix has no query")
     if NAMESPACE in found.authority or re.search(r"[{}]", found.path.replace(NAMESPACE, "")):
-        raise PrefixError(f"{text!r}: {NAMESPACE} may stand in the path, and no other braces")
+        raise ListEntryError(f"{text!r}: {NAMESPACE} may stand in the path, and no other braces")
     return found
 
 
@@ -195,7 +199,7 @@ def _network(text: str) -> Network:
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
-        raise PrefixError(f"{text!r}: must be a network such as 10.0.0.0/8 ({error})") from error
+        raise ListEntryError(f"{text!r}: must be a network such as 10.0.0.0/8 ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,19 +211,26 @@ class AllowList:
     """The networks in which hosts of the list may be, in addition to public addresses."""
     kept: tuple[Path, ...] = ()
     """The control plane's own files and folders, to which no entry gives access."""
+    schemes: ClassVar[Sequence[str]] = ("file", *_PORTS, *_BUCKETS)
+    """The schemes of URLs that may be listed."""
+    server: ClassVar[str] = "the server"
+    """What messages call the other side of a connection."""
+    field: ClassVar[str] = FIELD
+    """The field of a job that names a source."""
+    refused: ClassVar[type[Invalid]] = TasksNotAllowed
+    """The class of the error for a source that the list does not contain."""
+    always: ClassVar[Sequence[str]] = ("uploads (`rollyard submit` makes one of a local file)",)
+    """What a job may name although no entry contains it, for messages."""
 
     @classmethod
-    def of(
-        cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()
-    ) -> AllowList:
+    def of(cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()) -> Self:
         """Return the list as it is written on a command line.
 
         Raises:
-            PrefixError: An entry cannot be used.
+            ListEntryError: An entry cannot be used.
         """
-        return cls(
-            tuple(_prefix(text) for text in prefixes), tuple(_network(text) for text in networks), tuple(kept)
-        )
+        listed = tuple(_prefix(text, cls.schemes) for text in prefixes)
+        return cls(listed, tuple(map(_network, networks)), tuple(kept))
 
     def source(self, url: str, namespace: str) -> Source:
         """Return the source for a URL that a job of this namespace names, if the list contains it.
@@ -240,10 +251,14 @@ class AllowList:
 
     def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
-        allowed = allowed_prefixes(self)
-        return TasksNotAllowed.of(
-            f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
-            f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"
+        entries = (
+            f"{prefix.scheme}://{prefix.authority.removesuffix(f':{_PORTS.get(prefix.scheme)}')}{prefix.path}"
+            for prefix in self.prefixes
+        )
+        allowed = ", ".join((*self.always, *entries)) or "no URLs at all"
+        return self.refused.of(
+            f"{self.field}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; "
+            f"allowed are {allowed}"
         )
 
     def permits_file(self, source: Source, real: str) -> bool:
@@ -267,8 +282,7 @@ class AllowList:
         address = _plain(address)
         if any(address in network for network in self.networks if network.version == address.version):
             return True
-        host = source.prefix.authority.rpartition(":")[0].strip("[]")
-        if host == address.compressed:
+        if source.prefix.host == address.compressed:
             return True
         return address.is_global and not (address.is_multicast or address.is_reserved)
 
@@ -285,16 +299,5 @@ def _plain(address: Address) -> Address:
     return address
 
 
-_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-
-
 def _beneath(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder if folder.endswith("/") else f"{folder}/")
-
-
-def allowed_prefixes(allowed: AllowList) -> list[str]:
-    """Return the entries of a list as they are written, for messages."""
-    return [
-        f"{prefix.scheme}://{prefix.authority.removesuffix(f':{_PORTS.get(prefix.scheme)}')}{prefix.path}"
-        for prefix in allowed.prefixes
-    ]

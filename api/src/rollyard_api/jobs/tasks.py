@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
+from rollyard_crds.reading.row_texts import FileRefused
 from rollyard_crds.reading.task_file import task_json
 from rollyard_crds.reading.task_list import MAX_PROBLEMS, TaskListError, parse_lines, select
 from rollyard_crds.reading.task_selection import TaskSelection
@@ -27,6 +29,20 @@ class TaskRow:
     packed: bytes
 
 
+@contextmanager
+def refusing(prefix: str = "") -> Iterator[None]:
+    """Answer a refusal of a task list or its file within the block; `prefix` precedes each problem.
+
+    Raises:
+        Invalid: The task list or its file is refused.
+    """
+    try:
+        yield
+    except (TaskListError, FileRefused) as error:
+        problems = error.problems if isinstance(error, TaskListError) else [str(error)]
+        raise Invalid.of(*(prefix + problem for problem in problems), reason=error.reason) from error
+
+
 def row(task: Task) -> TaskRow:
     """Return a checked task in its stored form: compact JSON, compressed if that saves space.
 
@@ -36,23 +52,34 @@ def row(task: Task) -> TaskRow:
     return TaskRow(task.id, pack(task_json(task)))
 
 
-def selected(tasks: Sequence[Task], source: TaskSource) -> list[TaskRow]:
-    """Return the rows of inline tasks that the options of the job select, in their order.
+def rows(tasks: Sequence[Task], field: str, source: TaskSource | None = None) -> list[TaskRow]:
+    """Return the rows of the tasks of a field, or of those that the options of a job select, in their order.
 
     Raises:
-        Invalid: An id cannot be used in several epochs, or the epochs make too many tasks.
+        Invalid: Two tasks have the same id, one is too large or its id cannot be used in several epochs, or
+            the epochs make too many tasks.
     """
     selection: TaskSelection[Task] = TaskSelection(source)
-    try:
-        for place, task in enumerate(tasks):
-            problem = selection.problem(task.id)
-            if problem is not None:
-                raise TaskListError([f"spec.tasks.inline[{place}].{problem}"])
-            if not selection.repeated(task.model_dump(mode="json")):
-                selection.add(task.id, task)
-        return [row(task) for task in select(selection)]
-    except TaskListError as error:
-        raise Invalid.of(*error.problems, reason=error.reason) from error
+    places: dict[str, int] = {}
+    problems: list[str] = []
+    for place, task in enumerate(tasks):
+        problem = selection.problem(task.id)
+        if task.id in places:
+            problem = f"id: {task.id!r} stands already at {field}[{places[task.id]}]"
+        if problem is not None:
+            problems.append(f"{field}[{place}].{problem}")
+        places[task.id] = place
+        if source is None or not selection.repeated(task.model_dump(mode="json")):
+            selection.add(task.id, task)
+    if problems:
+        raise Invalid.of(*problems[:MAX_PROBLEMS], reason=TaskListError.reason)
+    with refusing():
+        selected = select(selection)
+    stored = []
+    for task in selected:
+        with refusing(f"{field}: {task.id!r}: "):
+            stored.append(row(task))
+    return stored
 
 
 def read_lines(text: str) -> list[TaskRow]:
@@ -61,10 +88,8 @@ def read_lines(text: str) -> list[TaskRow]:
     Raises:
         Invalid: A line is refused. None of the tasks is accepted in this case.
     """
-    try:
+    with refusing():
         return [row(task) for task in parse_lines(io.StringIO(text, newline=None))]
-    except TaskListError as error:
-        raise Invalid.of(*error.problems, reason=error.reason) from error
 
 
 def read_list(documents: Any) -> list[TaskRow]:
@@ -75,25 +100,16 @@ def read_list(documents: Any) -> list[TaskRow]:
             case.
     """
     if not isinstance(documents, list) or not documents:
-        raise Invalid(
-            "tasks: must be a list of at least one task", reason="InvalidTasks", errors=["tasks: is empty"]
-        )
+        raise Invalid.of("tasks: must be a list of at least one task", reason=TaskListError.reason)
+    tasks: list[Task] = []
     problems: list[str] = []
-    rows: list[TaskRow] = []
-    seen: dict[str, int] = {}
     for place, document in enumerate(documents):
         try:
-            task = Task.model_validate(document)
+            tasks.append(Task.model_validate(document))
         except ValidationError as error:
             problems += describe(error, f"tasks[{place}]", Task)
-            continue
-        if task.id in seen:
-            problems.append(f"tasks[{place}].id: {task.id!r} stands already at tasks[{seen[task.id]}]")
-        seen[task.id] = place
-        try:
-            rows.append(row(task))
-        except TaskListError as error:
-            problems += [f"tasks[{place}]: {problem}" for problem in error.problems]
+            if len(problems) >= MAX_PROBLEMS:
+                break
     if problems:
-        raise Invalid(problems[0], reason="InvalidTasks", errors=problems[:MAX_PROBLEMS])
-    return rows
+        raise Invalid.of(*problems[:MAX_PROBLEMS], reason=TaskListError.reason)
+    return rows(tasks, "tasks")

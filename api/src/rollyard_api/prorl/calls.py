@@ -232,7 +232,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
         jobs.close(tx, idle.namespace, idle.name)
     name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
     manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
-    jobs.create(tx, manifests.prepare(manifest, []), asked.room)
+    jobs.create(tx, manifests.prepare(manifest), asked.room)
     job = job_rows.find_locked(tx, asked.namespace, name)
     made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
     tx.conn.execute(made)

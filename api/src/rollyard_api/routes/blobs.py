@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from rollyard_crds.base import NAME_PATTERN
 from starlette.responses import Response
 
+from rollyard_api.core.problems import NotFound
 from rollyard_api.jobs import blobs
 from rollyard_api.routes.common import Plane, StrictRoute, answer
 
@@ -51,4 +52,6 @@ async def get_blob(plane: Plane, sha256: Sha256, namespace: Namespace = "default
     """Return the size of an upload in bytes, never its content; 404 if the namespace does not have it."""
     touch = partial(blobs.touch, namespace=namespace, sha256=sha256)
     row = await plane.database.write(touch, durable=False)
+    if row is None:
+        raise NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
     return answer({**_document(namespace, sha256), "size": row.size})

@@ -24,7 +24,6 @@ from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
 from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import job_views, jobs, manifests, registration, tasks
-from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
     DefaultNamespace,
@@ -148,15 +147,7 @@ async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> 
     if source.url is not None:
         return await plane.task_reader.read(source.url, job.metadata.namespace, source, skipped)
     if source.inline is not None:
-        seen: dict[str, int] = {}
-        for place, task in enumerate(source.inline):
-            if task.id in seen:
-                raise Invalid.of(
-                    f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]",
-                    reason="InvalidTasks",
-                )
-            seen[task.id] = place
-        return tasks.selected(source.inline, source)
+        return tasks.rows(source.inline, "spec.tasks.inline", source)
     if source.config_map_ref is not None:
         raise Invalid.of(
             "spec.tasks.configMapRef: only a driver on Kubernetes reads ConfigMaps: apply the job there with "
@@ -189,15 +180,16 @@ async def submit(request: Request, plane: Plane, namespace: DefaultNamespace = N
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
     meta = job.metadata
     # A repeat is answered before its tasks are read, since their file may have been removed since.
-    bare = manifests.prepare(job, [])
+    bare = manifests.prepare(job)
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
         plane.sandbox_hosts.check(job.spec)
         plane.reward_services.check(job.spec, job.metadata.namespace)
         skipped = SkippedRows()
-        new: NewJob = replace(bare, tasks=await _tasks(plane, job, skipped), skipped=skipped)
-        _check_target(job, new.tasks)
+        found = await _tasks(plane, job, skipped)
+        _check_target(job, found)
+        new = replace(bare, tasks=found, skipped=skipped)
         made = await plane.database.write(partial(jobs.create, new=new, room=plane.settings.rollout_room))
     read = partial(_read, namespace=meta.namespace, name=meta.name)
     return answer(await plane.database.read(read), 201 if made else 200)
@@ -241,9 +233,9 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
             raise Invalid.of(
                 f"{field}: belong to a job whose spec.tasks is a configMapRef", reason="InvalidTasks"
             )
-    new = replace(manifests.prepare(job, []), object_uid=registration.object_uid(job.metadata))
+    new = replace(manifests.prepare(job), object_uid=registration.object_uid(job.metadata))
     op = partial(registration.register_job, room=plane.settings.rollout_room)
-    told = await plane.database.write(partial(op, new=new, with_tasks=False))
+    told = await plane.database.write(partial(op, new=new))
     if told.made is None:
         missing = entrypoints.problems(job.spec, plane.installed)
         if missing:
@@ -252,9 +244,9 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
         plane.reward_services.check(job.spec, job.metadata.namespace)
         skipped = asked.skipped or SkippedRows()
         found = await _registered_tasks(plane, job, asked.tasks, skipped)
+        _check_target(job, found)
         new = replace(new, tasks=found, skipped=skipped)
-        _check_target(job, new.tasks)
-        told = await plane.database.write(partial(op, new=new, with_tasks=True))
+        told = await plane.database.write(partial(op, new=new))
     if told.replaced is not None:
         await plane.cancel_rest(told.replaced)
     read = partial(_read, namespace=new.namespace, name=new.name, bare=True)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.base import Model
+from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_crds.reading.vocabulary import TokenizerInvalid, Vocabulary, of_file
 from rollyard_crds.reading.vocabulary import find as find_tokenizer
 from sqlalchemy.engine import Connection
@@ -18,7 +19,6 @@ from rollyard_api.backends import pools
 from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, NotFound
 from rollyard_api.jobs import registration
-from rollyard_api.jobs.manifests import OBJECT_UID
 from rollyard_api.routes.common import (
     DefaultNamespace,
     Namespace,

@@ -293,7 +293,7 @@ def finish_concluded(tx: Transaction, job_id: int) -> None:
 
 # Jobs are deleted and removed.
 
-_OLD = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < bindparam("b_now"))
+_OLD = (jobs.c.deleted_at.is_(None), jobs.c.finished_at + jobs.c.ttl_seconds < bindparam("b_now"))
 _DELETE_OLD = sa.update(jobs).where(*_OLD, jobs.c.object_uid.is_(None)).values(deleted_at=bindparam("b_now"))
 _ASK_OLD = (
     sa.update(jobs)
@@ -322,18 +322,6 @@ def past_deadline(tx: Transaction) -> list[int]:
     """Return the ids of the open jobs that are past their active deadline."""
     late = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.deadline_at < tx.now)
     return list(tx.conn.scalars(sa.select(jobs.c.id).where(*late)))
-
-
-def without_removal(tx: Transaction) -> list[tuple[int, float, bytes]]:
-    """Return the id, the end and the spec of the finished jobs of which it is open when they are deleted."""
-    finished = (jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None))
-    rows = tx.conn.execute(sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(*finished))
-    return [(row.id, row.finished_at, row.spec) for row in rows]
-
-
-def delete_later(tx: Transaction, job_id: int, at: float) -> None:
-    """Say when a finished job is deleted, in seconds since the epoch. Infinity stands for never."""
-    _set(tx, job_id, delete_at=at)
 
 
 def delete_old(tx: Transaction) -> None:

@@ -16,14 +16,10 @@ from rollyard_crds import (
     RolloutJob,
     RolloutJobStatus,
 )
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED
 
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, holds, updated
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedWorkload, PoolState
-
-CLOSED = "rollyard.dev/closed"
-"""The annotation by which the control plane says that no task will be added to the job."""
-CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""The annotation by which the control plane says that the job was cancelled, and why."""
 
 
 def is_active(status: RolloutJobStatus) -> bool:

@@ -19,6 +19,7 @@ from rollyard_crds import (
     RolloutJobStatus,
     Task,
 )
+from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
@@ -26,8 +27,6 @@ from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeat
 from rollyard_operator.kube.object_cache import Key
 
 POLL_SECONDS = 1.0
-OBJECT_UID = "rollyard.dev/object-uid"
-"""The annotation of a registered job or pool that contains the uid of its Kubernetes object."""
 ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
 _log = logging.getLogger(__name__)
 

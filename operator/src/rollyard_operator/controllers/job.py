@@ -11,6 +11,7 @@ from functools import partial
 
 from rollyard_client import Conflict, Invalid, NotFound, TooMany
 from rollyard_crds import RolloutJob, RolloutJobStatus
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import ManifestError
 from rollyard_crds.reading.task_list import TaskListError, parse_lines
@@ -213,11 +214,7 @@ class JobLoop(ObjectLoop):
     async def _reconcile(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
         context = self._context
         before = job.status
-        own = {
-            k: v
-            for k, v in job.metadata.annotations.items()
-            if k not in (reconcile_pass.CLOSED, reconcile_pass.CANCEL_REASON)
-        }
+        own = {k: v for k, v in job.metadata.annotations.items() if k not in (CLOSED, CANCEL_REASON)}
         meta = job.metadata.model_copy(update={"annotations": {**own, **view.metadata.annotations}})
         job = job.model_copy(update={"metadata": meta, "status": with_counts(before, view.status)})
         pods = self._children.pods(self._life.uid, COMPONENT)
@@ -402,6 +399,6 @@ def _settled(job: RolloutJob) -> bool:
 def _of_object(job: RolloutJob) -> RolloutJob:
     """Return a closed view of a finished job that the control plane does not have."""
     meta = job.metadata.model_copy(
-        update={"uid": None, "annotations": {**job.metadata.annotations, reconcile_pass.CLOSED: "true"}}
+        update={"uid": None, "annotations": {**job.metadata.annotations, CLOSED: "true"}}
     )
     return job.model_copy(update={"metadata": meta})

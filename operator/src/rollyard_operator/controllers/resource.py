@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
 from rollyard_crds.base import ObjectMeta
+from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_crds.reading.manifest import ManifestError, describe
 
-from rollyard_operator.controllers.control_plane_view import OBJECT_UID
 from rollyard_operator.kube import event_messages
 from rollyard_operator.kube.event_recorder import EventRecorder
 from rollyard_operator.kube.interface import Kube

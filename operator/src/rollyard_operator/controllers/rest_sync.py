@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rollyard_client import NotFound, RollyardError
 from rollyard_crds import BackendPool, RolloutJob, RolloutJobStatus
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, DELETE_REQUESTED
 from rollyard_drivers.reconcile import placement, reconcile_pass
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
@@ -27,8 +28,6 @@ from rollyard_operator.kube.object_cache import Key, ObjectCache, key_of, uid_of
 
 AT_ONCE = 8
 """The number of objects that are made at the same time."""
-DELETE_REQUESTED = "rollyard.dev/delete-requested"
-"""The annotation that the control plane sets when a pool was deleted over REST."""
 _log = logging.getLogger(__name__)
 
 
@@ -215,13 +214,13 @@ def _to_be_deleted(thing: RolloutJob | BackendPool) -> bool:
     The object is deleted first, and its driver then completes the deletion.
     """
     annotations = thing.metadata.annotations
-    return annotations.get(reconcile_pass.CANCEL_REASON) == "Deleted" or DELETE_REQUESTED in annotations
+    return annotations.get(CANCEL_REASON) == "Deleted" or DELETE_REQUESTED in annotations
 
 
 def object_of(thing: RolloutJob | BackendPool) -> Object:
     """Return the Kubernetes object for a job or pool that was created over REST."""
     meta = thing.metadata
-    own = (reconcile_pass.CLOSED, reconcile_pass.CANCEL_REASON, DELETE_REQUESTED)
+    own = (CLOSED, CANCEL_REASON, DELETE_REQUESTED)
     annotations = {k: v for k, v in meta.annotations.items() if k not in own}
     return {
         "apiVersion": thing.api_version,

@@ -20,11 +20,11 @@ from rollyard_crds import (
     RolloutJobStatus,
     Task,
 )
+from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, OBJECT_UID
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
-from rollyard_drivers.reconcile.reconcile_pass import CANCEL_REASON, CLOSED
-from rollyard_operator.controllers.control_plane_view import OBJECT_UID, object_uid, thing_key
+from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
 from rollyard_operator.kube.errors import KubeConflict, KubeError
 from rollyard_operator.kube.watch import WatchError, WatchEvent
 

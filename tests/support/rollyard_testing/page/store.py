@@ -8,6 +8,7 @@ Only the work of the stages is left out: their results are written into the rows
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -205,7 +206,7 @@ class Store:
                 **({} if pool is None else {"backendRef": {"name": pool}}),
             },
         }
-        new = manifests.prepare(RolloutJob.model_validate(document), tasks)
+        new = dataclasses.replace(manifests.prepare(RolloutJob.model_validate(document)), tasks=tasks)
 
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began

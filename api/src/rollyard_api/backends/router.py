@@ -42,11 +42,6 @@ class Backend:
     """The seconds since a rollout last began on the backend."""
 
 
-def eligible(*, ready: bool, weights: str, circuit: str, draining: bool, paused: bool) -> bool:
-    """Return whether a backend may get rollouts, from columns of its row and its pool's `paused`."""
-    return ready and weights == "Current" and circuit == "Closed" and not draining and not paused
-
-
 def relative_speeds(backends: Iterable[Backend]) -> dict[str, float]:
     """Return each backend's speed relative to the fastest, in (0, 1]; unmeasured ones get the mean."""
     speeds = {backend.url: backend.speed for backend in backends}

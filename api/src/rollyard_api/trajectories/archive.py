@@ -26,7 +26,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.functions import by_dialect
-from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
+from rollyard_api.storage.rows import EndedRollout, JobRow
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import rollout_words
 from rollyard_api.trajectories import packed, records, words
@@ -86,13 +86,7 @@ def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRol
     members = (
         rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
     )  # fmt: skip
-    sizes = records.sizes().where(*members).order_by(rollouts.c.end_seq)
-    found = read_all(RolloutSize, conn.execute(sizes))
-    count = records.fitting((row.bytes for row in found), PART_BYTES)
-    rows: list[EndedRollout] = []
-    if found:
-        chosen = records.select().where(*members, rollouts.c.end_seq <= found[count - 1].end_seq)
-        rows = read_all(EndedRollout, conn.execute(chosen.order_by(rollouts.c.end_seq)))
+    rows = records.first_rows(conn, members, rollouts.c.end_seq, PART_BYTES)
     return job_rows.by_id(conn, part.job_id), rows
 
 

@@ -177,6 +177,18 @@ def fitting(sizes: Iterable[int], max_bytes: int) -> int:
     return count
 
 
+def first_rows(
+    conn: Connection,
+    where: Sequence[sa.ColumnElement[bool]],
+    order: sa.Column[int],
+    max_bytes: int,
+) -> list[EndedRollout]:
+    """Return the first rows of `select` under these conditions: as many as fit, and always one."""
+    short = read_all(RolloutSize, conn.execute(sizes().where(*where).order_by(order)))
+    ids = [row.id for row in short[: fitting((row.bytes for row in short), max_bytes)]]
+    return read_all(EndedRollout, conn.execute(select().where(rollouts.c.id.in_(ids)).order_by(order)))
+
+
 @dataclass(frozen=True, slots=True)
 class EndedRollouts:
     """Some ended rollouts of a job, oldest first."""

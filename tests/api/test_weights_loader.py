@@ -312,7 +312,7 @@ async def test_a_server_that_was_to_be_restarted_is_believed_only_after_it(
 ) -> None:
     await two.begin("v1", FULL)
     target = await two.target(two.urls[0])
-    await two.write(records.restart, target=target, message="it does not load them")
+    await two.record(records.restart, target, message="it does not load them")
     found = (await two.status())["backends"]
     assert [(b["weights"], b["restartRequested"]) for b in found] == [
         ("Failed", True),
@@ -568,7 +568,7 @@ async def test_a_server_that_is_watched_is_believed_once_it_has_a_label_of_its_o
 ) -> None:
     await two.begin("v1", FULL)
     for url in two.urls:
-        await two.write(records.restart, target=await two.target(url), message="it is wrong")
+        await two.record(records.restart, await two.target(url), message="it is wrong")
         rounds.servers[url]._label = "unverified:refused"
         await two.set("p", url, ready=False)
     rounds.servers[two.urls[1]]._label = "default"

@@ -484,8 +484,7 @@ async def test_a_refused_update_is_taken_back_from_those_that_may_have_it(
         await two.step(number, url, step=step)
         await two.set("p", url, weights="Updating", restart_requested=True)
         await two.set("q", url, weights="Updating", restart_requested=True)
-    await two.refuse(number, refused_by=two.urls[refused])
-    await two.refuse(number)
+    await two.refuse(number, two.urls[refused], keeps=True)
     assert (await two.update(other, "q"))["state"] == "Running", "it is no update of this pool"
     status = await two.status()
     assert [at for at, b in enumerate(status["backends"]) if b["weights"] == "Failed"] == failed

@@ -166,7 +166,7 @@ class Coordinator:
         for_good = loading and not refused and pace.loads >= LOAD_ATTEMPTS
         await self._record(records.failed, target, message=message, for_good=for_good)
         if refused:
-            await self._refuse(target, f"{url}: {message}", refused_by=url)
+            await self._record(records.refuse, target, message=f"{url}: {message}", keeps=True)
 
     async def _do(self, target: BackendTarget) -> None:
         """Do what a backend needs."""
@@ -296,13 +296,13 @@ class Coordinator:
                         await server.pause("abort")
                     await self._note(target, step="Failed", message=message, max_difference=seen.difference)
                     message = f"{target.row.url}: {message}"
-                await self._refuse(target, message)
+                await self._record(records.refuse, target, message=message)
             case WeightStep.GIVE_UP:
                 with suppress(BackendError):
                     await server.pause("abort")
                 with suppress(BackendError):
                     await server.set_label(f"{UNVERIFIED}refused")
-                await self.database.write(partial(records.restart, target=target, message=message))
+                await self._record(records.restart, target, message=message)
         return seen
 
     async def _refer(self, target: BackendTarget, server: WeightControl, seen: Observation) -> Observation:
@@ -401,12 +401,6 @@ class Coordinator:
         """Write columns of a backend, and return the target with them."""
         await self.database.write(partial(records.mark, target=target, values=values))
         return replace(target, row=replace(target.row, **values))
-
-    async def _refuse(self, target: BackendTarget, message: str, refused_by: str = "") -> None:
-        """Fail the update that is in progress, as `records.refuse` describes."""
-        assert target.update is not None
-        refuse = partial(records.refuse, update=target.update, message=message, refused_by=refused_by)
-        await self.database.write(refuse)
 
 
 async def _label(server: WeightControl) -> str | None:

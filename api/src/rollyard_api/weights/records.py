@@ -45,6 +45,7 @@ Where several control planes share a database, one of them carries out an update
 _MAX_MESSAGE: Final = 1000
 _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 """The steps of a backend whose server may have the weights of the update."""
+_STANDS = weight_updates.c.state.in_(("Running", "Succeeded"))
 _OF_POOL = (
     sa.select(weight_updates)
     .where(weight_updates.c.pool_id == sa.bindparam("b_pool"))
@@ -277,9 +278,9 @@ def as_owner(
     Args:
         name: The name of a control plane.
         target: A backend, as it was read.
-        operation: `begin`, `advance`, `done` or `failed`. It gets the update's row, locked, or None where the
-            weights that the server was started with are wanted. The row of the last update, if there is one,
-            records their owner.
+        operation: One of the functions below that take a row. It gets the update's row, locked, or None where
+            the weights that the server was started with are wanted. The row of the last update, if there is
+            one, records their owner.
         values: Its further arguments.
 
     Raises:
@@ -288,8 +289,13 @@ def as_owner(
     pool, update = pool_rows.by_id(tx.conn, target.pool.id), target.update
     if pool is None or pool.policy_index != target.pool.policy_index:
         raise Superseded
-    this = () if update is None else (weight_updates.c.id == update.id,)
-    row = _one(tx.conn, pool.id, *this, lock=True)
+    if update is None:
+        row = _one(tx.conn, pool.id, lock=True)
+    else:
+        # Another one may have ended it since the pool's row was read.
+        row = _one(tx.conn, pool.id, weight_updates.c.id == update.id, _STANDS, lock=True)
+        if row is None:
+            raise Superseded
     if row is not None:
         others = row.owner is not None and row.owner != name
         # On SQLite there is one control plane at a time, so another name belongs to a predecessor.
@@ -386,12 +392,12 @@ def failed(
         return
     row = note(tx, row, url, message=message, **({"step": "Failed"} if for_good else {}))
     if for_good and row.state == "Running" and all(p.step == "Failed" for p in progress_of(row).values()):
-        refuse(tx, row, f"{url}: {message}")
+        refuse(tx, target, row, f"{url}: {message}")
     elif for_good:
-        restart(tx, target, message)
+        restart(tx, target, row, message)
 
 
-def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
+def restart(tx: Transaction, target: BackendTarget, _row: WeightUpdateRow | None, message: str) -> None:
     """Mark a backend whose server must be restarted; it waits at the version that it could not reach."""
     message += "; restart it" if target.pool.external else "; its driver restarts it"
     failed = {"weights": "Failed", "policy_index": target.pool.policy_index, "restart_requested": True}
@@ -400,23 +406,16 @@ def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
     staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
 
-def _running(tx: Transaction, pool_id: int, *, lock: bool = False) -> tuple[PoolRow, WeightUpdateRow] | None:
-    """Return the pool, locked if `lock`, and its running update, locked; None if none is running."""
-    pool = pool_rows.by_id(tx.conn, pool_id, lock=lock)
-    row = None if pool is None else _desired(tx.conn, pool, lock=True)
-    return None if pool is None or row is None or row.state != "Running" else (pool, row)
-
-
 def settle(tx: Transaction, pool_id: int) -> None:
     """End a running update once every backend of the pool has its weights.
 
     In a pool without backends the update waits for one, because nothing has shown yet that the weights are
     good.
     """
-    running = _running(tx, pool_id)
-    if running is None:
+    pool = pool_rows.by_id(tx.conn, pool_id)
+    row = None if pool is None else _desired(tx.conn, pool, lock=True)
+    if pool is None or row is None or row.state != "Running":
         return
-    pool, row = running
     having = {
         backend.url: backend.policy_index == row.policy_index and backend.weights in ("Current", "Updating")
         for backend in pool_rows.backends_of(tx.conn, pool.id)
@@ -443,30 +442,32 @@ def settle(tx: Transaction, pool_id: int) -> None:
     staleness.enforce(tx, pool.namespace, pool.name)
 
 
-def refuse(tx: Transaction, update: WeightUpdateRow, message: str, *, refused_by: str = "") -> None:
-    """Fail an update if it still runs, so that the pool wants its previous weights again.
+def refuse(
+    tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, message: str, *, keeps: bool = False
+) -> None:
+    """Fail the update if it runs, so that the pool wants its previous weights again.
 
     Backends that may have the new weights are marked as BEHIND: they are loaded and verified before they are
     used.
 
     Args:
-        refused_by: The server that refused the weights and still has the previous ones.
+        message: Why the weights are refused.
+        keeps: Whether the server of the backend has refused them and still has the previous ones.
     """
-    running = _running(tx, update.pool_id, lock=True)
-    if running is None or running[1].id != update.id:
+    if row is None or row.state != "Running":
         return
-    pool, row = running
-    if refused_by:
-        row = note(tx, row, refused_by, step="Failed", message=message)
+    url, pool_id = target.row.url, row.pool_id
+    if keeps:
+        row = note(tx, row, url, step="Failed", message=message)
     _change(tx, row, state="Failed", message=message[:4096], finished_at=tx.now)
     tx.count("weight_updates", "Failed")
-    chain = _succeeded(tx.conn, pool.id, before=row.id)
+    chain = _succeeded(tx.conn, pool_id, before=row.id)
     unknown = {"weights": "Failed", "policy_index": BEHIND, "restart_requested": False}
     unknown["weights_message"] = f"it may have refused weights ({row.policy_version})"
-    for url in (_touched([row]) - {refused_by}) | _interrupted(tx.conn, pool.id, chain):
-        _change_backend(tx, pool.id, url, **unknown)
+    for one in (_touched([row]) - ({url} if keeps else set())) | _interrupted(tx.conn, pool_id, chain):
+        _change_backend(tx, pool_id, one, **unknown)
     version, index = (chain[0].policy_version, chain[0].policy_index) if chain else ("", 0)
-    _change_pool(tx, pool.id, policy_version=version, policy_index=index, served_model=serves(chain))
+    _change_pool(tx, pool_id, policy_version=version, policy_index=index, served_model=serves(chain))
 
 
 def _interrupted(conn: Connection, pool_id: int, chain: Sequence[WeightUpdateRow]) -> set[str]:

@@ -110,6 +110,9 @@ class Pools:
         await self.settle()
         assert (await self.update(number))["state"] == "Succeeded"
 
-    async def refuse(self, number: int, refused_by: str = "") -> None:
-        row = await self.served.plane.database.read(partial(_row, number=number))
-        await self.write(records.refuse, update=row, message="wrong", refused_by=refused_by)
+    async def refuse(self, number: int, url: str = "", **values: Any) -> None:
+        """Refuse the weights of the update that is wanted."""
+        target = await self.target(url or self.urls[0])
+        assert target.update is not None
+        assert target.update.id == number
+        await self.record(records.refuse, target, message="wrong", **values)

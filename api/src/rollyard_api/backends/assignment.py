@@ -12,8 +12,7 @@ from rollyard_crds.lease import MAX_BATCH, NoBackend
 from sqlalchemy import bindparam
 
 from rollyard_api.backends.circuit_breaker import Breaker
-from rollyard_api.backends.router import Backend, Router
-from rollyard_api.backends.run_estimates import Pace
+from rollyard_api.backends.router import Backend, Pace, Router
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import RoutedBackend, columns, read_all
@@ -113,12 +112,9 @@ class Routers:
 
     def __init__(self, tx: Transaction, active: Iterable[Any]) -> None:
         """Read the pools. The argument `active` holds rows of ACTIVE."""
-        self.pools: dict[Key, RoutedBackend] = {}
         self._rows: defaultdict[Key, list[RoutedBackend]] = defaultdict(list)
         for row in read_all(RoutedBackend, tx.conn.execute(_POOLS)):
-            key = (row.namespace, row.name)
-            self.pools[key] = row
-            self._rows[key].append(row)
+            self._rows[row.namespace, row.name].append(row)
         running = [row for row in active if row.state == RolloutState.LEASED_RUN and row.backend is not None]
         load: defaultdict[str, int] = defaultdict(int)
         for row in running:
@@ -126,7 +122,7 @@ class Routers:
         displaced = self._displaced(tx, running) if self._rows else {}
         self._routers = {
             key: Router.of(
-                self.pools[key].max_active,
+                rows[0].max_active,
                 [_backend(row, load[row.url], tx.now) for row in rows if eligible(row)],
                 displaced.get(key, 0),
             )
@@ -194,7 +190,7 @@ class Routers:
 
     def assignment(self, key: Key, chosen: Backend) -> dict[str, Any]:
         """Return the BackendAssignment of a rollout."""
-        pool = self.pools[key]
+        pool = self._rows[key][0]
         return {
             "pool": pool.name,
             "url": chosen.url,

@@ -218,7 +218,7 @@ class Archive:
         if job is None or not rows:
             return 0
         made = await self.builds.run(partial(_objects, rows, job))
-        path = part_path(job.namespace, job.name, job.uid, part.number)
+        path = part_path(job, part.number)
         try:
             await self.writes.run(partial(self._store.write, path, b"".join(made.lines)))
             await self.writes.run(partial(self._store.write, arrays_path(path), made.arrays))
@@ -274,7 +274,7 @@ class Archive:
             built = await self.builds.run(partial(_made, waiting, make, max_bytes), job.namespace)
             found |= {row.id: record for row, record in zip(waiting, built, strict=False)}
         if placed:
-            ranges = ranges_of(placed, job.namespace, job.name, job.uid)
+            ranges = ranges_of(placed, job)
             stored = await self.reads.run(partial(read, ranges), job.namespace)
             found |= {row.id: record for row, record in zip(placed, stored, strict=True)}
         there = [found[row.id] for row in takewhile(lambda row: row.id in found, rows)]
@@ -323,9 +323,9 @@ def _anything_pending(conn: Connection) -> bool:
     return conn.execute(query).first() is not None
 
 
-def part_path(namespace: str, job: str, uid: str, number: int) -> str:
+def part_path(job: JobRow, number: int) -> str:
     """Return a part's path in the store; each job has a folder, with its uid to distinguish namesakes."""
-    return f"{namespace}/{job}-{uid[:8]}/part-{number:06d}.ndjson"
+    return f"{job.namespace}/{job.name}-{job.uid[:8]}/part-{number:06d}.ndjson"
 
 
 def arrays_path(path: str) -> str:
@@ -342,7 +342,7 @@ class PartRange:
     lengths: list[int]
 
 
-def ranges_of(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[PartRange]:
+def ranges_of(rows: Sequence[EndedRollout], job: JobRow) -> list[PartRange]:
     """Return the byte ranges of the records. Neighbours in a part are read together."""
     ranges: list[PartRange] = []
     end: tuple[int, int] | None = None
@@ -351,7 +351,7 @@ def ranges_of(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) 
         assert row.part_offset is not None
         assert row.part_length is not None
         if end != (row.part, row.part_offset):
-            ranges.append(PartRange(part_path(namespace, job, uid, row.part), row.part_offset, []))
+            ranges.append(PartRange(part_path(job, row.part), row.part_offset, []))
         ranges[-1].lengths.append(row.part_length)
         end = (row.part, row.part_offset + row.part_length)
     return ranges

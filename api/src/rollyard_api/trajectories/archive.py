@@ -108,7 +108,7 @@ def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
     arrays: list[bytes] = []
     total = 0
     for row in rows:
-        head = records.head_of(row, job.name, job.namespace)
+        head = records.head_of(row, job)
         line = records.line_of(head, row) + b"\n"
         total += len(line)
         if lines and total > PART_BYTES:
@@ -241,8 +241,7 @@ class Archive:
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
-        make = partial(records.record, job=job.name, namespace=job.namespace)
-        return await self._records(rows, job, max_bytes, make, self._read)
+        return await self._records(rows, job, max_bytes, partial(records.record, job=job), self._read)
 
     async def arrays(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
@@ -254,7 +253,7 @@ class Archive:
         """
 
         def make(row: EndedRollout) -> bytes:
-            return packed.packed(records.head_of(row, job.name, job.namespace), row.segments)
+            return packed.packed(records.head_of(row, job), row.segments)
 
         return await self._records(rows, job, max_bytes, make, self._read_arrays)
 

@@ -13,7 +13,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -68,7 +69,7 @@ def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:
         _require(field, path, "adapter_config.json")
         _safetensors(field, path / _require(field, path, "adapter_model.safetensors"))
     elif engine == "embedded" or (engine == "external" and (path / "genai_config.json").exists()):
-        _onnx(field, path)
+        _require(field, path, str(_json(field, path, "genai_config.json", "model", "decoder", "filename")))
     else:
         _hugging_face(field, path)
     return ""
@@ -84,31 +85,27 @@ def _require(field: str, folder: Path, name: str) -> str:
     return name
 
 
-def _json(field: str, file: Path) -> Any:
+def _json(field: str, folder: Path, name: str, *keys: str) -> Any:
+    """Return what a JSON file of a folder holds, or what is there at a path of keys."""
+    file = folder / _require(field, folder, name)
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(field, f"{file} cannot be read: {error}") from error
-
-
-def _onnx(field: str, folder: Path) -> None:
-    config = _json(field, folder / _require(field, folder, "genai_config.json"))
     try:
-        name = str(config["model"]["decoder"]["filename"])
+        return reduce(getitem, keys, document)
     except (KeyError, TypeError) as error:
-        raise _wrong(field, f"{folder / 'genai_config.json'} names no model.decoder.filename") from error
-    _require(field, folder, name)
+        raise _wrong(field, f"{file} names no {'.'.join(keys)}") from error
 
 
 def _hugging_face(field: str, folder: Path) -> None:
-    _json(field, folder / _require(field, folder, "config.json"))
+    _json(field, folder, "config.json")
     if (folder / _INDEX).is_file():
-        index = _json(field, folder / _INDEX)
-        try:
-            shards = sorted(set(index["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _wrong(field, f"{folder / _INDEX} has no weight_map of names") from error
-        missing = [name for name in shards if not (folder / str(name)).is_file()]
+        names = _json(field, folder, _INDEX, "weight_map")
+        if not isinstance(names, dict):
+            raise _wrong(field, f"{folder / _INDEX} has no weight_map of names")
+        shards = sorted({str(name) for name in names.values()})
+        missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise _wrong(field, f"{folder} has no {', '.join(missing)}, which {_INDEX} names")
     else:

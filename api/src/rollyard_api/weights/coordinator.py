@@ -221,7 +221,7 @@ class Coordinator:
         while seen.last is None or seen.last not in steps.LAST:
             step, message = steps.following(target, seen)
             if step in steps.RECORDED:
-                await self._note(target, step=steps.RECORDED[step])
+                await self._record(records.advance, target, step=steps.RECORDED[step])
             try:
                 seen = await self._carry_out(step, message, target, server, seen)
             except (LoadFailed, ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
@@ -268,7 +268,7 @@ class Coordinator:
                 with may_lack:
                     await server.resume()
                 seconds = time.monotonic() - seen.paused_at
-                await self._note(target, paused_seconds=round(seconds, 4))
+                await self._record(records.advance, target, paused_seconds=round(seconds, 4))
                 return replace(seen, paused=seconds)
             case WeightStep.VERIFY:
                 assert seen.reference is not None
@@ -278,7 +278,9 @@ class Coordinator:
                     return replace(seen, problem=str(error))
                 return replace(seen, comparison=verification.compare(seen.reference, measured))
             case WeightStep.ACCEPT | WeightStep.KEEP:
-                await self._note(target)  # Only the owner of the update may change the server now.
+                await self._record(
+                    records.advance, target
+                )  # Only the owner of the update may change the server now.
                 if step is WeightStep.KEEP:
                     with suppress(NoSuchCall):
                         await server.resume()
@@ -294,7 +296,8 @@ class Coordinator:
                     # It has other weights than it should, so it must not sample with them any more.
                     with suppress(BackendError):
                         await server.pause("abort")
-                    await self._note(target, step="Failed", message=message, max_difference=seen.difference)
+                    part = {"step": "Failed", "message": message, "max_difference": seen.difference}
+                    await self._record(records.advance, target, **part)
                     message = f"{target.row.url}: {message}"
                 await self._record(records.refuse, target, message=message)
             case WeightStep.GIVE_UP:
@@ -331,8 +334,8 @@ class Coordinator:
             if earlier is not None:
                 reference = Reference(earlier.prompt_ids, earlier.logprobs, tolerance, "earlier")
             elif stated is not None:
-                ids, logprobs = tuple(stated.prompt_ids), tuple(stated.logprobs)
-                reference = Reference(ids, logprobs, tolerance, "reference")
+                given = (tuple(stated.prompt_ids), tuple(stated.logprobs))
+                reference = Reference(*given, tolerance, "reference")
             elif path is None:
                 raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
             else:
@@ -393,9 +396,6 @@ class Coordinator:
         """Call an operation of `records.as_owner`, which raises Superseded if this is not the owner."""
         owned = partial(records.as_owner, name=self.name, target=target, operation=operation)
         await self.database.write(partial(owned, **values))
-
-    async def _note(self, target: BackendTarget, **values: Any) -> None:
-        await self._record(records.advance, target, **values)
 
     async def _mark(self, target: BackendTarget, **values: Any) -> BackendTarget:
         """Write columns of a backend, and return the target with them."""

@@ -289,13 +289,10 @@ def as_owner(
     pool, update = pool_rows.by_id(tx.conn, target.pool.id), target.update
     if pool is None or pool.policy_index != target.pool.policy_index:
         raise Superseded
-    if update is None:
-        row = _one(tx.conn, pool.id, lock=True)
-    else:
-        # Another one may have ended it since the pool's row was read.
-        row = _one(tx.conn, pool.id, weight_updates.c.id == update.id, _STANDS, lock=True)
-        if row is None:
-            raise Superseded
+    this = () if update is None else (weight_updates.c.id == update.id, _STANDS)
+    row = _one(tx.conn, pool.id, *this, lock=True)
+    if row is None and update is not None:
+        raise Superseded  # Another control plane has ended it since the pool's row was read.
     if row is not None:
         others = row.owner is not None and row.owner != name
         # On SQLite there is one control plane at a time, so another name belongs to a predecessor.

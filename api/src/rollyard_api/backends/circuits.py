@@ -61,8 +61,8 @@ def _suspects(conn: Connection) -> list[tuple[BackendRow, PoolRow]]:
 
     A paused backend answers nothing, and its driver deals with a backend that is not ready.
     """
-    open_ = (backends.c.circuit != "Closed", backends.c.ready.is_(True), backends.c.weights == "Current")
-    return pool_rows.with_pools(conn, *open_, pools.c.paused.is_(False))
+    suspect = (backends.c.circuit != "Closed", backends.c.ready.is_(True), backends.c.weights == "Current")
+    return pool_rows.with_pools(conn, *suspect, pools.c.paused.is_(False))
 
 
 def _change(tx: Transaction, pool_id: int, url: str, before: Breaker, after: Breaker) -> bool:

@@ -186,17 +186,17 @@ class Router:
         limit = self.max_active
         paces = {url: backend.pace for url, backend in self.backends.items() if backend.pace is not None}
         # The seconds per token for a rollout that begins now, or as soon as a place is free.
-        next_ = {url: self._per_token(pace, min(active[url] + 1, limit)) for url, pace in paces.items()}
-        faster = [url for url in next_ if here in next_ and next_[url] * CLEARLY <= next_[here]]
+        soonest = {url: self._per_token(pace, min(active[url] + 1, limit)) for url, pace in paces.items()}
+        faster = [url for url in soonest if here in soonest and soonest[url] * CLEARLY <= soonest[here]]
         if not faster:
             return 0.0
-        seconds, best = next_[here], min(faster, key=next_.__getitem__)
+        seconds, best = soonest[here], min(faster, key=soonest.__getitem__)
         free = sum(max(0, limit - active[url]) for url in faster)
         quiet = min(self.backends[url].quiet for url in faster)
-        if not free and quiet > paces[best].seconds * seconds / next_[best]:
+        if not free and quiet > paces[best].seconds * seconds / soonest[best]:
             return 0.0
         throughput = sum(limit / self._per_token(paces[url], limit) for url in faster)
-        return free + (SPREAD * seconds - next_[best]) * throughput
+        return free + (SPREAD * seconds - soonest[best]) * throughput
 
     def _least(self, avoid: str | None, fresh: bool) -> Backend | None:
         avoided: tuple[float, str] | None = None

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.backends.router import Backend, Router
-from rollyard_api.backends.run_estimates import Pace
+from rollyard_api.backends.router import Backend, Pace, Router
 from rollyard_api.backends.throughput import WEIGHT
 from rollyard_api.settings import Settings
 

@@ -7,10 +7,13 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.backends.router import BOUND, MIN_RELATIVE_SPEED, OWN_BOUND, Backend, Router, eligible
+from rollyard_api.backends.assignment import eligible
+from rollyard_api.backends.router import BOUND, MIN_RELATIVE_SPEED, OWN_BOUND, Backend, Router
+from rollyard_api.storage.rows import RoutedBackend
 
 URLS = [f"http://b{i}" for i in range(6)]
 ELSEWHERE = "http://gone"
@@ -145,14 +148,34 @@ def test_a_rollout_stays_on_its_backend() -> None:
 
 
 @given(
-    *[st.booleans() for _ in range(3)],
+    *[st.booleans() for _ in range(2)],
     st.sampled_from(["Current", "Updating", "Stale", "Failed"]),
     st.sampled_from(["Closed", "Open", "HalfOpen"]),
 )
-def test_who_is_eligible(ready: bool, draining: bool, paused: bool, weights: str, circuit: str) -> None:
-    told = eligible(ready=ready, weights=weights, circuit=circuit, draining=draining, paused=paused)
-    sound = (ready, draining, paused, weights, circuit) == (True, False, False, "Current", "Closed")
-    assert told == sound
+def test_who_is_eligible(draining: bool, paused: bool, weights: Any, circuit: Any) -> None:
+    row = RoutedBackend(
+        *(
+            1,
+            "default",
+            "p",
+            "m",
+            None,
+            "m",
+            8,
+            paused,
+            "http://a",
+            "",
+            0,
+            weights,
+            circuit,
+            0,
+            None,
+            draining,
+        ),
+        *(None, None, None, None, None),
+    )
+    sound = (draining, paused, weights, circuit) == (False, False, "Current", "Closed")
+    assert eligible(row) == sound
 
 
 @dataclass

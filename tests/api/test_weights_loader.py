@@ -267,7 +267,7 @@ async def test_servers_go_back_to_what_they_had_before_refused_weights(
             policy_index=0, label="mine", folder=folder, prompt_ids=(1, 2), logprobs=(-1.0,)
         )
         target = await two.target(url)
-        await two.write(records.begin, name="me", target=target, seen=Observation(before=gave))
+        await two.record(records.begin, target, seen=Observation(before=gave))
         await two.step(number, url, step="Verifying")
     await loader.bring(await two.target(d), servers[d])
     assert (await two.update(number))["state"] == "Failed"
@@ -312,7 +312,7 @@ async def test_a_server_that_was_to_be_restarted_is_believed_only_after_it(
 ) -> None:
     await two.begin("v1", FULL)
     target = await two.target(two.urls[0])
-    await two.write(records.restart, target=target, message="it does not load them")
+    await two.record(records.restart, target, message="it does not load them")
     found = (await two.status())["backends"]
     assert [(b["weights"], b["restartRequested"]) for b in found] == [
         ("Failed", True),
@@ -410,7 +410,7 @@ async def test_an_update_is_taken_over_once_its_owner_is_silent(
         until = None if expires is None else tx.now + expires
         tx.conn.execute(sa.update(weight_updates).values(owner=owner, owner_expires=until))
         try:
-            records.take_charge(replace(tx, sqlite=False), "me", target)
+            records.as_owner(replace(tx, sqlite=False), "me", target, records.advance)
             said = "taken"
         except records.Superseded:
             said = "superseded"
@@ -518,7 +518,7 @@ async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
     await eventually(paused, 10)
     assert [server.calls for server in rounds.servers.values()] == [["pause keep"]] * 5
     assert {b["weights"] for b in (await two.status("q"))["backends"]} == {"Current"}
-    await two.write(records.resume, namespace="default", name="p")
+    await two.write(records.pause, namespace="default", name="p", mode=None)
 
     async def resumed() -> bool:
         await rounds.coordinator.round()
@@ -568,7 +568,7 @@ async def test_a_server_that_is_watched_is_believed_once_it_has_a_label_of_its_o
 ) -> None:
     await two.begin("v1", FULL)
     for url in two.urls:
-        await two.write(records.restart, target=await two.target(url), message="it is wrong")
+        await two.record(records.restart, await two.target(url), message="it is wrong")
         rounds.servers[url]._label = "unverified:refused"
         await two.set("p", url, ready=False)
     rounds.servers[two.urls[1]]._label = "default"

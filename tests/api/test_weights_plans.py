@@ -482,10 +482,8 @@ async def test_a_refused_update_is_taken_back_from_those_that_may_have_it(
         await two.step(number, url, step=step)
         await two.set("p", url, weights="Updating", restart_requested=True)
         await two.set("q", url, weights="Updating", restart_requested=True)
-    await two.refuse(other)
+    await two.refuse(number, two.urls[refused], keeps=True)
     assert (await two.update(other, "q"))["state"] == "Running", "it is no update of this pool"
-    await two.refuse(number, refused_by=two.urls[refused])
-    await two.refuse(number)
     status = await two.status()
     assert [at for at, b in enumerate(status["backends"]) if b["weights"] == "Failed"] == failed
     assert {b["weights"] for b in status["backends"]} == {"Updating", "Failed"}
@@ -624,11 +622,13 @@ async def test_what_a_server_gave_earlier_is_that_of_the_same_weights(two: Pools
 async def test_a_server_that_loaded_what_was_refused_meanwhile_is_not_current(two: Pools) -> None:
     number = await two.begin("v1", FULL)
     targets = {url: await two.target(url) for url in two.urls[:2]}
-    await two.write(records.done, target=targets[two.urls[0]], seen=VERIFIED)
+    await two.step(number, two.urls[1], step="Verifying")
+    await two.record(records.done, targets[two.urls[0]], seen=VERIFIED)
     first = (await two.status())["backends"][0]
     assert (first["weights"], first["policyVersion"], first["restartRequested"]) == ("Current", "v1", False)
     await two.refuse(number)
-    await two.write(records.done, target=targets[two.urls[1]], seen=VERIFIED)
+    with pytest.raises(records.Superseded):
+        await two.record(records.done, targets[two.urls[1]], seen=VERIFIED)
     found = (await two.status())["backends"]
     assert [b["weights"] for b in found] == ["Failed"] * 2 + ["Current"] * 3
     assert found[1]["policyVersion"] == ""
@@ -642,15 +642,13 @@ async def test_pushed_weights_let_a_paused_pool_continue_and_others_do_not(two: 
         await two.begin(version, source)
         for url in two.urls:
             await two.set("p", url, restart_requested=True)
-            await two.write(records.done, target=await two.target(url), seen=VERIFIED)
+            await two.record(records.done, await two.target(url), seen=VERIFIED)
         assert (await two.status())["paused"] == paused
         assert (await two.status("q"))["paused"], "another pool of the same servers"
         assert not any(b["restartRequested"] for b in (await two.status())["backends"])
     # A server that is brought to them later changes nothing about a later pause.
     await two.write(records.pause, namespace="default", name="p", mode="wait")
-    await two.write(
-        records.done, target=await two.target(two.urls[0]), seen=Observation(last=WeightStep.LOOK)
-    )
+    await two.record(records.done, await two.target(two.urls[0]), seen=Observation(last=WeightStep.LOOK))
     assert (await two.status())["paused"]
 
 
@@ -658,7 +656,7 @@ async def test_an_update_fails_only_if_no_server_can_load_it(two: Pools) -> None
     number = await two.begin("v1", FULL)
     targets = [await two.target(url) for url in two.urls]
     for failed, target in enumerate(targets, 1):
-        await two.write(records.give_up_loading, target=target, message="it is full")
+        await two.record(records.failed, target, message="it is full", for_good=True)
         found = await two.update(number)
         last = failed == len(targets)
         assert found["state"] == ("Failed" if last else "Running")
@@ -694,8 +692,8 @@ async def test_what_is_known_of_a_server_while_it_loads(
     await two.set("p", url, **({"weights": "Current"} | changes))
     before = EarlierLogprobs(policy_index=0, label="default", prompt_ids=(1, 2), logprobs=(-1.0,))
     target = await two.target(url)
-    await two.write(records.begin, name="me", target=target, seen=Observation(before=before))
-    await two.write(records.advance, name="me", target=target, values={"step": "Loading"})
+    await two.record(records.begin, target, seen=Observation(before=before))
+    await two.record(records.advance, target, step="Loading")
     now = await two.target(url)
     assert (now.row.weights, now.row.policy_index) == (weights, index)
     await two.write(records.mark, target=now, values={"weights_message": "so far"})
@@ -707,11 +705,11 @@ async def test_what_is_known_of_a_server_while_it_loads(
     if changes and changes != {"policy_index": 1}:
         return
     # It begins once more, with nothing measured: what was measured before is kept.
-    await two.write(records.begin, name="me", target=target, seen=Observation())
+    await two.record(records.begin, target, seen=Observation())
     read = partial(records.earlier, pool_id=1, url=url, policy_index=0)
     assert await two.served.plane.database.read(read) == before
     await two.begin("v2", NEXT)
     with pytest.raises(records.Superseded):
-        await two.write(records.advance, name="me", target=target, values={"step": "Verifying"})
+        await two.record(records.advance, target, step="Verifying")
     with pytest.raises(records.Superseded):
         await two.write(records.mark, target=target, values={"weights": "Current"})

@@ -12,8 +12,7 @@ from rollyard_crds.lease import MAX_BATCH, NoBackend
 from sqlalchemy import bindparam
 
 from rollyard_api.backends.circuit_breaker import Breaker
-from rollyard_api.backends.router import Backend, Router, eligible
-from rollyard_api.backends.run_estimates import Pace
+from rollyard_api.backends.router import Backend, Pace, Router
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import RoutedBackend, columns, read_all
@@ -99,17 +98,23 @@ def _pace(row: RoutedBackend, now: float) -> Pace | None:
     return Pace(row.pace, row.pace_load, row.pace_seconds)
 
 
+def _backend(row: RoutedBackend, active: int, now: float) -> Backend:
+    return Backend(row.url, row.policy_version, active, row.speed, row.policy_index, _pace(row, now))
+
+
+def eligible(row: RoutedBackend) -> bool:
+    """Return whether a ready backend may get rollouts."""
+    return row.weights == "Current" and row.circuit == "Closed" and not row.draining and not row.paused
+
+
 class Routers:
     """A router for each pool, filled from this transaction's counts of rollouts in Run."""
 
     def __init__(self, tx: Transaction, active: Iterable[Any]) -> None:
         """Read the pools. The argument `active` holds rows of ACTIVE."""
-        self.pools: dict[Key, RoutedBackend] = {}
         self._rows: defaultdict[Key, list[RoutedBackend]] = defaultdict(list)
         for row in read_all(RoutedBackend, tx.conn.execute(_POOLS)):
-            key = (row.namespace, row.name)
-            self.pools[key] = row
-            self._rows[key].append(row)
+            self._rows[row.namespace, row.name].append(row)
         running = [row for row in active if row.state == RolloutState.LEASED_RUN and row.backend is not None]
         load: defaultdict[str, int] = defaultdict(int)
         for row in running:
@@ -117,25 +122,8 @@ class Routers:
         displaced = self._displaced(tx, running) if self._rows else {}
         self._routers = {
             key: Router.of(
-                self.pools[key].max_active,
-                [
-                    Backend(
-                        row.url,
-                        row.policy_version,
-                        load[row.url],
-                        row.speed,
-                        row.policy_index,
-                        _pace(row, tx.now),
-                    )
-                    for row in rows
-                    if eligible(
-                        ready=True,
-                        weights=row.weights,
-                        circuit=row.circuit,
-                        draining=row.draining,
-                        paused=row.paused,
-                    )
-                ],
+                rows[0].max_active,
+                [_backend(row, load[row.url], tx.now) for row in rows if eligible(row)],
                 displaced.get(key, 0),
             )
             for key, rows in self._rows.items()
@@ -190,15 +178,11 @@ class Routers:
             if 0 < waiting < limit:
                 rows = tx.conn.execute(_BEGAN, {"b_urls": sorted(router.backends)})
                 began = {url: since for url, since in rows}  # noqa: C416 - a result has keys(), as a mapping
-                self._routers[key] = Router.of(
-                    router.max_active,
-                    [
-                        replace(backend, quiet=tx.now - began.get(url, tx.now))
-                        for url, backend in router.backends.items()
-                    ],
-                    router.reserved,
-                    waiting,
-                )
+                quiet = {
+                    url: replace(backend, quiet=tx.now - began.get(url, tx.now))
+                    for url, backend in router.backends.items()
+                }
+                self._routers[key] = replace(router, backends=quiet, waiting=waiting)
 
     def loads(self) -> dict[str, int]:
         """Return the active rollouts of every eligible backend, including those assigned just now."""
@@ -206,7 +190,7 @@ class Routers:
 
     def assignment(self, key: Key, chosen: Backend) -> dict[str, Any]:
         """Return the BackendAssignment of a rollout."""
-        pool = self.pools[key]
+        pool = self._rows[key][0]
         return {
             "pool": pool.name,
             "url": chosen.url,

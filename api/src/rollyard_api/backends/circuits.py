@@ -6,11 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import sqlalchemy as sa
 from rollyard_inference import health
 from rollyard_inference.errors import BackendError
 from rollyard_inference.transports.interface import Transport
@@ -19,7 +17,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.backends.circuit_breaker import PROBE_SECONDS, Breaker
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import BackendRow
+from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.storage.schema import backends, pools
 
 log = logging.getLogger("rollyard.api")
@@ -58,75 +56,53 @@ def completed(tx: Transaction, runs: Collection[tuple[int, str]]) -> None:
         pool_rows.reset_failures(tx, job_id, url)
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A backend whose circuit is not closed."""
+def _suspects(conn: Connection) -> list[tuple[BackendRow, PoolRow]]:
+    """Return the backends whose circuits are not closed, each with its pool.
 
-    pool_id: int
-    url: str
-    model: str
-    breaker: Breaker
-
-
-_SUSPECTS = (
-    sa.select(backends, pools.c.model, pools.c.served_model)
-    .join_from(backends, pools, pools.c.id == backends.c.pool_id)
-    .where(
-        backends.c.circuit != "Closed",
-        backends.c.ready.is_(True),
-        backends.c.weights == "Current",
-        pools.c.paused.is_(False),
-    )
-)
+    A paused backend answers nothing, and its driver deals with a backend that is not ready.
+    """
+    suspect = (backends.c.circuit != "Closed", backends.c.ready.is_(True), backends.c.weights == "Current")
+    return pool_rows.with_pools(conn, *suspect, pools.c.paused.is_(False))
 
 
-def _suspects(conn: Connection) -> list[Suspect]:
-    # A paused backend answers nothing, and its driver deals with a backend that is not ready.
-    rows = conn.execute(_SUSPECTS)
-    return [
-        Suspect(row.pool_id, row.url, row.served_model or row.model, of(BackendRow(*row[:-2])))
-        for row in rows
-    ]
-
-
-def _change(tx: Transaction, suspect: Suspect, after: Breaker) -> bool:
-    """Write `after` if the circuit is unchanged since it was read, so that only one replica probes."""
-    row = pool_rows.locked_backend(tx, suspect.pool_id, suspect.url)
-    if row is None or of(row) != suspect.breaker:
+def _change(tx: Transaction, pool_id: int, url: str, before: Breaker, after: Breaker) -> bool:
+    """Write `after` if the circuit is still as it was read, so that only one replica probes."""
+    row = pool_rows.locked_backend(tx, pool_id, url)
+    if row is None or of(row) != before:
         return False
-    pool_rows.change_backend(tx, suspect.pool_id, suspect.url, values(after))
+    pool_rows.change_backend(tx, pool_id, url, values(after))
     return True
 
 
-async def _probe(database: Database, transport: Transport, suspect: Suspect) -> None:
+async def _probe(database: Database, transport: Transport, row: BackendRow, model: str) -> None:
     """Probe a backend with a real request, unless another replica does. An answer closes its circuit."""
-    probing = suspect.breaker.probing(time.time())
-    if not await database.write(partial(_change, suspect=suspect, after=probing), durable=False):
+    change = partial(_change, pool_id=row.pool_id, url=row.url)
+    before, probing = of(row), of(row).probing(time.time())
+    if not await database.write(partial(change, before=before, after=probing), durable=False):
         return
     problem = ""
     try:
-        await health.first_request(transport, suspect.url, suspect.model, PROBE_SECONDS)
+        await health.first_request(transport, row.url, model, PROBE_SECONDS)
     except BackendError as error:
         problem = f"its circuit stays open: {error}"
     after = probing.probed(not problem, time.time())
-    seen = replace(suspect, breaker=probing)
-    await database.write(partial(_change, suspect=seen, after=after), durable=False)
+    await database.write(partial(change, before=probing, after=after), durable=False)
     if problem:
-        log.warning("backend %s: %s", suspect.url, problem)
+        log.warning("backend %s: %s", row.url, problem)
     else:
-        log.info("backend %s answers again: its circuit is closed", suspect.url)
+        log.info("backend %s answers again: its circuit is closed", row.url)
 
 
 async def probe_all(database: Database, transport: Transport) -> None:
     """Probe each open circuit whose pause is over, once."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def one(suspect: Suspect) -> None:
+    async def one(row: BackendRow, pool: PoolRow) -> None:
         async with places:
-            await _probe(database, transport, suspect)
+            await _probe(database, transport, row, pool.served_model or pool.model)
 
     now = time.time()
     async with asyncio.TaskGroup() as group:
-        for suspect in await database.read(_suspects):
-            if suspect.breaker.due_in(now) == 0:
-                group.create_task(one(suspect))
+        for row, pool in await database.read(_suspects):
+            if of(row).due_in(now) == 0:
+                group.create_task(one(row, pool))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-import sqlalchemy as sa
 from rollyard_crds.weights import UNVERIFIED
 from rollyard_inference import health as inference
 from rollyard_inference.errors import BackendError
 from rollyard_inference.transports.interface import Transport
-from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
 from rollyard_api.backends.pools import Seen
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database
+from rollyard_api.storage.rows import BackendRow
 from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
 
@@ -27,30 +27,6 @@ FIRST_REQUEST_SECONDS = 30.0
 The server may compile kernels for it. A later round tries again.
 """
 MAX_AT_ONCE = 32
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedBackend:
-    """One external backend and what is known of it."""
-
-    pool_id: int
-    url: str
-    model: str
-    seen: Seen
-
-
-def _targets(conn: Connection, ready: bool | None) -> list[CheckedBackend]:
-    query = (
-        sa.select(backends, pools_table.c.model)
-        .join_from(backends, pools_table, pools_table.c.id == backends.c.pool_id)
-        .where(pools_table.c.external.is_(True))
-    )
-    if ready is not None:
-        query = query.where(backends.c.ready.is_(ready))
-    return [
-        CheckedBackend(row.pool_id, row.url, row.model, Seen(row.ready, row.message, row.policy_version))
-        for row in conn.execute(query)
-    ]
 
 
 async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Seen:
@@ -83,18 +59,20 @@ async def _label(transport: Transport, url: str) -> str | None:
 
 async def check_all(database: Database, transport: Transport, *, ready: bool | None = None) -> None:
     """Check each external backend once and write the changes; `ready` selects those that are (not) ready."""
-    targets = await database.read(partial(_targets, ready=ready))
+    where = [pools_table.c.external.is_(True)]
+    if ready is not None:
+        where.append(backends.c.ready.is_(ready))
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def one(target: CheckedBackend) -> None:
+    async def one(row: BackendRow, model: str) -> None:
+        before = Seen.of(row)
         async with places:
-            after = await check(transport, target.url, target.model, warm=target.seen.ready)
-        label = target.seen.policy_version if after.policy_version is None else after.policy_version
-        if replace(after, policy_version=label) != target.seen:
-            await database.write(
-                partial(pools.mark, pool_id=target.pool_id, url=target.url, before=target.seen, after=after)
-            )
+            after = await check(transport, row.url, model, warm=row.ready)
+        label = row.policy_version if after.policy_version is None else after.policy_version
+        if replace(after, policy_version=label) != before:
+            write = partial(pools.mark, pool_id=row.pool_id, url=row.url, before=before, after=after)
+            await database.write(write)
 
     async with asyncio.TaskGroup() as group:
-        for target in targets:
-            group.create_task(one(target))
+        for row, pool in await database.read(lambda conn: pool_rows.with_pools(conn, *where)):
+            group.create_task(one(row, pool.model))

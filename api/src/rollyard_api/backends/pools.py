@@ -64,6 +64,11 @@ class Seen:
     policy_version: str | None = None
     """The server's label of its weights, or None if it has no label, or none that counts."""
 
+    @classmethod
+    def of(cls, row: BackendRow) -> Seen:
+        """Return what the row of a backend says."""
+        return cls(row.ready, row.message, row.policy_version)
+
 
 def _put(tx: Transaction, pool: PoolRow, wanted: Mapping[str, BackendStatus | None]) -> None:
     """Make these the pool's backends, by URL. Rows that remain keep their circuit, speed, weights and stats.
@@ -146,7 +151,7 @@ def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> 
     """Record the result of a health check of an external backend, unless its row has changed since."""
     row = pool_rows.locked_backend(tx, pool_id, url)
     pool = pool_rows.by_id(tx.conn, pool_id)
-    if row is None or pool is None or Seen(row.ready, row.message, row.policy_version) != before:
+    if row is None or pool is None or Seen.of(row) != before:
         return
     pool_rows.change_backend(tx, pool_id, url, _differing(row, _found(tx, pool, row, after)))
 

@@ -11,10 +11,8 @@ sooner that way.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-
-from rollyard_api.backends.run_estimates import Pace, Place, worth_waiting
 
 BOUND = 1.25
 """A group's samples stay together while their backend has at most this multiple of its fair share."""
@@ -24,6 +22,24 @@ MIN_RELATIVE_SPEED = 1 / 16
 """The floor of relative speeds, so that a backend once measured slow is given rollouts and measured again."""
 _EVEN = 0.5
 """Backends of at least this speed relative to the fastest take a whole group beyond their fair share."""
+CLEARLY = 1.5
+"""A backend must be this many times slower to count as slower, since measured paces vary by chance."""
+SPREAD = 1.3
+"""An allowance for rollouts of different lengths: the longest one on a slow backend ends last."""
+_SATURATED = 0.25
+"""The share of the limit from which on more rollouts are assumed to share the same throughput."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a backend gets rollouts through Run, and under which load, as moving averages."""
+
+    rate: float
+    """The sampled tokens per second of one rollout in Run, including the time of its tools."""
+    load: float
+    """The active rollouts on the backend during the measurement."""
+    seconds: float
+    """The mean time of one rollout in Run, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +56,6 @@ class Backend:
     """What recently completed Runs have shown, or None if nothing is known."""
     quiet: float = 0.0
     """The seconds since a rollout last began on the backend."""
-
-
-def eligible(*, ready: bool, weights: str, circuit: str, draining: bool, paused: bool) -> bool:
-    """Return whether a backend may get rollouts, from columns of its row and its pool's `paused`."""
-    return ready and weights == "Current" and circuit == "Closed" and not draining and not paused
 
 
 def relative_speeds(backends: Iterable[Backend]) -> dict[str, float]:
@@ -134,13 +145,11 @@ class Router:
 
     def horizon(self, batch: int) -> int:
         """Return how many waiting rollouts may matter to the next `batch` choices; 0 means that none do."""
-        places = {url: self._place(url) for url in self.active}
+        idle = dict.fromkeys(self.active, 0)
         reach = 0.0
-        for url, place in places.items():
-            if place is not None:
-                others = [replace(other, active=0) for at, other in places.items() if other and at != url]
-                fuller = replace(place, active=min(place.active + batch, self.max_active))
-                reach = max(reach, worth_waiting(fuller, others))
+        for url in self.active:
+            fuller = min(self.active[url] + batch, self.max_active)
+            reach = max(reach, self._worth_waiting(url, idle | {url: fuller}))
         return int(reach)
 
     def _fits(self, url: str, together: int, factor: float) -> bool:
@@ -149,17 +158,45 @@ class Router:
         return self.active[url] + 1 <= self.bound(url, together, factor) + 1e-9
 
     def _late(self, url: str) -> bool:
-        here = None if self.waiting is None else self._place(url)
-        if here is None or self.waiting is None:
+        if self.waiting is None or self.backends[url].pace is None:
             return False
-        others = [place for other in self.active if other != url and (place := self._place(other))]
-        return self.waiting <= worth_waiting(here, others)
+        return self.waiting <= self._worth_waiting(url, self.active)
 
-    def _place(self, url: str) -> Place | None:
-        backend = self.backends[url]
-        if backend.pace is None:
-            return None
-        return Place(backend.pace, self.active[url], self.max_active, backend.quiet)
+    def _per_token(self, pace: Pace, active: int) -> float:
+        """Return the expected seconds in Run per sampled token with `active` rollouts on the backend.
+
+        The pace was measured under one load. Beyond that load, a saturated backend shares its throughput
+        among all rollouts. Below it, nothing shows that the backend is faster.
+        """
+        return max(1.0, active / max(pace.load, _SATURATED * self.max_active)) / pace.rate
+
+    def _worth_waiting(self, here: str, active: Mapping[str, int]) -> float:
+        """Return up to how many waiting rollouts clearly faster backends are the better choice for all.
+
+        The last of W waiting rollouts begins there once those beyond the free places have begun, at
+        limit / t rollouts a second, and takes t. As long as it ends before one that begins `here` now, a
+        rollout `here` would be the last to end. This is the threshold policy for two servers of different
+        speeds (Lin and Kumar 1984). The result is 0 if no other backend is clearly faster, or if the faster
+        ones have taken no rollout for as long as waiting could gain: no rollout waits for a hanging backend.
+
+        Args:
+            here: The URL of a backend.
+            active: The number of active rollouts on each backend.
+        """
+        limit = self.max_active
+        paces = {url: backend.pace for url, backend in self.backends.items() if backend.pace is not None}
+        # The seconds per token for a rollout that begins now, or as soon as a place is free.
+        soonest = {url: self._per_token(pace, min(active[url] + 1, limit)) for url, pace in paces.items()}
+        faster = [url for url in soonest if here in soonest and soonest[url] * CLEARLY <= soonest[here]]
+        if not faster:
+            return 0.0
+        seconds, best = soonest[here], min(faster, key=soonest.__getitem__)
+        free = sum(max(0, limit - active[url]) for url in faster)
+        quiet = min(self.backends[url].quiet for url in faster)
+        if not free and quiet > paces[best].seconds * seconds / soonest[best]:
+            return 0.0
+        throughput = sum(limit / self._per_token(paces[url], limit) for url in faster)
+        return free + (SPREAD * seconds - soonest[best]) * throughput
 
     def _least(self, avoid: str | None, fresh: bool) -> Backend | None:
         avoided: tuple[float, str] | None = None

@@ -181,7 +181,7 @@ async def resume(
     request: Request, plane: Plane, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
 ) -> Response:
     """Undo `pause`: 200 once every server samples again, 202 if that takes longer than `wait` seconds."""
-    await plane.database.write(partial(records.resume, namespace=namespace, name=name))
+    await plane.database.write(partial(records.pause, namespace=namespace, name=name, mode=None))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights != "Updating"
     )

@@ -150,6 +150,14 @@ def backends_of(conn: Connection, pool_id: int, *, lock: bool = False) -> list[B
     return read_all(BackendRow, conn.execute(query, {"b_pool": pool_id}))
 
 
+def with_pools(conn: Connection, *where: sa.ColumnElement[bool]) -> list[tuple[BackendRow, PoolRow]]:
+    """Return backends, each with its pool, that fulfil conditions on the rows of both."""
+    query = sa.select(backends, pools).join_from(backends, pools, pools.c.id == backends.c.pool_id)
+    width = len(backends.c)
+    rows = conn.execute(query.where(*where)).all()
+    return [(BackendRow(*row[:width]), PoolRow(*row[width:])) for row in rows]
+
+
 def servers(conn: Connection, pool_id: int) -> list[str]:
     """Return the URLs of a pool's backends, in their order."""
     return [row.url for row in backends_of(conn, pool_id)]

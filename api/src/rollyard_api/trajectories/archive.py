@@ -25,7 +25,7 @@ from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavaila
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Database, Transaction
-from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, read_all
+from rollyard_api.storage.rows import EndedRollout, JobRow
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.statements import by_dialect
 from rollyard_api.storage.view_tables import rollout_words
@@ -86,13 +86,7 @@ def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRol
     members = (
         rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
     )  # fmt: skip
-    sizes = records.sizes().where(*members).order_by(rollouts.c.end_seq)
-    found = read_all(RolloutSize, conn.execute(sizes))
-    count = records.fitting((row.bytes for row in found), PART_BYTES)
-    rows: list[EndedRollout] = []
-    if found:
-        chosen = records.select().where(*members, rollouts.c.end_seq <= found[count - 1].end_seq)
-        rows = read_all(EndedRollout, conn.execute(chosen.order_by(rollouts.c.end_seq)))
+    rows = records.first_rows(conn, members, rollouts.c.end_seq, PART_BYTES)
     return job_rows.by_id(conn, part.job_id), rows
 
 
@@ -114,7 +108,7 @@ def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
     arrays: list[bytes] = []
     total = 0
     for row in rows:
-        head = records.head_of(row, job.name, job.namespace)
+        head = records.head_of(row, job)
         line = records.line_of(head, row) + b"\n"
         total += len(line)
         if lines and total > PART_BYTES:
@@ -224,7 +218,7 @@ class Archive:
         if job is None or not rows:
             return 0
         made = await self.builds.run(partial(_objects, rows, job))
-        path = part_path(job.namespace, job.name, job.uid, part.number)
+        path = part_path(job, part.number)
         try:
             await self.writes.run(partial(self._store.write, path, b"".join(made.lines)))
             await self.writes.run(partial(self._store.write, arrays_path(path), made.arrays))
@@ -247,8 +241,7 @@ class Archive:
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
-        make = partial(records.record, job=job.name, namespace=job.namespace)
-        return await self._records(rows, job, max_bytes, make, self._read)
+        return await self._records(rows, job, max_bytes, partial(records.record, job=job), self._read)
 
     async def arrays(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
@@ -260,7 +253,7 @@ class Archive:
         """
 
         def make(row: EndedRollout) -> bytes:
-            return packed.packed(records.head_of(row, job.name, job.namespace), row.segments)
+            return packed.packed(records.head_of(row, job), row.segments)
 
         return await self._records(rows, job, max_bytes, make, self._read_arrays)
 
@@ -280,7 +273,7 @@ class Archive:
             built = await self.builds.run(partial(_made, waiting, make, max_bytes), job.namespace)
             found |= {row.id: record for row, record in zip(waiting, built, strict=False)}
         if placed:
-            ranges = ranges_of(placed, job.namespace, job.name, job.uid)
+            ranges = ranges_of(placed, job)
             stored = await self.reads.run(partial(read, ranges), job.namespace)
             found |= {row.id: record for row, record in zip(placed, stored, strict=True)}
         there = [found[row.id] for row in takewhile(lambda row: row.id in found, rows)]
@@ -329,9 +322,9 @@ def _anything_pending(conn: Connection) -> bool:
     return conn.execute(query).first() is not None
 
 
-def part_path(namespace: str, job: str, uid: str, number: int) -> str:
+def part_path(job: JobRow, number: int) -> str:
     """Return a part's path in the store; each job has a folder, with its uid to distinguish namesakes."""
-    return f"{namespace}/{job}-{uid[:8]}/part-{number:06d}.ndjson"
+    return f"{job.namespace}/{job.name}-{job.uid[:8]}/part-{number:06d}.ndjson"
 
 
 def arrays_path(path: str) -> str:
@@ -348,7 +341,7 @@ class PartRange:
     lengths: list[int]
 
 
-def ranges_of(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[PartRange]:
+def ranges_of(rows: Sequence[EndedRollout], job: JobRow) -> list[PartRange]:
     """Return the byte ranges of the records. Neighbours in a part are read together."""
     ranges: list[PartRange] = []
     end: tuple[int, int] | None = None
@@ -357,7 +350,7 @@ def ranges_of(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) 
         assert row.part_offset is not None
         assert row.part_length is not None
         if end != (row.part, row.part_offset):
-            ranges.append(PartRange(part_path(namespace, job, uid, row.part), row.part_offset, []))
+            ranges.append(PartRange(part_path(job, row.part), row.part_offset, []))
         ranges[-1].lengths.append(row.part_length)
         end = (row.part, row.part_offset + row.part_length)
     return ranges

@@ -17,9 +17,6 @@ from rollyard_api.core.codec import dumps, loads, pack, unpack
 MAX_NAME = 253
 """The largest number of characters of a worker's and a node's name, and of a reason."""
 
-FIELDS = ("attempts", "attempts_dropped")
-"""The fields of a record that this module makes."""
-
 
 def attempt(
     *,

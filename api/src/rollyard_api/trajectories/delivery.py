@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import msgpack
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollyard_api.core.codec import MSGPACK, loads
@@ -57,22 +57,17 @@ async def _pieces(data: bytes) -> AsyncIterator[Piece]:
         yield whole[at : at + PIECE_BYTES]
 
 
-class Delivery(Response):
+class Delivery(StreamingResponse):
     """An answer that holds its place until it is sent, or until the connection is lost."""
 
     def __init__(
         self, body: bytes | AsyncIterator[Piece], form: str, headers: Mapping[str, str], held: AsyncExitStack
     ) -> None:
-        super().__init__(media_type=form)
-        pieces: AsyncIterator[Piece]
         if isinstance(body, bytes):
-            headers = {**headers, "Content-Length": str(len(body))}
-            pieces = _pieces(body)
-        else:
-            pieces = body
-        self._inner = StreamingResponse(pieces, media_type=form, headers=headers)
+            headers, body = {**headers, "Content-Length": str(len(body))}, _pieces(body)
+        super().__init__(body, media_type=form, headers=headers)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:
-            await self._inner(scope, receive, send)
+            await super().__call__(scope, receive, send)

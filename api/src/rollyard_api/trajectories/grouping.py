@@ -100,12 +100,7 @@ def some_members(
 ) -> list[EndedRollout]:
     """Return rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
     wanted = (*_members(job_id, [group]), rollouts.c.sample > after)
-    found = read_all(RolloutSize, conn.execute(records.sizes().where(*wanted).order_by(rollouts.c.sample)))
-    if not found:
-        return []
-    last = found[records.fitting((row.bytes for row in found), max_bytes) - 1].sample
-    query = records.select().where(*wanted, rollouts.c.sample <= last)
-    return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.sample)))
+    return records.first_rows(conn, wanted, rollouts.c.sample, max_bytes)
 
 
 def beginning(group: EndedGroup, members: int, form: str) -> bytes:
@@ -123,14 +118,9 @@ def beginning(group: EndedGroup, members: int, form: str) -> bytes:
     }
     if form != ARRAYS:
         return dumps(head)[:-1] + b',"trajectories":['
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_map_header(len(head) + 1)
-    for name, value in head.items():
-        packer.pack(name)
-        packer.pack(value)
-    packer.pack("trajectories")
-    packer.pack_array_header(members)
-    return bytes(packer.bytes())
+    # An empty list ends with its header, which is one byte.
+    empty = msgpack.packb(head | {"trajectories": []})
+    return bytes(empty[:-1] + msgpack.Packer().pack_array_header(members))
 
 
 def separator(form: str) -> bytes:

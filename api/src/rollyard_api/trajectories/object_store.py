@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 from fsspec.asyn import sync
@@ -26,25 +27,52 @@ class ObjectMissing(Unavailable):
     reason = "Unavailable"
 
 
-class TrajectoryStore(Protocol):
+class TrajectoryStore(ABC):
     """Objects that are written whole. Writing one again with the same content changes nothing."""
 
+    @abstractmethod
     def open(self) -> None:
         """Create the root if necessary; raises OSError if it cannot be created."""
 
     def write(self, path: str, data: bytes) -> None:
         """Durably write an object, or raise StorageFull or Unavailable and leave nothing half-written."""
+        try:
+            self._write(path, data)
+        except OSError as error:
+            if is_storage_full(error):
+                raise StorageFull(
+                    "no space left for trajectories; they wait in the database until there is room"
+                ) from error
+            raise Unavailable(
+                f"the trajectory store refused {path}: {_said(error)}", headers=RETRY_AFTER
+            ) from error
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Return a range of an object.
+        """Return `length` bytes of an object from `start` on.
 
         Raises:
             ObjectMissing: There is no such object.
             Unavailable: It cannot be read, or it is shorter.
         """
+        try:
+            data = self._read(path, start, length)
+        except OSError as error:
+            kind = ObjectMissing if isinstance(error, FileNotFoundError) else Unavailable
+            raise kind(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER) from error
+        if len(data) != length:
+            raise Unavailable(f"the trajectory store's {path} is shorter than it was written: it was changed")
+        return data
+
+    @abstractmethod
+    def _write(self, path: str, data: bytes) -> None:
+        """Write an object, or raise OSError."""
+
+    @abstractmethod
+    def _read(self, path: str, start: int, length: int) -> bytes:
+        """Return what there is of a range of an object, or raise OSError."""
 
 
-class LocalStore:
+class LocalStore(TrajectoryStore):
     """A local folder, whose objects are written to a scratch file, synced and renamed."""
 
     def __init__(self, root: Path) -> None:
@@ -54,39 +82,31 @@ class LocalStore:
         """Make the folder."""
         self.root.mkdir(parents=True, exist_ok=True)
 
-    def write(self, path: str, data: bytes) -> None:
+    def _write(self, path: str, data: bytes) -> None:
         """Write a file in one step, so that readers never see a part of it."""
         target = self.root / path
         # An earlier write of the same object may still hang, so each has a scratch file of its own.
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(target)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left(target)
-            try:
-                with scratch.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                scratch.replace(target)
-            finally:
-                scratch.unlink(missing_ok=True)
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise _refusal(error, str(target)) from error
+            with scratch.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """Return `length` bytes of a file from `start` on."""
-        try:
-            with (self.root / path).open("rb") as file:
-                file.seek(start)
-                data = file.read(length)
-        except OSError as error:
-            raise _unreadable(error) from error
-        return _whole(data, path, length)
+    def _read(self, path: str, start: int, length: int) -> bytes:
+        with (self.root / path).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
 
 
 def _remove_left(target: Path) -> None:
@@ -97,7 +117,7 @@ def _remove_left(target: Path) -> None:
                 left.unlink()
 
 
-class RemoteStore:
+class RemoteStore(TrajectoryStore):
     """Any file system that fsspec knows, if its objects appear whole or not at all (S3 and similar ones).
 
     Args:
@@ -115,21 +135,12 @@ class RemoteStore:
     def open(self) -> None:
         """Do nothing, because the folder is created with the first object."""
 
-    def write(self, path: str, data: bytes) -> None:
-        """Write an object."""
-        try:
-            self._call("makedirs", f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
-            self._call("pipe_file", f"{self.root}/{path}", data)
-        except OSError as error:
-            raise _refusal(error, path) from error
+    def _write(self, path: str, data: bytes) -> None:
+        self._call("makedirs", f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
+        self._call("pipe_file", f"{self.root}/{path}", data)
 
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """Return `length` bytes of an object from `start` on."""
-        try:
-            data = bytes(self._call("cat_file", f"{self.root}/{path}", start=start, end=start + length))
-        except OSError as error:
-            raise _unreadable(error) from error
-        return _whole(data, path, length)
+    def _read(self, path: str, start: int, length: int) -> bytes:
+        return bytes(self._call("cat_file", f"{self.root}/{path}", start=start, end=start + length))
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         inner = getattr(self.fs, f"_{method}", None)
@@ -142,23 +153,6 @@ class RemoteStore:
         except Exception as error:
             # Libraries of object stores have exceptions of their own, which are no OSErrors.
             raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _whole(data: bytes, path: str, length: int) -> bytes:
-    if len(data) != length:
-        raise Unavailable(f"the trajectory store's {path} is shorter than it was written: it was changed")
-    return data
-
-
-def _unreadable(error: OSError) -> Unavailable:
-    kind = ObjectMissing if isinstance(error, FileNotFoundError) else Unavailable
-    return kind(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
-
-
-def _refusal(error: OSError, path: str) -> Exception:
-    if is_storage_full(error):
-        return StorageFull("no space left for trajectories; they wait in the database until there is room")
-    return Unavailable(f"the trajectory store refused {path}: {_said(error)}", headers=RETRY_AFTER)
 
 
 def _said(error: OSError) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rollyard_crds.trajectory import Trajectory
+from pydantic import BaseModel
+from rollyard_crds.trajectory import Attempt, Trajectory
 
 from rollyard_api.core.codec import dumps, loads
 
@@ -21,52 +22,24 @@ _SEGMENT = pa.struct(
         ("policy_versions", pa.list_(pa.string())),
     ]
 )
-_ATTEMPT = pa.struct(
-    [
-        ("stage", pa.string()),
-        ("attempt", pa.int32()),
-        ("reason", pa.string()),
-        ("message", pa.string()),
-        ("worker", pa.string()),
-        ("node", pa.string()),
-        ("started", pa.float64()),
-        ("seconds", pa.float64()),
-        ("counted", pa.bool_()),
-    ]
-)
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("job", pa.string()),
-        ("namespace", pa.string()),
-        ("task_id", pa.string()),
-        ("group_id", pa.string()),
-        ("sample_index", pa.int32()),
-        ("attempt", pa.int32()),
-        ("attempts", pa.list_(_ATTEMPT)),
-        ("attempts_dropped", pa.int32()),
-        ("status", pa.string()),
-        ("reason", pa.string()),
-        ("message", pa.string()),
-        ("reward", pa.float64()),
-        ("reward_reason", pa.string()),
-        ("reward_output", pa.string()),
-        ("segments", pa.list_(_SEGMENT)),
-        ("backend", pa.string()),
-        ("tool_parser", pa.string()),
-        ("truncated", pa.bool_()),
-        ("truncated_reason", pa.string()),
-        ("template_breaks", pa.int32()),
-        # Columns without a fixed shape hold JSON text.
-        ("reward_components", pa.string()),
-        ("messages", pa.string()),
-        ("turns", pa.string()),
-        ("sampling", pa.string()),
-        ("timings", pa.string()),
-        ("metadata", pa.string()),
-    ]
-)
+_TYPES: dict[Any, pa.DataType] = {
+    int: pa.int32(),
+    float: pa.float64(),
+    float | None: pa.float64(),
+    bool: pa.bool_(),
+}
+
+
+def _columns(model: type[BaseModel], lists: Mapping[str, pa.DataType]) -> list[tuple[str, pa.DataType]]:
+    """Return the columns of a model, in which all but these lists are numbers, truth values or texts."""
+    fields = model.model_fields.items()
+    return [(name, lists.get(name) or _TYPES.get(field.annotation, pa.string())) for name, field in fields]
+
+
+_LISTS = {"segments": pa.list_(_SEGMENT), "attempts": pa.list_(pa.struct(_columns(Attempt, {})))}
+SCHEMA = pa.schema(_columns(Trajectory, _LISTS))
 _JSON = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
+"""The columns without a fixed shape, which hold JSON text."""
 _DEFAULTS: dict[str, Any] = {
     name: field.get_default(call_default_factory=True)
     for name, field in Trajectory.model_fields.items()

@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.machine.states import RolloutState
-from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
+from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories import attempts, packed, traces
 
@@ -43,9 +43,9 @@ def timings(text: str) -> dict[str, Any]:
     return document
 
 
-def record(row: EndedRollout, job: str, namespace: str) -> bytes:
+def record(row: EndedRollout, job: JobRow) -> bytes:
     """Return the Trajectory of an ended rollout, as one line of JSON without its newline."""
-    return line_of(head_of(row, job, namespace), row)
+    return line_of(head_of(row, job), row)
 
 
 def line_of(head: dict[str, Any], row: EndedRollout) -> bytes:
@@ -54,7 +54,7 @@ def line_of(head: dict[str, Any], row: EndedRollout) -> bytes:
     return dumps(head | {"segments": segments})
 
 
-def head_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
+def head_of(row: EndedRollout, job: JobRow) -> dict[str, Any]:
     """Return the Trajectory of an ended rollout without its segments, before it is encoded."""
     document: dict[str, Any] = {"messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
@@ -62,8 +62,8 @@ def head_of(row: EndedRollout, job: str, namespace: str) -> dict[str, Any]:
         del document["segment_sizes"]
     document |= {
         "id": row.id,
-        "job": job,
-        "namespace": namespace,
+        "job": job.name,
+        "namespace": job.namespace,
         "task_id": row.task_id,
         "group_id": row.task_id,
         "sample_index": row.sample,
@@ -175,6 +175,18 @@ def fitting(sizes: Iterable[int], max_bytes: int) -> int:
             break
         count += 1
     return count
+
+
+def first_rows(
+    conn: Connection,
+    where: Sequence[sa.ColumnElement[bool]],
+    order: sa.Column[int],
+    max_bytes: int,
+) -> list[EndedRollout]:
+    """Return the first rows of `select` under these conditions: as many as fit, and always one."""
+    short = read_all(RolloutSize, conn.execute(sizes().where(*where).order_by(order)))
+    ids = [row.id for row in short[: fitting((row.bytes for row in short), max_bytes)]]
+    return read_all(EndedRollout, conn.execute(select().where(rollouts.c.id.in_(ids)).order_by(order)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -68,7 +69,7 @@ def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:
         _require(field, path, "adapter_config.json")
         _safetensors(field, path / _require(field, path, "adapter_model.safetensors"))
     elif engine == "embedded" or (engine == "external" and (path / "genai_config.json").exists()):
-        _onnx(field, path)
+        _require(field, path, str(_json(field, path, "genai_config.json", "model", "decoder", "filename")))
     else:
         _hugging_face(field, path)
     return ""
@@ -84,31 +85,27 @@ def _require(field: str, folder: Path, name: str) -> str:
     return name
 
 
-def _json(field: str, file: Path) -> Any:
+def _json(field: str, folder: Path, name: str, *keys: str) -> Any:
+    """Return what a JSON file of a folder holds, or what is there at a path of keys."""
+    file = folder / _require(field, folder, name)
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(field, f"{file} cannot be read: {error}") from error
-
-
-def _onnx(field: str, folder: Path) -> None:
-    config = _json(field, folder / _require(field, folder, "genai_config.json"))
     try:
-        name = str(config["model"]["decoder"]["filename"])
+        return reduce(getitem, keys, document)
     except (KeyError, TypeError) as error:
-        raise _wrong(field, f"{folder / 'genai_config.json'} names no model.decoder.filename") from error
-    _require(field, folder, name)
+        raise _wrong(field, f"{file} names no {'.'.join(keys)}") from error
 
 
 def _hugging_face(field: str, folder: Path) -> None:
-    _json(field, folder / _require(field, folder, "config.json"))
+    _json(field, folder, "config.json")
     if (folder / _INDEX).is_file():
-        index = _json(field, folder / _INDEX)
-        try:
-            shards = sorted(set(index["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _wrong(field, f"{folder / _INDEX} has no weight_map of names") from error
-        missing = [name for name in shards if not (folder / str(name)).is_file()]
+        names = _json(field, folder, _INDEX, "weight_map")
+        if not isinstance(names, dict):
+            raise _wrong(field, f"{folder / _INDEX} has no weight_map of names")
+        shards = sorted({str(name) for name in names.values()})
+        missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise _wrong(field, f"{folder} has no {', '.join(missing)}, which {_INDEX} names")
     else:
@@ -187,12 +184,10 @@ class Forward:
             raise Unverifiable(
                 "no reference was given, and no Python with transformers is known (--verify-python)"
             )
-        if not await self.look(partial(_is_hugging_face, folder)):
-            raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
+        key, ids = await self.look(partial(_identity_and_prompt, folder))
         async with self._place:
-            key = await self.look(partial(_identity, folder))
             if key not in self._known:
-                self._known[key] = await self._run(folder, tolerance)
+                self._known[key] = await self._run(folder, ids, tolerance)
             self._known.move_to_end(key)
             while len(self._known) > _CACHED:
                 self._known.popitem(last=False)
@@ -209,8 +204,7 @@ class Forward:
         except (TimedOut, Unavailable) as error:
             raise Unverifiable(error.detail) from error
 
-    async def _run(self, folder: Path, tolerance: float) -> Reference:
-        ids = fixed_prompt(*await self.look(partial(_vocabulary, folder)))
+    async def _run(self, folder: Path, ids: list[int], tolerance: float) -> Reference:
         command = [self._python, str(Path(forward.__file__)), str(folder)]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -243,21 +237,17 @@ class Forward:
         return Reference(tuple(ids), tuple(logprobs), tolerance, "transformers")
 
 
-def _is_hugging_face(path: Path) -> bool:
-    """Return whether transformers could read the folder."""
-    return (path / "config.json").is_file() and bool(list(path.glob("*.safetensors")))
-
-
-def _identity(folder: Path) -> tuple[Any, ...]:
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
-    return (str(folder), *((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files))
-
-
-def _vocabulary(folder: Path) -> tuple[int, int]:
-    """Return the size of the vocabulary and the number of tokens that a prompt may have."""
+def _identity_and_prompt(folder: Path) -> tuple[tuple[Any, ...], list[int]]:
+    """Return what changes with the content of a folder for transformers, and a prompt for its model."""
+    weights, file = sorted(folder.glob("*.safetensors")), folder / "config.json"
+    if not weights or not file.is_file():
+        raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
     config = _config(folder)
     text = config.get("text_config") or config
     try:
-        return int(text["vocab_size"]), int(text.get("max_position_embeddings", 2048)) - 1
+        room = int(text.get("max_position_embeddings", 2048)) - 1
+        ids = fixed_prompt(int(text["vocab_size"]), room)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unverifiable(f"{folder / 'config.json'} has no vocab_size: {error!r}") from error
+        raise Unverifiable(f"{file} has no vocab_size: {error!r}") from error
+    stats = ((one.name, one.stat()) for one in (file, *weights))
+    return (str(folder), *((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)), ids

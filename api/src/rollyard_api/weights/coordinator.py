@@ -16,8 +16,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ MEASURE_SECONDS: Final = 20.0
 _COMMON_IDS: Final = 256
 """Every vocabulary has this many ids."""
 _TRY_AGAIN: Final = Backoff(first=0.5, longest=10.0)
+_LOOKS: Final = ("look", "hold", "watch")
+"""The needs for which a server is only looked at."""
 
 
 class LoadFailed(ControlPlaneError):
@@ -66,13 +68,13 @@ class UpdateLimits(WeightCallLimits):
 
 
 @dataclass(slots=True)
-class _Tries:
-    """The failures of a backend so far."""
+class _Pace:
+    """When a backend is handled again, and its failures, as long as it needs the same."""
 
-    count: int = 0
+    needed: tuple[Need, int, int]
     again_at: float = 0.0
+    failures: int = 0
     loads: int = 0
-    of: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -86,23 +88,21 @@ class Coordinator:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """The name of this control plane as an owner of updates."""
     _tasks: dict[tuple[int, str], asyncio.Task[None]] = field(default_factory=dict)
-    _tries: dict[tuple[int, str], _Tries] = field(default_factory=dict)
-    _looked: dict[tuple[int, str], float] = field(default_factory=dict)
+    _paces: dict[tuple[int, str], _Pace] = field(default_factory=dict)
 
     async def round(self) -> None:
         """Start what is due, and leave what is already running alone."""
         self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
         targets, running = await self.database.read(records.targets)
         known = {target.key for target in targets}
-        self._tries = {key: tries for key, tries in self._tries.items() if key in known}
-        self._looked = {key: at for key, at in self._looked.items() if key in known}
+        self._paces = {key: pace for key, pace in self._paces.items() if key in known}
         mine = {
             target.update.id for target in targets if target.key in self._tasks and target.update is not None
         }
         if mine:
             await self.database.write(partial(records.renew, name=self.name, ids=mine), durable=False)
         for pool_id in sorted(running):
-            await self._write(records.settle, pool_id=pool_id)
+            await self.database.write(partial(records.settle, pool_id=pool_id))
         now = time.monotonic()
         for target in targets:
             if target.key not in self._tasks and self._due(target, now):
@@ -115,69 +115,69 @@ class Coordinator:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _due(self, target: BackendTarget, now: float) -> bool:
-        what = steps.need(target.pool, target.row)
-        if what in ("look", "hold", "watch"):
-            if what == "look" and target.pool.policy_index == 0:
-                return False
-            if now < self._looked.get(target.key, 0.0) + self.limits.look:
-                return False
-            self._looked[target.key] = now
-            return target.row.ready or what == "watch"
+        what = target.need
         if what == "stale":
-            return bool(target.row.weights == "Current")
-        tries = self._tries.get(target.key)
-        return tries is None or tries.of != target.wanted or now >= tries.again_at
+            return target.row.weights == "Current"
+        pace = self._pace(target)
+        if now < pace.again_at or (what == "look" and target.pool.policy_index == 0):
+            return False
+        if what in _LOOKS:
+            pace.again_at = now + self.limits.look
+            return target.row.ready or what == "watch"
+        return True
+
+    def _pace(self, target: BackendTarget) -> _Pace:
+        needed = (target.need, *target.wanted)
+        pace = self._paces.get(target.key)
+        if pace is None or pace.needed != needed:
+            pace = self._paces[target.key] = _Pace(needed)
+        return pace
+
+    def _later(self, target: BackendTarget, failures: int = 1) -> _Pace:
+        """Handle a backend again after a pause, which grows with the number of failures."""
+        pace = self._pace(target)
+        pace.failures += failures
+        pace.again_at = time.monotonic() + _TRY_AGAIN.pause(pace.failures)
+        return pace
 
     async def _guard(self, target: BackendTarget) -> None:
         """Do what a backend needs. A failure is recorded in the tables, and the step is tried again later."""
-        what = steps.need(target.pool, target.row)
+        url = target.row.url
         try:
-            last = await self._do(what, target)
+            try:
+                await self._do(target)
+            except (BackendError, LoadFailed) as error:
+                if target.need not in _LOOKS:
+                    await self._failed(target, error)
         except Superseded:
-            return
-        except (BackendError, LoadFailed) as error:
-            if what not in ("look", "hold", "watch"):
-                await self._failed(target, error)
+            pass
         except ApiError as error:
-            log.warning("weights of %s: %s", target.row.url, error.detail)
+            log.warning("weights of %s: %s", url, error.detail)
         except Exception:
-            log.exception("weights of %s: unexpected", target.row.url)
+            log.exception("weights of %s: unexpected", url)
             self._later(target, LOAD_ATTEMPTS)
-        else:
-            if last is WeightStep.WAIT:
-                self._later(target, LOAD_ATTEMPTS + 2)
-            elif what != "look":
-                self._tries.pop(target.key, None)
-
-    def _later(self, target: BackendTarget, more: int = 1, *, load: bool = False) -> _Tries:
-        tries = self._tries.get(target.key)
-        if tries is None or tries.of != target.wanted:
-            tries = self._tries[target.key] = _Tries(of=target.wanted)
-        tries.count += more
-        tries.loads += load
-        tries.again_at = time.monotonic() + _TRY_AGAIN.pause(tries.count)
-        return tries
 
     async def _failed(self, target: BackendTarget, error: Exception) -> None:
-        message, url = str(error), target.row.url
-        loading = isinstance(error, LoadFailed)
-        tries = self._later(target, load=loading)
+        message, url, pace = str(error), target.row.url, self._later(target)
         log.warning("weights of %s: %s", url, message)
-        await self._write(records.tell, target=target, message=message)
-        if loading and isinstance(error.__cause__, BackendRefused) and target.begun:
-            await self._refuse(target, f"{url}: {message}", refused_by=url)
-        elif loading and tries.loads >= LOAD_ATTEMPTS:
-            await self._write(records.give_up_loading, target=target, message=message)
+        loading = isinstance(error, LoadFailed)
+        pace.loads += loading
+        refused = loading and isinstance(error.__cause__, BackendRefused) and target.begun
+        for_good = loading and not refused and pace.loads >= LOAD_ATTEMPTS
+        await self._record(records.failed, target, message=message, for_good=for_good)
+        if refused:
+            await self._record(records.refuse, target, message=f"{url}: {message}", keeps=True)
 
-    async def _do(self, what: Need, target: BackendTarget) -> WeightStep | None:
-        """Do what a backend needs, and return the last step if it was brought to weights."""
-        if what == "stale":
+    async def _do(self, target: BackendTarget) -> None:
+        """Do what a backend needs."""
+        if target.need == "stale":
             await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
-            return None
+            return
         server = await weight_control(self.transport, target.row.url, self.limits)
-        match what:
+        match target.need:
             case "bring":
-                return await self.bring(target, server)
+                if await self.bring(target, server) is WeightStep.WAIT:
+                    self._later(target, LOAD_ATTEMPTS + 2)
             case "pause" | "hold":
                 await self._pause(target, server)
             case "resume":
@@ -191,7 +191,6 @@ class Coordinator:
                 if not (await server.label()).startswith(UNVERIFIED):
                     # The label is no longer one that we set, so the server has been restarted.
                     await self._mark(target, restart_requested=False)
-        return None
 
     async def _pause(self, target: BackendTarget, server: WeightControl) -> None:
         if target.row.weights == "Current":
@@ -222,7 +221,7 @@ class Coordinator:
         while seen.last is None or seen.last not in steps.LAST:
             step, message = steps.following(target, seen)
             if step in steps.RECORDED:
-                await self._note(target, step=steps.RECORDED[step])
+                await self._record(records.advance, target, step=steps.RECORDED[step])
             try:
                 seen = await self._carry_out(step, message, target, server, seen)
             except (LoadFailed, ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
@@ -236,7 +235,9 @@ class Coordinator:
         self, step: WeightStep, message: str, target: BackendTarget, server: WeightControl, seen: Observation
     ) -> Observation:
         """Carry out a step, and return what is known after it."""
-        version, lenient = steps.version_of(target, seen), target.lenient
+        version = steps.version_of(target, seen)
+        # No rollout continues over such an update, so the server may lack calls.
+        may_lack = suppress(NoSuchCall) if target.lenient else nullcontext()
         match step:
             case WeightStep.LOOK:
                 return replace(seen, label=await _label(server))
@@ -245,11 +246,11 @@ class Coordinator:
             case WeightStep.MEASURE:
                 return replace(seen, before=await self._measure(target, server, seen.reference))
             case WeightStep.BEGIN:
-                await self._write(records.begin, name=self.name, target=target, seen=seen)
+                await self._record(records.begin, target, seen=seen)
             case WeightStep.PAUSE:
                 seen = replace(seen, paused_at=time.monotonic())
-                request = target.request
-                await _unless_missing(server.pause("abort" if request is None else request.mode), lenient)
+                with may_lack:
+                    await server.pause("abort" if target.request is None else target.request.mode)
             case WeightStep.LOAD:
                 try:
                     for source in steps.lacking(target, seen)[0]:
@@ -258,28 +259,35 @@ class Coordinator:
                     raise LoadFailed(str(error)) from error
             case WeightStep.LABEL:
                 label = version if seen.reference is None else UNVERIFIED + version
-                await _unless_missing(server.set_label(label), lenient)
+                with may_lack:
+                    await server.set_label(label)
             case WeightStep.FLUSH:
-                await _unless_missing(server.reset_prefix_cache(), lenient)
+                with may_lack:
+                    await server.reset_prefix_cache()
             case WeightStep.RESUME:
-                await _unless_missing(server.resume(), lenient)
+                with may_lack:
+                    await server.resume()
                 seconds = time.monotonic() - seen.paused_at
-                await self._note(target, paused_seconds=round(seconds, 4))
+                await self._record(records.advance, target, paused_seconds=round(seconds, 4))
                 return replace(seen, paused=seconds)
             case WeightStep.VERIFY:
-                return await _compared(server, target.model, seen)
-            case WeightStep.ACCEPT:
-                if target.update is None:
-                    await self._write(records.begin, name=self.name, target=target, seen=seen)
-                if seen.reference is not None:
-                    await _unless_missing(server.set_label(version), lenient)
-                await self._write(records.done, target=target, seen=seen, message=message)
-            case WeightStep.KEEP:
-                if target.update is not None:
-                    await self._write(records.begin, name=self.name, target=target, seen=seen)
-                with suppress(NoSuchCall):
-                    await server.resume()
-                await self._write(records.done, target=target, seen=seen)
+                assert seen.reference is not None
+                try:
+                    measured = await server.prompt_logprobs(target.model, seen.reference.ids)
+                except (NoSuchCall, BackendRefused, BackendMismatch) as error:
+                    return replace(seen, problem=str(error))
+                return replace(seen, comparison=verification.compare(seen.reference, measured))
+            case WeightStep.ACCEPT | WeightStep.KEEP:
+                await self._record(
+                    records.advance, target
+                )  # Only the owner of the update may change the server now.
+                if step is WeightStep.KEEP:
+                    with suppress(NoSuchCall):
+                        await server.resume()
+                elif seen.reference is not None:
+                    with may_lack:
+                        await server.set_label(version)
+                await self._record(records.done, target, seen=seen, message=message)
             case WeightStep.WAIT:
                 if target.row.weights_message != message:
                     await self._mark(target, weights="Stale", weights_message=message)
@@ -288,16 +296,16 @@ class Coordinator:
                     # It has other weights than it should, so it must not sample with them any more.
                     with suppress(BackendError):
                         await server.pause("abort")
-                    difference = None if seen.comparison is None else seen.comparison.finite
-                    await self._note(target, step="Failed", message=message, max_difference=difference)
+                    part = {"step": "Failed", "message": message, "max_difference": seen.difference}
+                    await self._record(records.advance, target, **part)
                     message = f"{target.row.url}: {message}"
-                await self._refuse(target, message)
+                await self._record(records.refuse, target, message=message)
             case WeightStep.GIVE_UP:
                 with suppress(BackendError):
                     await server.pause("abort")
                 with suppress(BackendError):
                     await server.set_label(f"{UNVERIFIED}refused")
-                await self._write(records.restart, target=target, message=message)
+                await self._record(records.restart, target, message=message)
         return seen
 
     async def _refer(self, target: BackendTarget, server: WeightControl, seen: Observation) -> Observation:
@@ -326,8 +334,8 @@ class Coordinator:
             if earlier is not None:
                 reference = Reference(earlier.prompt_ids, earlier.logprobs, tolerance, "earlier")
             elif stated is not None:
-                ids, logprobs = tuple(stated.prompt_ids), tuple(stated.logprobs)
-                reference = Reference(ids, logprobs, tolerance, "reference")
+                given = (tuple(stated.prompt_ids), tuple(stated.logprobs))
+                reference = Reference(*given, tolerance, "reference")
             elif path is None:
                 raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
             else:
@@ -384,22 +392,15 @@ class Coordinator:
             policy_index=index, label=label, folder=folder, prompt_ids=tuple(ids), logprobs=tuple(logprobs)
         )
 
-    async def _write(self, operation: Callable[..., None], **values: Any) -> None:
-        await self.database.write(partial(operation, **values))
-
-    async def _note(self, target: BackendTarget, **values: Any) -> None:
-        await self._write(records.advance, name=self.name, target=target, values=values)
+    async def _record(self, operation: Callable[..., None], target: BackendTarget, **values: Any) -> None:
+        """Call an operation of `records.as_owner`, which raises Superseded if this is not the owner."""
+        owned = partial(records.as_owner, name=self.name, target=target, operation=operation)
+        await self.database.write(partial(owned, **values))
 
     async def _mark(self, target: BackendTarget, **values: Any) -> BackendTarget:
         """Write columns of a backend, and return the target with them."""
-        await self._write(records.mark, target=target, values=values)
+        await self.database.write(partial(records.mark, target=target, values=values))
         return replace(target, row=replace(target.row, **values))
-
-    async def _refuse(self, target: BackendTarget, message: str, refused_by: str = "") -> None:
-        """Fail the update that is in progress, as `records.refuse` describes."""
-        assert target.update is not None
-        values = {"pool_id": target.pool.id, "update_id": target.update.id, "message": message}
-        await self._write(records.refuse, **values, refused_by=refused_by)
 
 
 async def _label(server: WeightControl) -> str | None:
@@ -408,22 +409,3 @@ async def _label(server: WeightControl) -> str | None:
         return await server.label()
     except NoSuchCall:
         return None
-
-
-async def _compared(server: WeightControl, model: str, seen: Observation) -> Observation:
-    """Compare what the server gives with the reference."""
-    assert seen.reference is not None
-    try:
-        measured = await server.prompt_logprobs(model, seen.reference.ids)
-    except (NoSuchCall, BackendRefused, BackendMismatch) as error:
-        return replace(seen, problem=str(error))
-    return replace(seen, comparison=verification.compare(seen.reference, measured))
-
-
-async def _unless_missing(call: Coroutine[Any, Any, None], lenient: bool) -> None:
-    """Await a call. If `lenient`, a server may lack it, since no rollout continues over the update."""
-    try:
-        await call
-    except NoSuchCall:
-        if not lenient:
-            raise

@@ -9,18 +9,18 @@ The steps of a backend are recorded by the control plane that owns the update.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import sqlalchemy as sa
-from rollyard_crds.weights import WeightUpdateRequest
+from rollyard_crds.weights import PauseMode, WeightUpdateRequest
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import Conflict, ControlPlaneError, NotFound
 from rollyard_api.rollouts import staleness
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_all
+from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_all, read_one
 from rollyard_api.storage.schema import backends, pools, weight_updates
 from rollyard_api.weights.steps import BEHIND, BackendTarget, Observation, WeightStep, need
 from rollyard_api.weights.updates import (
@@ -45,6 +45,12 @@ Where several control planes share a database, one of them carries out an update
 _MAX_MESSAGE: Final = 1000
 _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 """The steps of a backend whose server may have the weights of the update."""
+_STANDS = weight_updates.c.state.in_(("Running", "Succeeded"))
+_OF_POOL = (
+    sa.select(weight_updates)
+    .where(weight_updates.c.pool_id == sa.bindparam("b_pool"))
+    .order_by(weight_updates.c.id.desc())
+)
 
 
 class Superseded(ControlPlaneError):
@@ -68,34 +74,37 @@ def targets(conn: Connection) -> tuple[list[BackendTarget], set[int]]:
     return every, set(conn.scalars(running))
 
 
-def _newest(
-    conn: Connection, *where: sa.ColumnElement[bool], limit: int = LISTED, lock: bool = False
-) -> list[WeightUpdateRow]:
-    """Return updates, the newest first."""
-    query = sa.select(weight_updates).where(*where)
-    query = query.order_by(weight_updates.c.id.desc()).limit(limit)
-    return read_all(WeightUpdateRow, conn.execute(query.with_for_update() if lock else query))
+def _newest(conn: Connection, pool_id: int, *where: sa.ColumnElement[bool]) -> list[WeightUpdateRow]:
+    """Return updates of a pool, the newest first."""
+    query = _OF_POOL.where(*where).limit(LISTED)
+    return read_all(WeightUpdateRow, conn.execute(query, {"b_pool": pool_id}))
+
+
+def _one(
+    conn: Connection, pool_id: int, *where: sa.ColumnElement[bool], lock: bool = False
+) -> WeightUpdateRow | None:
+    """Return the newest such update of a pool, whose row is locked until the commit if `lock`, or None."""
+    query = _OF_POOL.where(*where).limit(1)
+    found = conn.execute(query.with_for_update() if lock else query, {"b_pool": pool_id})
+    return read_one(WeightUpdateRow, found.one_or_none())
 
 
 def _desired(conn: Connection, pool: PoolRow, *, lock: bool = False) -> WeightUpdateRow | None:
     """Return the update whose weights every backend of the pool should have, or None before the first."""
     if pool.policy_index == 0:
         return None
-    ours = (weight_updates.c.pool_id == pool.id, weight_updates.c.policy_index == pool.policy_index)
-    states = weight_updates.c.state.in_(["Running", "Succeeded"])
-    return next(iter(_newest(conn, *ours, states, limit=1, lock=lock)), None)
+    return _one(conn, pool.id, weight_updates.c.policy_index == pool.policy_index, lock=lock)
 
 
 def _succeeded(conn: Connection, pool_id: int, before: int) -> list[WeightUpdateRow]:
     """Return the updates with an id below `before` that every backend had, the newest first."""
-    done = (weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Succeeded")
-    return _newest(conn, *done, weight_updates.c.id < before)
+    return _newest(conn, pool_id, weight_updates.c.state == "Succeeded", weight_updates.c.id < before)
 
 
 def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
     """Return a pool's newest updates, the newest first."""
     pool = pool_rows.find(conn, namespace, name)
-    return [document(row) for row in _newest(conn, weight_updates.c.pool_id == pool.id)]
+    return [document(row) for row in _newest(conn, pool.id)]
 
 
 def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdateRow:
@@ -105,15 +114,15 @@ def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdat
         NotFound: The pool has no such update.
     """
     pool = pool_rows.find(conn, namespace, name)
-    rows = _newest(conn, weight_updates.c.pool_id == pool.id, weight_updates.c.id == number)
-    if not rows:
+    row = _one(conn, pool.id, weight_updates.c.id == number)
+    if row is None:
         raise NotFound(f"BackendPool {name!r} has no weight update {number}", reason="UpdateNotFound")
-    return rows[0]
+    return row
 
 
 def earlier(conn: Connection, pool_id: int, url: str, policy_index: int) -> EarlierLogprobs | None:
     """Return what a backend was last seen to give with the weights of an index, or None if unknown."""
-    for row in _newest(conn, weight_updates.c.pool_id == pool_id):
+    for row in _newest(conn, pool_id):
         part = progress_of(row).get(url)
         if part is not None and part.before is not None and part.before.policy_index == policy_index:
             return part.before
@@ -126,8 +135,8 @@ def standing(conn: Connection, pool: PoolRow, request: WeightUpdateRequest) -> W
     Raises:
         Conflict: The version already names other weights, so tokens under it could not be distinguished.
     """
-    ours, standing = weight_updates.c.pool_id == pool.id, weight_updates.c.state != "Failed"
-    for row in _newest(conn, ours, standing, weight_updates.c.policy_version == request.policy_version):
+    named = weight_updates.c.policy_version == request.policy_version
+    for row in _newest(conn, pool.id, named, weight_updates.c.state != "Failed"):
         if request_of(row).source != request.source:
             raise Conflict(
                 f"policyVersion: {request.policy_version!r} names the weights of update {row.id} already, "
@@ -157,18 +166,16 @@ def _change_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> N
     tx.wake(TOPIC)
 
 
-def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpdateRow | None:
-    """Change one backend's part of a running update; return the row, or None if it no longer runs."""
-    running = (weight_updates.c.id == update_id, weight_updates.c.state == "Running")
-    rows = _newest(tx.conn, *running, lock=True)
-    if not rows:
-        return None
-    row, progress = rows[0], progress_of(rows[0])
+def note(tx: Transaction, row: WeightUpdateRow, url: str, **values: Any) -> WeightUpdateRow:
+    """Change one backend's part of an update while it runs, and return the update's row, which is locked."""
+    progress = progress_of(row)
     before = progress.get(url, BackendProgress(url=url))
     if "message" in values:
         values["message"] = values["message"][:_MAX_MESSAGE]
     progress[url] = before.model_copy(update=values)
-    return _change(tx, row, progress=encoded(progress)) if progress[url] != before else row
+    if row.state != "Running" or progress[url] == before:
+        return row
+    return _change(tx, row, progress=encoded(progress))
 
 
 def add(
@@ -245,16 +252,13 @@ def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
     return _change(tx, row, state="Running", finished_at=None, progress=encoded(progress))
 
 
-def pause(tx: Transaction, namespace: str, name: str, mode: str) -> None:
-    """Pause the pool: no rollout enters Run, and the servers sample nothing."""
-    pool = pool_rows.find(tx.conn, namespace, name, lock=True)
-    _change_pool(tx, pool.id, paused=True, pause_mode=mode)
+def pause(tx: Transaction, namespace: str, name: str, mode: PauseMode | None) -> None:
+    """Pause the pool, in which no rollout enters Run then, and whose servers sample nothing.
 
-
-def resume(tx: Transaction, namespace: str, name: str) -> None:
-    """Undo `pause`: the pool's rollouts continue, each backend's as soon as its server has been resumed."""
+    With the mode None its rollouts continue, each backend's as soon as its server has been resumed.
+    """
     pool = pool_rows.find(tx.conn, namespace, name, lock=True)
-    _change_pool(tx, pool.id, paused=False, pause_mode=None)
+    _change_pool(tx, pool.id, paused=mode is not None, pause_mode=mode)
 
 
 def renew(tx: Transaction, name: str, ids: set[int]) -> None:
@@ -266,45 +270,45 @@ def renew(tx: Transaction, name: str, ids: set[int]) -> None:
     )
 
 
-def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpdateRow | None:
-    """Make `name` the owner of the wanted update, and return the update's row, locked.
+def as_owner(
+    tx: Transaction, name: str, target: BackendTarget, operation: Callable[..., None], **values: Any
+) -> None:
+    """Make `name` the owner of the wanted update, and call an operation that only its owner may do.
 
-    Where the weights that the server was started with are wanted, the last update's row records the owner. It
-    is None if there was no update.
+    Args:
+        name: The name of a control plane.
+        target: A backend, as it was read.
+        operation: One of the functions below that take a row. It gets the update's row, locked, or None where
+            the weights that the server was started with are wanted. The row of the last update, if there is
+            one, records their owner.
+        values: Its further arguments.
 
     Raises:
         Superseded: The pool wants other weights now, or another control plane is the owner.
     """
-    pool = pool_rows.by_id(tx.conn, target.pool.id)
+    pool, update = pool_rows.by_id(tx.conn, target.pool.id), target.update
     if pool is None or pool.policy_index != target.pool.policy_index:
         raise Superseded
-    if target.update is None:
-        row = next(iter(_newest(tx.conn, weight_updates.c.pool_id == pool.id, limit=1, lock=True)), None)
-    else:
-        row = _desired(tx.conn, pool, lock=True)
-        if row is None or row.id != target.update.id:
+    this = () if update is None else (weight_updates.c.id == update.id, _STANDS)
+    row = _one(tx.conn, pool.id, *this, lock=True)
+    if row is None and update is not None:
+        raise Superseded  # Another control plane has ended it since the pool's row was read.
+    if row is not None:
+        others = row.owner is not None and row.owner != name
+        # On SQLite there is one control plane at a time, so another name belongs to a predecessor.
+        if others and not tx.sqlite and (row.owner_expires or 0.0) > tx.now:
             raise Superseded
-    if row is None:
-        return None
-    others = row.owner is not None and row.owner != name
-    # On SQLite there is one control plane at a time, so another name belongs to a predecessor.
-    if others and not tx.sqlite and (row.owner_expires or 0.0) > tx.now:
-        raise Superseded
-    owned = {"owner": name, "owner_expires": tx.now + OWNER_SECONDS}
-    tx.conn.execute(sa.update(weight_updates).where(weight_updates.c.id == row.id).values(**owned))
-    return row
+        owned = {"owner": name, "owner_expires": tx.now + OWNER_SECONDS}
+        tx.conn.execute(sa.update(weight_updates).where(weight_updates.c.id == row.id).values(**owned))
+    operation(tx, target, None if update is None else row, **values)
 
 
-def begin(tx: Transaction, name: str, target: BackendTarget, seen: Observation) -> None:
+def begin(tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, seen: Observation) -> None:
     """Record that the backend gets no more rollouts and that this process may have paused its server.
 
     Rollouts that do not continue over the update, or that refused weights may have served, return to Init.
-
-    Raises:
-        Superseded: The pool wants other weights now, or another control plane is the owner.
     """
-    row = take_charge(tx, name, target)
-    if row is not None and target.update is not None:
+    if row is not None:
         values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {row.policy_version}"}
         if target.restored:
             values["weights"] = "Failed"  # It stays so until it is verified, also for a successor.
@@ -312,23 +316,17 @@ def begin(tx: Transaction, name: str, target: BackendTarget, seen: Observation) 
             values["policy_index"] = BEHIND
         _change_backend(tx, target.pool.id, target.row.url, **values)
         measured = {} if seen.before is None else {"before": seen.before}
-        note(tx, row.id, target.row.url, step="Pausing", message="", **measured)
+        row = note(tx, row, target.row.url, step="Pausing", message="", **measured)
         if seen.reference is not None and target.begun and row.state == "Running":
             _change(tx, row, verified_by=seen.reference.source)
-    loads = seen.last is not WeightStep.LOOK
-    if loads and (target.lenient or target.restored or target.update is None):
+    if row is None or target.lenient or target.restored:
         staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
 
-def advance(tx: Transaction, name: str, target: BackendTarget, values: dict[str, Any]) -> None:
-    """Record the backend's progress in its part of the update.
-
-    Raises:
-        Superseded: This control plane does not own the update any more.
-    """
-    row = take_charge(tx, name, target)
-    if row is not None and target.update is not None:
-        note(tx, row.id, target.row.url, **values)
+def advance(tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, **values: Any) -> None:
+    """Record the backend's progress in its part of the update."""
+    if row is not None:
+        note(tx, row, target.row.url, **values)
 
 
 def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None:
@@ -344,46 +342,28 @@ def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None
     _change_backend(tx, target.pool.id, seen.url, **values)
 
 
-def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
-    """Record the last error of the backend."""
-    row = pool_rows.locked_backend(tx, target.pool.id, target.row.url)
-    if row is not None and row.weights != "Current":
-        _change_backend(tx, target.pool.id, target.row.url, weights_message=message)
-    if target.update is not None:
-        note(tx, target.update.id, target.row.url, message=message)
-
-
-def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str = "") -> None:
+def done(
+    tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, seen: Observation, message: str = ""
+) -> None:
     """Record that the backend has the wanted weights.
 
     Args:
         seen: What the steps have shown. If nothing was loaded, the earlier verification stays.
         message: The reason why the weights were not verified.
-
-    Raises:
-        Superseded: The first weights are wanted, and the backend's weights have been changed since they were
-            read.
     """
-    update, pool, url = target.update, target.pool, target.row.url
+    pool, url = target.pool, target.row.url
     loaded = seen.last is not WeightStep.LOOK
     current: dict[str, Any] = {"weights": "Current", "weights_message": "", "restart_requested": False}
-    if update is None:
-        label = seen.first_label if loaded else seen.label
-        version = {} if label is None else {"policy_version": label[:128]}
-        mark(tx, target, {**current, **version, "policy_index": 0})
+    version = row.policy_version if row is not None else seen.first_label if loaded else seen.label
+    if version is not None:
+        current["policy_version"] = version[:128]
+    _change_backend(tx, pool.id, url, policy_index=pool.policy_index, **current)
+    if row is None:
         return
-    (row,) = _newest(tx.conn, weight_updates.c.id == update.id, lock=True)
-    if row.state == "Failed":
-        # Another backend was found to have wrong weights in the meantime.
-        _distrust(tx, pool.id, url, "it has refused weights")
-        return
-    reached = {"policy_index": update.policy_index, "policy_version": update.policy_version}
-    _change_backend(tx, pool.id, url, **current, **reached)
-    changes: dict[str, Any] = {"step": "Done", "message": message}
+    part: dict[str, Any] = {"step": "Done", "message": message}
     if loaded:
-        difference = None if seen.comparison is None else seen.comparison.finite
-        changes |= {"verified": seen.comparison is not None, "max_difference": difference}
-    note(tx, update.id, url, **changes)
+        part |= {"verified": seen.comparison is not None, "max_difference": seen.difference}
+    note(tx, row, url, **part)
     if seen.paused is not None:
         tx.count("weight_update_paused_seconds", value=seen.paused)
     if row.state == "Running" and request_of(row).source.pushed:
@@ -392,38 +372,35 @@ def done(tx: Transaction, target: BackendTarget, seen: Observation, message: str
     staleness.enforce(tx, pool.namespace, pool.name)
 
 
-def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
-    """Mark a backend whose server must be restarted; it waits at the version that it could not reach."""
-    if pool_rows.locked_backend(tx, target.pool.id, target.row.url) is None:
+def failed(
+    tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, message: str, *, for_good: bool
+) -> None:
+    """Record the last error of the backend.
+
+    Args:
+        for_good: Whether its server is believed to be unable to load the weights. The update fails if no
+            server can load them. Otherwise this server is at fault and must be restarted.
+    """
+    url = target.row.url
+    backend = pool_rows.locked_backend(tx, target.pool.id, url)
+    if backend is not None and backend.weights != "Current":
+        _change_backend(tx, target.pool.id, url, weights_message=message)
+    if row is None:
         return
-    failed = {"weights": "Failed", "policy_index": target.pool.policy_index, "restart_requested": True}
+    row = note(tx, row, url, message=message, **({"step": "Failed"} if for_good else {}))
+    if for_good and row.state == "Running" and all(p.step == "Failed" for p in progress_of(row).values()):
+        refuse(tx, target, row, f"{url}: {message}")
+    elif for_good:
+        restart(tx, target, row, message)
+
+
+def restart(tx: Transaction, target: BackendTarget, _row: WeightUpdateRow | None, message: str) -> None:
+    """Mark a backend whose server must be restarted; it waits at the version that it could not reach."""
     message += "; restart it" if target.pool.external else "; its driver restarts it"
+    failed = {"weights": "Failed", "policy_index": target.pool.policy_index, "restart_requested": True}
     _change_backend(tx, target.pool.id, target.row.url, **failed, weights_message=message)
     # The server stays paused, so requests of its rollouts would wait until the restart.
     staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
-
-
-def give_up_loading(tx: Transaction, target: BackendTarget, message: str) -> None:
-    """Record that a server cannot load the weights.
-
-    The update fails if no server can load them. Otherwise this server is at fault and must be restarted.
-    """
-    update = target.update
-    assert update is not None
-    row = note(tx, update.id, target.row.url, step="Failed", message=message)
-    if row is not None and all(part.step == "Failed" for part in progress_of(row).values()):
-        refuse(tx, target.pool.id, update.id, f"{target.row.url}: {message}")
-        return
-    pool = pool_rows.by_id(tx.conn, target.pool.id)
-    if pool is not None and pool.policy_index == update.policy_index:
-        restart(tx, target, message)
-
-
-def _running(tx: Transaction, pool_id: int, *, lock: bool = False) -> tuple[PoolRow, WeightUpdateRow] | None:
-    """Return the pool, locked if `lock`, and its running update, locked; None if none is running."""
-    pool = pool_rows.by_id(tx.conn, pool_id, lock=lock)
-    row = None if pool is None else _desired(tx.conn, pool, lock=True)
-    return None if pool is None or row is None or row.state != "Running" else (pool, row)
 
 
 def settle(tx: Transaction, pool_id: int) -> None:
@@ -432,10 +409,10 @@ def settle(tx: Transaction, pool_id: int) -> None:
     In a pool without backends the update waits for one, because nothing has shown yet that the weights are
     good.
     """
-    running = _running(tx, pool_id)
-    if running is None:
+    pool = pool_rows.by_id(tx.conn, pool_id)
+    row = None if pool is None else _desired(tx.conn, pool, lock=True)
+    if pool is None or row is None or row.state != "Running":
         return
-    pool, row = running
     having = {
         backend.url: backend.policy_index == row.policy_index and backend.weights in ("Current", "Updating")
         for backend in pool_rows.backends_of(tx.conn, pool.id)
@@ -447,15 +424,14 @@ def settle(tx: Transaction, pool_id: int) -> None:
         _change(tx, row, progress=encoded(progress))
     if not having or not all(having.values()):
         return
-    parts = [progress[url] for url in having if url in progress]
-    verified = bool(parts) and all(part.verified for part in parts)
+    verified = bool(progress) and all(part.verified for part in progress.values())
     _change(
         tx,
         row,
         state="Succeeded",
         verified=verified,
         verified_by=row.verified_by if verified else "",
-        message=row.message or next((part.message for part in parts if part.message), ""),
+        message=row.message or next((part.message for part in progress.values() if part.message), ""),
         progress=encoded(progress),
         finished_at=tx.now,
     )
@@ -463,37 +439,32 @@ def settle(tx: Transaction, pool_id: int) -> None:
     staleness.enforce(tx, pool.namespace, pool.name)
 
 
-def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refused_by: str = "") -> None:
-    """Fail a running update, so that the pool wants its previous weights again.
+def refuse(
+    tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, message: str, *, keeps: bool = False
+) -> None:
+    """Fail the update if it runs, so that the pool wants its previous weights again.
 
-    Backends that may have the new weights are marked as BEHIND.
+    Backends that may have the new weights are marked as BEHIND: they are loaded and verified before they are
+    used.
 
     Args:
-        refused_by: The server that refused the weights and still has the previous ones.
+        message: Why the weights are refused.
+        keeps: Whether the server of the backend has refused them and still has the previous ones.
     """
-    running = _running(tx, pool_id, lock=True)
-    if running is None or running[1].id != update_id:
+    if row is None or row.state != "Running":
         return
-    pool, row = running
-    progress = progress_of(row)
-    if refused_by in progress:
-        failed = {"step": "Failed", "message": message[:_MAX_MESSAGE]}
-        progress[refused_by] = progress[refused_by].model_copy(update=failed)
-    ended = {"state": "Failed", "message": message[:4096], "finished_at": tx.now}
-    _change(tx, row, **ended, progress=encoded(progress))
+    url, pool_id = target.row.url, row.pool_id
+    if keeps:
+        row = note(tx, row, url, step="Failed", message=message)
+    _change(tx, row, state="Failed", message=message[:4096], finished_at=tx.now)
     tx.count("weight_updates", "Failed")
-    touched = {part.url for part in progress.values() if part.step in _TOUCHED} - {refused_by}
-    chain = _succeeded(tx.conn, pool.id, before=row.id)
-    for url in touched | _interrupted(tx.conn, pool.id, chain):
-        _distrust(tx, pool.id, url, f"it may have refused weights ({row.policy_version})")
-    version, index = (chain[0].policy_version, chain[0].policy_index) if chain else ("", 0)
-    _change_pool(tx, pool.id, policy_version=version, policy_index=index, served_model=serves(chain))
-
-
-def _distrust(tx: Transaction, pool_id: int, url: str, message: str) -> None:
-    """Mark a backend that may have refused weights: it is loaded and verified before it is used."""
+    chain = _succeeded(tx.conn, pool_id, before=row.id)
     unknown = {"weights": "Failed", "policy_index": BEHIND, "restart_requested": False}
-    _change_backend(tx, pool_id, url, **unknown, weights_message=message)
+    unknown["weights_message"] = f"it may have refused weights ({row.policy_version})"
+    for one in (_touched([row]) - ({url} if keeps else set())) | _interrupted(tx.conn, pool_id, chain):
+        _change_backend(tx, pool_id, one, **unknown)
+    version, index = (chain[0].policy_version, chain[0].policy_index) if chain else ("", 0)
+    _change_pool(tx, pool_id, policy_version=version, policy_index=index, served_model=serves(chain))
 
 
 def _interrupted(conn: Connection, pool_id: int, chain: Sequence[WeightUpdateRow]) -> set[str]:
@@ -503,7 +474,11 @@ def _interrupted(conn: Connection, pool_id: int, chain: Sequence[WeightUpdateRow
     succeeded since; `chain` are those that have, the newest first.
     """
     updating = {row.url for row in pool_rows.backends_of(conn, pool_id) if row.weights == "Updating"}
-    superseded = (weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Superseded")
     since = weight_updates.c.id > (chain[0].id if chain else 0)
-    parts = [part for row in _newest(conn, *superseded, since) for part in progress_of(row).values()]
-    return {part.url for part in parts if part.step in _TOUCHED} & updating
+    rows = _newest(conn, pool_id, weight_updates.c.state == "Superseded", since)
+    return _touched(rows) & updating
+
+
+def _touched(rows: Iterable[WeightUpdateRow]) -> set[str]:
+    """Return the servers that may have the weights of one of these updates."""
+    return {part.url for row in rows for part in progress_of(row).values() if part.step in _TOUCHED}

@@ -68,6 +68,11 @@ class BackendTarget:
     """The updates that every backend had before `update`, the newest first."""
 
     @property
+    def need(self) -> Need:
+        """What the backend needs, as `need` says."""
+        return need(self.pool, self.row)
+
+    @property
     def key(self) -> tuple[int, str]:
         """The identity of the backend: the pool's id and the URL."""
         return self.pool.id, self.row.url
@@ -166,6 +171,11 @@ class Observation:
     """The time from pause to resume, in seconds."""
     comparison: Comparison | None = None
     """The result of the comparison with the reference."""
+
+    @property
+    def difference(self) -> float | None:
+        """The largest difference from the reference, or None if there is none that is finite."""
+        return None if self.comparison is None else self.comparison.finite
 
     @property
     def marked(self) -> bool:

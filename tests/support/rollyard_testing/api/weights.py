@@ -7,15 +7,23 @@ from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
+from rollyard_api.storage.rows import WeightUpdateRow
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
 from rollyard_api.weights import records
 from rollyard_api.weights.steps import BackendTarget
+from sqlalchemy.engine import Connection
 
 FULL, NEXT = {"checkpoint": {"path": "/full"}}, {"checkpoint": {"path": "/next"}}
 ONE, TWO = ({"lora": {"name": name, "path": f"/{name}"}} for name in ("one", "two"))
 PUSHED = {"pushed": True}
 """Sources of weights."""
+
+
+def _row(conn: Connection, number: int) -> WeightUpdateRow:
+    return WeightUpdateRow(
+        *conn.execute(sa.select(weight_updates).where(weight_updates.c.id == number)).one()
+    )
 
 
 class Pools:
@@ -70,13 +78,21 @@ class Pools:
 
     async def step(self, number: int, url: str, **values: Any) -> None:
         """Set a backend's part of an update."""
-        await self.write(records.note, update_id=number, url=url, **values)
+
+        def change(tx: Any) -> None:
+            records.note(tx, _row(tx.conn, number), url, **values)
+
+        await self.write(change)
 
     async def target(self, url: str) -> BackendTarget:
         """Return what the coordinator reads of a backend of `p`."""
         targets: list[BackendTarget]
         targets, _ = await self.served.plane.database.read(records.targets)
         return next(one for one in targets if one.key == (1, url))
+
+    async def record(self, operation: Callable[..., None], target: BackendTarget, **values: Any) -> None:
+        """Record something of a backend, as the owner of its update does."""
+        await self.write(records.as_owner, name="me", target=target, operation=operation, **values)
 
     async def write(self, op: Callable[..., Any], **values: Any) -> None:
         await self.served.plane.database.write(partial(op, **values))
@@ -94,5 +110,9 @@ class Pools:
         await self.settle()
         assert (await self.update(number))["state"] == "Succeeded"
 
-    async def refuse(self, number: int, refused_by: str = "") -> None:
-        await self.write(records.refuse, pool_id=1, update_id=number, message="wrong", refused_by=refused_by)
+    async def refuse(self, number: int, url: str = "", **values: Any) -> None:
+        """Refuse the weights of the update that is wanted."""
+        target = await self.target(url or self.urls[0])
+        assert target.update is not None
+        assert target.update.id == number
+        await self.record(records.refuse, target, message="wrong", **values)

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import httpx
 from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
@@ -231,29 +231,10 @@ class ControlPlane:
         """
         return self._pages["trajectory store" if any(row.pending is None for row in rows) else "database"]
 
-    async def poll(
-        self,
-        namespace: str,
-        topic: str,
-        look: Callable[[], Awaitable[T]],
-        enough: Callable[[T], bool],
-        wait: float,
-        gone: Callable[[], Awaitable[bool]],
-    ) -> T:
-        """Answer a long poll of a trainer or a driver for a namespace ("" stands for all); see `Bus.until`.
-
-        Raises:
-            TooManyWaits: The largest number of long polls is already open.
-        """
-
-        async def turn() -> T:
-            async with self.looks.held(namespace):
-                return await look()
-
-        if wait <= 0:
-            return await turn()
-        with self.polls.held(namespace):
-            return await self.bus.until(topic, turn, enough, wait, gone)
+    async def look(self, namespace: str, query: Callable[[Connection], T]) -> T:
+        """Read the database for a namespace ("" stands for all), whose looks take turns."""
+        async with self.looks.held(namespace):
+            return await self.database.read(query)
 
     async def refuse_when_full(self) -> None:
         """Refuse results while the trajectory store accepts none and the database holds its share of them.

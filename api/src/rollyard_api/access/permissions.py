@@ -268,6 +268,12 @@ class BoundJobs:
         return job
 
 
+def of_other_job(bound: BoundJob) -> Forbidden:
+    """Return the error for a token that reaches for what belongs to another job than its own."""
+    who = bound.identity
+    return Forbidden(f"this token is for the workers of job {who.namespace}/{who.name} only")
+
+
 def refused(bound: BoundJob) -> Forbidden:
     """Return the error for a token whose job has ended."""
     who = bound.identity

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import ApiError, Invalid, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, StrictRoute, Wait, page_answer, plane_of
+from rollyard_api.routes.common import Named, NamedCall, StrictRoute, Wait, page_answer
 from rollyard_api.routes.page.records import record_line
 from rollyard_api.routes.page.rollout_pages import check_plain_list, rollout_filter, slim_page
 from rollyard_api.service import ControlPlane
@@ -84,10 +84,8 @@ class ResultPage(Generic[E]):
 
 @asynccontextmanager
 async def result_page(
-    request: Request,
+    call: NamedCall,
     kind: cursors.Kind,
-    namespace: str,
-    name: str,
     cursor: str,
     wait: float,
     look: Callable[[Connection, int, int], E],
@@ -102,14 +100,14 @@ async def result_page(
         Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
         TooManyWaits: No further long poll or page may be open.
     """
-    plane = plane_of(request)
-    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
-    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=acknowledged.end_of(job, kind))
+    plane = call.plane
+    job = await call.read(job_rows.find)
+    after = cursors.number(cursor, kind, uid=job.uid, job=job.name, end=acknowledged.end_of(job, kind))
     if acknowledged.is_ahead(job, kind, after, plane.settings.max_unread):
         with suppress(ApiError):  # A full disk must not prevent reading.
             await plane.database.write(partial(job_rows.note_read, job_id=job.id, kind=kind, position=after))
 
-    def query(conn: Connection) -> tuple[E, bool]:
+    def query(conn: Connection, namespace: str, name: str) -> tuple[E, bool]:
         now = job_rows.find(conn, namespace, name)
         if now.uid != job.uid:
             raise cursors.gone(name)
@@ -117,24 +115,17 @@ async def result_page(
         return found, now.finished_at is not None and found.after >= found.ended
 
     async with AsyncExitStack() as held:
-        found, finished = await plane.poll(
-            namespace,
-            job_topic(job.id),
-            partial(plane.database.read, query),
-            lambda got: not got[0].empty or got[1],
-            wait,
-            request.is_disconnected,
+        found, finished = await call.follow(
+            job_topic(job.id), query, lambda got: not got[0].empty or got[1], wait
         )
         # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
+        await held.enter_async_context(plane.pages_of(found.sizes).held(job.namespace))
         yield ResultPage(plane, kind, job, after, found, finished, held)
 
 
 @router.get("/{name}/trajectories")
 async def trajectories(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
+    call: Named,
     cursor: Cursor = "",
     wait: Wait = 0.0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -149,11 +140,11 @@ async def trajectories(
     beginning, a semicolon, the number that follows it for the first result, and for each other result the
     difference of its number from the one before. `Rollyard-Finished` is true when no results will follow.
     """
-    plane = plane_of(request)
+    plane = call.plane
     wanted = [state for state in ENDED if status in (None, state.status)]
     look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
-    form = delivery.media_type(request.headers.get("accept", ""))
-    async with result_page(request, "trajectories", namespace, name, cursor, wait, look) as page:
+    form = delivery.media_type(call.request.headers.get("accept", ""))
+    async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
         reached = None
         short = page.found.sizes
@@ -163,7 +154,7 @@ async def trajectories(
             )
             rows = await plane.database.read(read)
             if len(rows) < len(short):
-                raise cursors.gone(name)
+                raise cursors.gone(call.name)
             lines = await page.records(rows, form)
             if len(lines) < len(rows):
                 reached = rows[len(lines) - 1].end_seq
@@ -173,9 +164,7 @@ async def trajectories(
 
 @router.get("/{name}/groups")
 async def groups(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
+    call: Named,
     cursor: Cursor = "",
     wait: Wait = 0.0,
     limit: Annotated[int, Query(ge=1, le=256)] = 16,
@@ -188,22 +177,22 @@ async def groups(
     of them, without trajectories. A page may hold fewer than `limit`. The headers are those of
     `trajectories`.
     """
-    form = delivery.media_type(request.headers.get("accept", ""))
+    form = delivery.media_type(call.request.headers.get("accept", ""))
     if form == PARQUET:
         raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
-    plane = plane_of(request)
+    plane = call.plane
     most = plane.settings.page_bytes
     look = partial(
         grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
-    async with result_page(request, "groups", namespace, name, cursor, wait, look) as page:
+    async with result_page(call, "groups", cursor, wait, look) as page:
         found, short = page.found.groups, page.found.sizes
         lines: list[bytes] = []
         if not page.found.large:
             read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in found])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
-                raise cursors.gone(name)
+                raise cursors.gone(call.name)
             got = await page.records([rows[row.id] for row in short], form)
             lines = grouping.whole(found, got, form)
         reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
@@ -244,10 +233,8 @@ async def _large_group(
 
 @router.get("/{name}/rollouts")
 async def list_rollouts(
-    request: Request,
-    name: str,
+    call: Named,
     asked: Annotated[RolloutFilter, Depends(rollout_filter)],
-    namespace: Namespace = "default",
     slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
@@ -258,36 +245,30 @@ async def list_rollouts(
     shorter, at most 200 come at once, and they are sorted and filtered: an order by what only ended
     rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
-    plane = plane_of(request)
     if slim:
-        return await slim_page(plane, namespace, name, asked, min(limit, MAX_ROWS), after)
+        return await slim_page(call.plane, call.namespace, call.name, asked, min(limit, MAX_ROWS), after)
     check_plain_list(asked)
-    most = plane.settings.page_bytes
 
-    def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
+    def query(conn: Connection, namespace: str, name: str) -> tuple[list[dict[str, Any]], str | None]:
         job = job_rows.find(conn, namespace, name)
         begin = ""
         if after:
             begin = cursors.word(after, "rollouts", uid=job.uid, job=job.name, parameter="continue")
+        most = call.plane.settings.page_bytes
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
-    async with plane.looks.held(namespace):
-        found, more = await plane.database.read(query)
-    return page_answer(found, more)
+    return page_answer(*await call.look(query))
 
 
 @router.get("/{name}/rollouts/{rollout}")
-async def get_rollout(
-    request: Request, name: str, rollout: str, namespace: Namespace = "default", download: bool = False
-) -> Response:
+async def get_rollout(call: Named, rollout: str, download: bool = False) -> Response:
     """Return the trajectory of a rollout that has ended.
 
     With `download=true` a browser saves it as a text, and shows and runs nothing of it.
     """
-    plane = plane_of(request)
     async with AsyncExitStack() as held:
-        line = await record_line(plane, held, namespace, name, rollout)
+        line = await record_line(call.plane, held, call.namespace, call.name, rollout)
         if not download:
             return Delivery(line, "application/json", {}, held.pop_all())
         file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)

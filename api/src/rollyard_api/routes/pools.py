@@ -121,8 +121,8 @@ async def get_tokenizer(call: Named) -> Response:
     if found is None:
         raise NotFound(
             f"the control plane sees no tokenizer.json of {pool.tokenizer!r}, the tokenizer of BackendPool "
-            f"{pool.name!r}: set spec.tokenizer to a folder that it can read, or put the model into the cache "
-            "of Hugging Face on its machine",
+            f"{pool.name!r}: set spec.tokenizer to a folder that it can read, or put the model into the "
+            "cache of Hugging Face on its machine",
             reason="TokenizerUnseen",
         )
     told = TokenizerAnswer(name=pool.tokenizer, sha256=found.sha256, size=found.size)

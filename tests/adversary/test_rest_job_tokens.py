@@ -14,6 +14,7 @@ import pytest
 from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import queue_topic
 from rollyard_api.jobs import jobs
+from rollyard_api.storage import statements
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.security.job_token import JobIdentity, job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
@@ -248,7 +249,7 @@ async def test_a_rollout_of_another_job_is_found_among_many(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are looked up in several queries, and each of them counts."""
-    monkeypatch.setattr(permissions, "LOOKED_UP", 2)
+    monkeypatch.setattr(statements, "IDS_AT_ONCE", 2)
     mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
     own = await yard.lease(mine, "mine", init=3)
     (foreign,) = await yard.lease(other, "other", init=1)

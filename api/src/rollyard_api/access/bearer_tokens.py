@@ -108,20 +108,12 @@ class Tokens:
         return Caller("worker", jobs[0])
 
 
-def load_or_make(state_dir: Path) -> Tokens:
-    """Read tokens.json from the state folder, or create it (mode 0600) with new secrets.
-
-    Raises:
-        TokenFileError: The file does not contain such a JSON object.
-    """
-    path = state_dir / FILE_NAME
-    if not path.exists():
-        _make(path)
-    return load(path, "remove it to have new tokens made")
-
-
 def load(path: Path, remedy: str = "write one string, or a list of strings, for each role") -> Tokens:
-    """Read a token file that another program has created, such as a mounted Secret.
+    """Read a token file.
+
+    Args:
+        path: The file.
+        remedy: What to do about a file that has another form, for the message.
 
     Raises:
         TokenFileError: The file cannot be read, or it does not contain such a JSON object.
@@ -182,7 +174,7 @@ class TokenFile:
     """The tokens in force. A file that cannot be used changes nothing and is logged once.
 
     Args:
-        state_dir: The folder whose tokens.json is created if it is missing.
+        state_dir: The folder whose tokens.json is created (mode 0600), with new secrets, if it is missing.
         given: Another file, which another program creates, such as a mounted Secret; None stands for
             tokens.json.
 
@@ -192,10 +184,12 @@ class TokenFile:
 
     def __init__(self, state_dir: Path, given: Path | None) -> None:
         self._path = state_dir / FILE_NAME if given is None else given
+        if given is None and not self._path.exists():
+            _make(self._path)
         # The content may be newer than the recorded status of the file, but never older. If it is newer, the
         # file is read once more.
         self._seen: _Seen | None = None
-        self.tokens = load_or_make(state_dir) if given is None else load(given)
+        self.tokens = load(self._path) if given else load(self._path, "remove it to have new tokens made")
 
     def look(self) -> None:
         """Read the file again if it has changed. This may block and is therefore to be called in a thread."""

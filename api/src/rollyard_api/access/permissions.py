@@ -24,6 +24,7 @@ from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.statements import chunks
 
 Stand = Literal["live", "finished", "gone"]
 """The state of a token's job: it has unfinished rollouts, all of its rollouts have ended, or it was
@@ -209,8 +210,6 @@ def still(rule: Rule, stand: Stand) -> bool:
     return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)
 
 
-LOOKED_UP = 500
-"""The largest number of names in one query, because SQLite limits the variables of a query."""
 REMEMBERED = 4096
 """The largest number of jobs that are remembered for their tokens."""
 
@@ -283,7 +282,7 @@ def refused(bound: BoundJob) -> Forbidden:
 
 
 @lru_cache(maxsize=256)
-def _of_others(identity: JobIdentity, by: Literal["id", "sandbox_id"]) -> sa.Select[tuple[str]]:
+def _of_others(identity: JobIdentity, by: str) -> sa.Select[tuple[str]]:
     """Return the query for one rollout of a job that is not the token's own, even of a deleted job with rows.
 
     The query is kept because each report asks it.
@@ -304,11 +303,8 @@ def reaches_others(
     conn: Connection, identity: JobIdentity, rollouts_of: Collection[str], sandboxes: Collection[str]
 ) -> bool:
     """Return whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
-    asked: tuple[tuple[Literal["id", "sandbox_id"], list[str]], ...]
-    asked = (("id", sorted(rollouts_of)), ("sandbox_id", sorted(sandboxes)))
-    for by, names in asked:
-        for at in range(0, len(names), LOOKED_UP):
-            some = {"b_names": names[at : at + LOOKED_UP]}
-            if conn.execute(_of_others(identity, by), some).first() is not None:
-                return True
-    return False
+    return any(
+        conn.execute(_of_others(identity, by), {"b_names": names}).first() is not None
+        for by, named in (("id", rollouts_of), ("sandbox_id", sandboxes))
+        for names in chunks(sorted(named))
+    )

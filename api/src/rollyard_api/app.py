@@ -61,7 +61,7 @@ class Gate:
         self._state = app.state
         self._rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
         self._max_body = settings.max_body_bytes
-        self._max_blob = settings.blob_limits.blob_bytes
+        self._max_blob = settings.max_blob_bytes
         self._direct = {
             (method, route.path): route for route in _DIRECT for method in sorted(route.methods or ())
         }

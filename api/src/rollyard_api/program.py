@@ -29,7 +29,6 @@ from rollyard_api.app import build
 from rollyard_api.browsers import config as browsers
 from rollyard_api.browsers.config import BrowserOptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
-from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.sandbox_hosts import HostPatternError
 from rollyard_api.jobs.task_sources import PrefixError
 from rollyard_api.prorl import listener as prorl_listener
@@ -109,14 +108,6 @@ def parser() -> argparse.ArgumentParser:
         default=STALL_SECONDS,
         help="a client that takes nothing of its answer for so long is cut off (default: %(default)s)",
     )
-    uploads = blobs.BlobLimits()
-    for option, most, text in (
-        ("--max-task-bytes", task_reader.TaskFileLimits().file_bytes, "largest task file, unpacked"),
-        ("--max-blob-bytes", uploads.blob_bytes, "largest upload"),
-        ("--max-namespace-blob-bytes", uploads.namespace_bytes, "limit for all uploads of a namespace"),
-        ("--max-namespace-blobs", uploads.namespace_count, "uploads of a namespace"),
-    ):
-        made.add_argument(option, type=int, default=most, help=f"{text} (default: %(default)s)")
     made.add_argument(
         "--verify-python",
         default=os.environ.get("ROLLYARD_VERIFY_PYTHON", ""),
@@ -187,12 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
         browsers=shown,
-        task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
-        blob_limits=blobs.BlobLimits(
-            blob_bytes=given.max_blob_bytes,
-            namespace_bytes=given.max_namespace_blob_bytes,
-            namespace_count=given.max_namespace_blobs,
-        ),
     )
     for options_of_list, name in (
         ("--allow-tasks-from, --allow-tasks-network", "task_sources"),

@@ -17,6 +17,7 @@ from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.coordinator import UpdateLimits
 
+_UPLOADS: Final = blobs.BlobLimits()
 _NETWORK: Final = "a network in which the hosts of these prefixes may be, beside public addresses"
 
 
@@ -161,10 +162,10 @@ class Settings:
     """The receiver of traces, and which rollouts are traced. By default none is."""
     traces_asked: bool = False
     """Whether a flag asks for traces, and not only a variable that may be meant for other programs."""
-    task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
-    """The limits on what is read for jobs."""
-    blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
-    """The limits on uploads."""
+    max_task_bytes: int = _option(task_reader.TaskFileLimits().file_bytes, "largest task file, unpacked")
+    max_blob_bytes: int = _option(_UPLOADS.blob_bytes, "largest upload")
+    max_namespace_blob_bytes: int = _option(_UPLOADS.namespace_bytes, "limit for all uploads of a namespace")
+    max_namespace_blobs: int = _option(_UPLOADS.namespace_count, "uploads of a namespace")
     browsers: BrowserSettings = field(default_factory=BrowserSettings)
     """The addresses of the page, and the times that sessions last."""
     sqlite_max_pages: int = _option(0, "bound of the database file in pages; 0: none")
@@ -197,6 +198,16 @@ class Settings:
         kept += [] if self.tokens_file is None else [self.tokens_file]
         kept += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
         return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, kept)
+
+    @property
+    def task_limits(self) -> task_reader.TaskFileLimits:
+        """The limits on what is read for jobs."""
+        return task_reader.TaskFileLimits(file_bytes=self.max_task_bytes)
+
+    @property
+    def blob_limits(self) -> blobs.BlobLimits:
+        """The limits on uploads."""
+        return blobs.BlobLimits(self.max_blob_bytes, self.max_namespace_blob_bytes, self.max_namespace_blobs)
 
     @property
     def sandbox_hosts(self) -> SandboxHosts:

@@ -58,20 +58,9 @@ class Tokens:
 
     by_role: Mapping[Role, tuple[str, ...]]
 
-    @property
-    def admin(self) -> str:
-        """The secret of administrators that is handed out."""
-        return self.by_role["admin"][0]
-
-    @property
-    def worker(self) -> str:
-        """The secret of stage workers that is handed out."""
-        return self.by_role["worker"][0]
-
-    @property
-    def driver(self) -> str:
-        """The secret of drivers that is handed out."""
-        return self.by_role["driver"][0]
+    def current(self, role: Role) -> str:
+        """Return the secret of a role that is handed out."""
+        return self.by_role[role][0]
 
     def caller(self, authorization: str) -> Caller:
         """Return the caller that an Authorization header identifies.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from rollyard_crds.base import Model
 from starlette.responses import Response
 
 from rollyard_api.core.cursors import MAX_LENGTH
@@ -17,10 +18,8 @@ router = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"], route_class=Stric
 CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
 
 
-class Acknowledge(BaseModel):
+class Acknowledge(Model, strict=True):
     """A cursor that a reader has dealt with."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     cursor: Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)]
     """The cursor after the last result that need not be read again."""

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from rollyard_crds.base import Model
 from rollyard_crds.fields import signals
 from rollyard_crds.fields.dynamic_sampling import MAX_STEP_GROUPS
 from rollyard_crds.fields.skipped_rows import SkippedRows
@@ -43,28 +44,22 @@ router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=S
 of_drivers = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"], route_class=StrictRoute)
 
 
-class JobPatch(BaseModel):
+class JobPatch(Model):
     """The fields of a job that may be changed."""
-
-    model_config = ConfigDict(extra="forbid")
 
     suspend: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
 
-class Cancel(BaseModel):
+class Cancel(Model):
     """What to cancel: the job, one of its groups, or one rollout."""
-
-    model_config = ConfigDict(extra="forbid")
 
     group: str | None = None
     rollout: str | None = None
 
 
-class Target(BaseModel):
+class Target(Model, strict=True):
     """A step of a stream with dynamic sampling."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
     """A name of the trainer's choice. The same name again is the same step."""
@@ -141,8 +136,13 @@ def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) ->
     return job_views.document(conn, job_rows.find(conn, namespace, name), bare=bare)
 
 
-async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> Sequence[TaskRow]:
+async def _tasks(
+    plane: ControlPlane, job: RolloutJob, skipped: SkippedRows, listed: Any = None
+) -> Sequence[TaskRow]:
+    """Return the tasks of a new job; `listed` is what its driver read from a ConfigMap."""
     source = job.spec.tasks
+    if listed is not None:
+        return await plane.parsing.run(partial(tasks.read_list, listed), job.metadata.namespace)
     if source.url is not None:
         return await plane.task_reader.read(source.url, job.metadata.namespace, source, skipped)
     if source.inline is not None:
@@ -162,20 +162,6 @@ async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> 
             reason="InvalidTasks",
         )
     return []
-
-
-async def _registered_tasks(
-    plane: ControlPlane, job: RolloutJob, given: Any, skipped: SkippedRows
-) -> Sequence[TaskRow]:
-    """Return the tasks of a new job: its own, or those that its driver read from a ConfigMap."""
-    if job.spec.tasks.config_map_ref is None:
-        return await _tasks(plane, job, skipped)
-    if given is None:
-        raise Invalid.of(
-            "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
-            reason="InvalidTasks",
-        )
-    return await plane.parsing.run(partial(tasks.read_list, given), job.metadata.namespace)
 
 
 def _check_allowed(plane: ControlPlane, job: RolloutJob) -> None:
@@ -221,10 +207,8 @@ def _with_tasks(bare: NewJob, job: RolloutJob, rows: Sequence[TaskRow], skipped:
     return replace(bare, tasks=rows, skipped=skipped)
 
 
-class Registration(BaseModel):
+class Registration(Model):
     """A job as its driver reports it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     manifest: dict[str, Any]
     """The RolloutJob. Its status is ignored."""
@@ -254,8 +238,13 @@ async def register(call: Call, name: str, namespace: DefaultNamespace = None) ->
     result = await plane.database.write(partial(op, new=new, with_tasks=False))
     if result.made is None:
         _check_allowed(plane, job)
+        if asked.tasks is None and job.spec.tasks.config_map_ref is not None:
+            raise Invalid.of(
+                "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
+                reason="InvalidTasks",
+            )
         skipped = asked.skipped or SkippedRows()
-        new = _with_tasks(new, job, await _registered_tasks(plane, job, asked.tasks, skipped), skipped)
+        new = _with_tasks(new, job, await _tasks(plane, job, skipped, asked.tasks), skipped)
         result = await plane.database.write(partial(op, new=new, with_tasks=True))
     if result.replaced is not None:
         await plane.cancel_rest(result.replaced)

@@ -16,7 +16,6 @@ from rollyard_crds.lease import (
     FailRequest,
     HeartbeatRequest,
     HeartbeatResponse,
-    LeaseRef,
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
@@ -50,14 +49,6 @@ router = APIRouter(prefix="/v1/leases", tags=["leases"], route_class=StrictRoute
 def _reply(request: Request, document: Any) -> Response:
     data, media_type = encode(document, request.headers.get("accept", ""))
     return Response(data, media_type=media_type)
-
-
-def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None) -> bool:
-    try:
-        job = job_rows.find(conn, namespace or "default", name)
-    except NotFound:
-        return True
-    return job.finished_at is not None or job_id not in (None, job.id)
 
 
 @router.post("", responses={200: {"model": LeaseResponse}}, openapi_extra=body_schema(LeaseRequest))
@@ -100,7 +91,10 @@ async def _granted(
 
 def _grant(plane: ControlPlane, ask: Ask, tx: Transaction) -> tuple[list[dict[str, Any]], bool]:
     leases = leasing.grant(tx, ask, plane.settings.lease_seconds, plane.settings.page_bytes)
-    return leases, not leases and ask.job is not None and _over(tx.conn, ask.namespace, ask.job, ask.job_id)
+    if leases or ask.job is None:
+        return leases, False
+    job = job_rows.named(tx.conn, ask.namespace or "default", ask.job)
+    return [], job is None or job.finished_at is not None or ask.job_id not in (None, job.id)
 
 
 @router.post(
@@ -136,8 +130,8 @@ async def heartbeat(request: Request) -> Response:
     return _reply(
         request,
         {
-            "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
-            "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
+            "lost": [{"rollout": rollout, "token": token} for rollout, token in lost],
+            "cancelled": [{"rollout": rollout, "token": token} for rollout, token in cancelled],
             "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
             "watched": watched,
         },

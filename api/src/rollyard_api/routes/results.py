@@ -48,29 +48,29 @@ class ResultPage(Generic[E]):
     found: E
     finished: bool
     """Whether no results will follow those that were found."""
+    form: str
+    """The media type of the answer."""
     held: AsyncExitStack
 
-    async def records(self, rows: Sequence[EndedRollout], form: str) -> Sequence[Piece]:
-        """Return the records of these rows as `answer` takes them for the media type `form`."""
+    async def records(self, rows: Sequence[EndedRollout]) -> Sequence[Piece]:
+        """Return the records of these rows as `answer` takes them."""
         archive = self.plane.archive
-        read = archive.arrays if form == ARRAYS else archive.lines
+        read = archive.arrays if self.form == ARRAYS else archive.lines
         return await read(rows, self.job, self.plane.settings.page_bytes)
 
-    async def answer(
-        self, lines: Sequence[Piece], form: str, reached: int | None, places: Sequence[int]
-    ) -> Response:
+    async def answer(self, lines: Sequence[Piece], reached: int | None, places: Sequence[int]) -> Response:
         """Return the answer with these documents.
 
         Args:
             reached: The place of the last one, or None for all that were found.
             places: The place of each document.
         """
-        encode = partial(delivery.encode, lines, form)
+        encode = partial(delivery.encode, lines, self.form)
         data = await self.plane.archive.builds.run(encode, self.job.namespace)
-        return self.deliver(data, form, reached, places)
+        return self.deliver(data, reached, places)
 
     def deliver(
-        self, data: bytes | AsyncIterator[Piece], form: str, reached: int | None, places: Sequence[int]
+        self, data: bytes | AsyncIterator[Piece], reached: int | None, places: Sequence[int]
     ) -> Response:
         """Return the answer with this body, which keeps the held place until it is sent."""
         place = self.found.after if reached is None else reached
@@ -79,7 +79,7 @@ class ResultPage(Generic[E]):
             "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places),
             "Rollyard-Finished": "true" if self.finished and reached is None else "false",
         }
-        return Delivery(data, form, headers, self.held.pop_all())
+        return Delivery(data, self.form, headers, self.held.pop_all())
 
 
 @asynccontextmanager
@@ -97,10 +97,14 @@ async def result_page(
 
     Raises:
         NotFound: There is no such job, or it was deleted in the meantime.
+        Invalid: Groups are asked for as Parquet.
         Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
         TooManyWaits: No further long poll or page may be open.
     """
     plane = call.plane
+    form = delivery.media_type(call.request.headers.get("accept", ""))
+    if kind == "groups" and form == PARQUET:
+        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
     job = await call.read(job_rows.find)
     after = cursors.number(cursor, kind, uid=job.uid, job=job.name, end=acknowledged.end_of(job, kind))
     if acknowledged.is_ahead(job, kind, after, plane.settings.max_unread):
@@ -120,7 +124,7 @@ async def result_page(
         )
         # The records themselves are in memory only while a place for the answer is held.
         await held.enter_async_context(plane.pages_of(found.sizes).held(job.namespace))
-        yield ResultPage(plane, kind, job, after, found, finished, held)
+        yield ResultPage(plane, kind, job, after, found, finished, form, held)
 
 
 @router.get("/{name}/trajectories")
@@ -143,7 +147,6 @@ async def trajectories(
     plane = call.plane
     wanted = [state for state in ENDED if status in (None, state.status)]
     look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
-    form = delivery.media_type(call.request.headers.get("accept", ""))
     async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
         reached = None
@@ -155,11 +158,11 @@ async def trajectories(
             rows = await plane.database.read(read)
             if len(rows) < len(short):
                 raise cursors.gone(call.name)
-            lines = await page.records(rows, form)
+            lines = await page.records(rows)
             if len(lines) < len(rows):
                 reached = rows[len(lines) - 1].end_seq
         places = [row.end_seq for row in short[: len(lines)]]
-        return await page.answer(lines, form, reached, places)
+        return await page.answer(lines, reached, places)
 
 
 @router.get("/{name}/groups")
@@ -177,44 +180,41 @@ async def groups(
     of them, without trajectories. A page may hold fewer than `limit`. The headers are those of
     `trajectories`.
     """
-    form = delivery.media_type(call.request.headers.get("accept", ""))
-    if form == PARQUET:
-        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
     plane = call.plane
     most = plane.settings.page_bytes
     look = partial(
         grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
     async with result_page(call, "groups", cursor, wait, look) as page:
-        found, short = page.found.groups, page.found.sizes
+        form, found, short = page.form, page.found.groups, page.found.sizes
         lines: list[bytes] = []
         if not page.found.large:
             read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in found])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
                 raise cursors.gone(call.name)
-            got = await page.records([rows[row.id] for row in short], form)
+            got = await page.records([rows[row.id] for row in short])
             lines = grouping.whole(found, got, form)
         reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
         if lines or not found:
-            return await page.answer(lines, form, reached, [group.seq for group, _ in found[: len(lines)]])
+            return await page.answer(lines, reached, [group.seq for group, _ in found[: len(lines)]])
         group, members = found[0]
         if form == MSGPACK:
             raise TooLarge(
                 f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} or {ARRAYS} only",
                 reason="GroupTooLarge",
             )
-        return page.deliver(_large_group(page, group, members, form), form, reached, [group.seq])
+        return page.deliver(_large_group(page, group, members), reached, [group.seq])
 
 
 async def _large_group(
-    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize], form: str
+    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 
     If it cannot be sent completely, the connection is cut, so no client takes a part for the whole group.
     """
-    plane, job = page.plane, page.job
+    plane, job, form = page.plane, page.job, page.form
     begin, end = delivery.frame(1, form)
     yield begin + grouping.beginning(group, len(members), form)
     sent = 0
@@ -225,7 +225,7 @@ async def _large_group(
         rows = await plane.database.read(read)
         if not rows:
             raise cursors.gone(job.name)
-        for record in await page.records(rows, form):
+        for record in await page.records(rows):
             yield (grouping.separator(form) if sent else b"") + bytes(record)
             sent += 1
     yield grouping.end(form) + end

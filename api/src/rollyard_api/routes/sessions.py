@@ -6,7 +6,8 @@ import logging
 from typing import Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from rollyard_crds.base import Model
 from starlette.responses import Response
 
 from rollyard_api.browsers import origins
@@ -21,19 +22,15 @@ log = logging.getLogger("rollyard.api")
 NO_STORE = {"Cache-Control": "no-store"}
 
 
-class CodeRequest(BaseModel):
+class CodeRequest(Model, strict=True):
     """The body of `POST /v1/session/codes`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["viewer", "admin"] = "viewer"
     """The role of the session that the code becomes: `viewer` reads, and `admin` may cancel, too."""
 
 
-class SignIn(BaseModel):
+class SignIn(Model, strict=True):
     """The body of `POST /v1/session`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     code: str = Field(max_length=200)
     """The one-time code of the link."""

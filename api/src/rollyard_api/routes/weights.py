@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import Model
 from rollyard_crds.weights import PauseMode, WeightUpdate, WeightUpdateRequest
@@ -19,7 +18,7 @@ from starlette.responses import Response
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict
-from rollyard_api.routes.common import MAX_WAIT, Named, NamedCall, StrictRoute, Wait, answer, body_schema
+from rollyard_api.routes.common import Named, NamedCall, StrictRoute, Wait, answer, body_schema
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import BackendRow, PoolRow
@@ -129,11 +128,8 @@ async def get_update(pool: Named, number: int, wait: Wait = 0.0) -> Response:
     return answer(updates.document(row))
 
 
-PauseWait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
-
-
 @router.post("/{name}/pause", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
-async def pause(call: Named, mode: PauseMode = "abort", wait: PauseWait = 30.0) -> Response:
+async def pause(call: Named, mode: PauseMode = "abort", wait: Wait = 30.0) -> Response:
     """Pause a pool until `resume`: no rollout enters Run, and the servers sample nothing.
 
     The status is 200 once every server is paused, or 202 if that takes longer than `wait` seconds. In that
@@ -147,7 +143,7 @@ async def pause(call: Named, mode: PauseMode = "abort", wait: PauseWait = 30.0) 
 
 
 @router.post("/{name}/resume", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
-async def resume(pool: Named, wait: PauseWait = 30.0) -> Response:
+async def resume(pool: Named, wait: Wait = 30.0) -> Response:
     """Undo `pause`: 200 once every server samples again, 202 if that takes longer than `wait` seconds."""
     await pool.write(records.resume)
     return await _until(pool, wait, lambda row: not row.ready or row.weights != "Updating")

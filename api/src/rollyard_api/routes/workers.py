@@ -81,7 +81,7 @@ async def assignment(call: Call) -> Response:
             f"the job that was offered to the ready worker {who.worker!r} has ended or was deleted",
             reason="AssignmentWithdrawn",
         )
-    token = job_token(plane.tokens.worker, taken.namespace, taken.job, taken.uid)
+    token = job_token(plane.tokens.current("worker"), taken.namespace, taken.job, taken.uid)
     return answer(
         {"namespace": taken.namespace, "job": taken.job, "arguments": list(taken.arguments), "token": token},
         headers={"Cache-Control": "no-store"},

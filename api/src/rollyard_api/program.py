@@ -28,7 +28,7 @@ from rollyard_crds.telemetry.variables import TraceOptionError
 from rollyard_api.app import build
 from rollyard_api.browsers import config as browsers
 from rollyard_api.browsers.config import BrowserOptionInvalid
-from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
+from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket, write_port
 from rollyard_api.jobs.sandbox_hosts import HostPatternError
 from rollyard_api.jobs.task_sources import PrefixError
 from rollyard_api.prorl import listener as prorl_listener
@@ -47,17 +47,19 @@ SHUTDOWN_SECONDS = 2
 class ControlPlaneServer(uvicorn.Server):
     """A uvicorn server that ends long polls on a signal, then exits with 0, and writes its port to a file."""
 
-    def __init__(self, app: FastAPI, config: uvicorn.Config, port_file: Path | None, port: int) -> None:
+    def __init__(
+        self, app: FastAPI, config: uvicorn.Config, port_file: Path | None, sock: socket.socket
+    ) -> None:
         super().__init__(config)
         self._app = app
         self._port_file = port_file
-        self._port = port
+        self._socket = sock
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the server, and write the port file once it listens."""
         await super().startup(sockets)
         if self.started and self._port_file is not None:
-            await asyncio.to_thread(_write_atomically, self._port_file, f"{self._port}\n")
+            await asyncio.to_thread(write_port, self._port_file, self._socket)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -77,12 +79,6 @@ class ControlPlaneServer(uvicorn.Server):
         plane: ControlPlane | None = getattr(self._app.state, "plane", None)
         if plane is not None:
             plane.bus.close()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text)
-    scratch.replace(path)
 
 
 GARBAGE_THRESHOLD = 10_000
@@ -138,11 +134,6 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Only the GNU C library has it.
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-
-
-def _port(sock: socket.socket) -> int:
-    """Return the port on which a socket listens, which is 0 for a Unix socket."""
-    return 0 if sock.family == socket.AF_UNIX else int(sock.getsockname()[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,7 +240,7 @@ def serve(
     # cycles, and a tenth of the processor time went into looking for them at the default threshold of 700.
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD)
-    server = ControlPlaneServer(app, config, given.port_file, _port(sock))
+    server = ControlPlaneServer(app, config, given.port_file, sock)
     # uvicorn itself exits if the start fails. The reason is printed below.
     with sock, contextlib.suppress(SystemExit):
         server.run(sockets=[sock])

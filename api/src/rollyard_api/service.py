@@ -193,7 +193,7 @@ class ControlPlane:
         return self.token_file.tokens
 
     async def look_at_tokens(self) -> None:
-        """Read the token file again if it has changed."""
+        """Read the token file again."""
         await self.token_reads.run(self.token_file.look)
 
     def close(self) -> None:

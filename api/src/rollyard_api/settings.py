@@ -59,7 +59,7 @@ class Settings:
         },
     )
     tokens_seconds: float = 1.0
-    """The time between two checks of the token file for changes, in seconds."""
+    """The time between two reads of the token file, in seconds."""
     open_metrics: bool = _option(False, "/metrics needs no token")
     open_docs: bool = _option(False, "/docs and /openapi.json need no token")
     lease_seconds: float = _option(30.0, "how long a lease holds without a heartbeat")

@@ -22,6 +22,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.statements import chunks
@@ -220,15 +221,10 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
 
     The uid in the token may be that of the job or of the Kubernetes object for which the job is registered.
     """
-    columns = (jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at)
-    row = conn.execute(
-        sa.select(*columns).where(
-            jobs.c.namespace == identity.namespace, jobs.c.name == identity.name, jobs.c.deleted_at.is_(None)
-        )
-    ).one_or_none()
-    if row is None or identity.uid not in (row.uid, row.object_uid):
+    job = job_rows.named(conn, identity.namespace, identity.name)
+    if job is None or identity.uid not in (job.uid, job.object_uid):
         return BoundJob(identity, "gone", None, None)
-    return BoundJob(identity, "live" if row.finished_at is None else "finished", row.id, row.uid)
+    return BoundJob(identity, "live" if job.finished_at is None else "finished", job.id, job.uid)
 
 
 class BoundJobs:

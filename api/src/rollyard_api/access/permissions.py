@@ -10,7 +10,6 @@ The token of one job reaches that job in its present form, its rollouts, its san
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,6 +18,7 @@ from typing import Final, Literal
 import sqlalchemy as sa
 from rollyard_crds.security.job_token import JobIdentity
 from sqlalchemy.engine import Connection
+from starlette.routing import compile_path
 
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
@@ -146,7 +146,6 @@ _PATHS: Final[dict[str, dict[str, Rule]]] = {
 RULES: Final = {(method, path): rule for path, rules in _PATHS.items() for method, rule in rules.items()}
 """The rule of each call, which is a method and a path."""
 DOCS: Final = frozenset({"/docs", "/docs/{name}", "/openapi.json"})
-_PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
 
 
 class Access:
@@ -162,9 +161,7 @@ class Access:
         rules = {key: OPEN if key[1] in opened else rule for key, rule in RULES.items()}
         self._exact = {key: rule for key, rule in rules.items() if "{" not in key[1]}
         self._shaped = [
-            (method, re.compile(_PARAMETER.sub("[^/]+", re.escape(path))), rule)
-            for (method, path), rule in rules.items()
-            if "{" in path
+            (method, compile_path(path)[0], rule) for (method, path), rule in rules.items() if "{" in path
         ]
 
     def rule(self, method: str, path: str) -> Rule:

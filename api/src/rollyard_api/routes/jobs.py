@@ -164,17 +164,25 @@ async def _tasks(
     return []
 
 
-def _check_allowed(plane: ControlPlane, job: RolloutJob) -> None:
-    """Check a new job against what this installation has, and what it allows jobs to name.
+async def _complete(
+    plane: ControlPlane, job: RolloutJob, bare: NewJob, skipped: SkippedRows, listed: Any = None
+) -> NewJob:
+    """Return a new job with its tasks, after a check of all that it needs; `listed` is as for `_tasks`.
 
     Raises:
-        Invalid: The job wants more; `errors` names each field.
+        Invalid: The job needs what is not installed, names what the installer does not allow, or can provably
+            not reach the target of its dynamic sampling; `errors` names each field.
     """
     missing = entrypoints.problems(job.spec, plane.installed)
     if missing:
         raise Invalid.of(*missing, reason="NotInstalled")
     plane.sandbox_hosts.check(job.spec)
     plane.reward_services.check(job.spec, job.metadata.namespace)
+    rows = await _tasks(plane, job, skipped, listed)
+    problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
+    if problems:
+        raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
+    return replace(bare, tasks=rows, skipped=skipped)
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob))
@@ -187,24 +195,10 @@ async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
-        _check_allowed(plane, job)
-        skipped = SkippedRows()
-        new = _with_tasks(bare, job, await _tasks(plane, job, skipped), skipped)
+        new = await _complete(plane, job, bare, SkippedRows())
         made = await plane.database.write(partial(jobs.create, new=new, room=plane.settings.rollout_room))
     read = partial(_read, namespace=bare.namespace, name=bare.name)
     return answer(await plane.database.read(read), 201 if made else 200)
-
-
-def _with_tasks(bare: NewJob, job: RolloutJob, rows: Sequence[TaskRow], skipped: SkippedRows) -> NewJob:
-    """Return a new job with its tasks, with which dynamic sampling may reach its target.
-
-    Raises:
-        Invalid: It provably cannot; `errors` names each field.
-    """
-    problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
-    if problems:
-        raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
-    return replace(bare, tasks=rows, skipped=skipped)
 
 
 class Registration(Model):
@@ -237,14 +231,12 @@ async def register(call: Call, name: str, namespace: DefaultNamespace = None) ->
     op = partial(registration.register_job, room=plane.settings.rollout_room)
     result = await plane.database.write(partial(op, new=new, with_tasks=False))
     if result.made is None:
-        _check_allowed(plane, job)
         if asked.tasks is None and job.spec.tasks.config_map_ref is not None:
             raise Invalid.of(
                 "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
                 reason="InvalidTasks",
             )
-        skipped = asked.skipped or SkippedRows()
-        new = _with_tasks(new, job, await _tasks(plane, job, skipped, asked.tasks), skipped)
+        new = await _complete(plane, job, new, asked.skipped or SkippedRows(), asked.tasks)
         result = await plane.database.write(partial(op, new=new, with_tasks=True))
     if result.replaced is not None:
         await plane.cancel_rest(result.replaced)

@@ -58,26 +58,25 @@ class ResultPage(Generic[E]):
         read = archive.arrays if self.form == ARRAYS else archive.lines
         return await read(rows, self.job, self.plane.settings.page_bytes)
 
-    async def answer(self, lines: Sequence[Piece], reached: int | None, places: Sequence[int]) -> Response:
-        """Return the answer with these documents.
-
-        Args:
-            reached: The place of the last one, or None for all that were found.
-            places: The place of each document.
-        """
+    async def answer(self, lines: Sequence[Piece], places: Sequence[int]) -> Response:
+        """Return the answer with these documents, which are the first of those with these places."""
         encode = partial(delivery.encode, lines, self.form)
         data = await self.plane.archive.builds.run(encode, self.job.namespace)
-        return self.deliver(data, reached, places)
+        return self.deliver(data, places, len(lines))
 
-    def deliver(
-        self, data: bytes | AsyncIterator[Piece], reached: int | None, places: Sequence[int]
-    ) -> Response:
-        """Return the answer with this body, which keeps the held place until it is sent."""
-        place = self.found.after if reached is None else reached
+    def deliver(self, data: bytes | AsyncIterator[Piece], places: Sequence[int], sent: int) -> Response:
+        """Return the answer with this body, which keeps the held place until it is sent.
+
+        Args:
+            places: The place of each result that was found.
+            sent: How many of them the body has.
+        """
+        whole = sent == len(places)
+        place = self.found.after if whole else places[sent - 1]
         headers = {
             "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
-            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places),
-            "Rollyard-Finished": "true" if self.finished and reached is None else "false",
+            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places[:sent]),
+            "Rollyard-Finished": "true" if self.finished and whole else "false",
         }
         return Delivery(data, self.form, headers, self.held.pop_all())
 
@@ -149,7 +148,6 @@ async def trajectories(
     look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
     async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
-        reached = None
         short = page.found.sizes
         if short:
             read = partial(
@@ -159,10 +157,7 @@ async def trajectories(
             if len(rows) < len(short):
                 raise cursors.gone(call.name)
             lines = await page.records(rows)
-            if len(lines) < len(rows):
-                reached = rows[len(lines) - 1].end_seq
-        places = [row.end_seq for row in short[: len(lines)]]
-        return await page.answer(lines, reached, places)
+        return await page.answer(lines, [row.end_seq for row in short])
 
 
 @router.get("/{name}/groups")
@@ -195,16 +190,16 @@ async def groups(
                 raise cursors.gone(call.name)
             got = await page.records([rows[row.id] for row in short])
             lines = grouping.whole(found, got, form)
-        reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
+        places = [group.seq for group, _ in found]
         if lines or not found:
-            return await page.answer(lines, reached, [group.seq for group, _ in found[: len(lines)]])
+            return await page.answer(lines, places)
         group, members = found[0]
         if form == MSGPACK:
             raise TooLarge(
                 f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} or {ARRAYS} only",
                 reason="GroupTooLarge",
             )
-        return page.deliver(_large_group(page, group, members), reached, [group.seq])
+        return page.deliver(_large_group(page, group, members), places, 1)
 
 
 async def _large_group(

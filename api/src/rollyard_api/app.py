@@ -62,9 +62,6 @@ class Gate:
         self._rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
         self._max_body = settings.max_body_bytes
         self._max_blob = settings.max_blob_bytes
-        self._direct = {
-            (method, route.path): route for route in _DIRECT for method in sorted(route.methods or ())
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,7 +98,7 @@ class Gate:
             if not given.isdigit() or len(given) > 18 or int(given) > most:
                 raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
             body.most = most
-            direct = self._direct.get((scope["method"], scope["path"]))
+            direct = _DIRECT.get((scope["method"], scope["path"]))
             if direct is None or scope["query_string"]:  # These routes have no query, and do not check one.
                 await self.app(scope, body, answering)
                 return
@@ -217,11 +214,12 @@ _ROUTERS = (
     *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
     *(module.router for module in (page_fleet, page_job, page_rollout)),
 )
-_DIRECT = tuple(
-    route
+_DIRECT = {
+    (method, route.path): route
     for route in leases.router.routes
     if isinstance(route, APIRoute) and list(signature(route.endpoint).parameters) == ["request"]
-)
+    for method in sorted(route.methods or ())
+}
 """The routes that workers call for each rollout. They read requests and refuse them by themselves, so nothing
 between here and them has anything to do, and finding them otherwise takes longer than many answers."""
 

@@ -36,6 +36,7 @@ from rollyard_api.routes.common import (
     Wait,
     answer,
     body_schema,
+    page_answer,
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -270,9 +271,8 @@ async def list_jobs(
             max_bytes=call.plane.settings.page_bytes,
         )
     )
-    meta = {} if more is None else {"continue": str(more)}
     kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}
-    return answer({**kind, "metadata": meta, "items": found})
+    return page_answer(found, None if more is None else str(more), **kind)
 
 
 @router.get("/{name}")

@@ -71,7 +71,7 @@ async def a_door(folder: Path, **given: Any) -> AsyncIterator[Door]:
         httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app),
             base_url="http://test",
-            headers={"Authorization": f"Bearer {app.state.plane.tokens.admin}"},
+            headers={"Authorization": f"Bearer {app.state.plane.tokens.current('admin')}"},
         ) as admin,
     ):
         assert (await client.post("/start")).status_code == 200
@@ -158,7 +158,7 @@ async def test_no_other_call_is_behind_this_port(door: Door) -> None:
     for path in paths:
         for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
             line = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n"
-            token = f"Authorization: Bearer {door.plane.tokens.admin}\r\nConnection: close\r\n\r\n"
+            token = f"Authorization: Bearer {door.plane.tokens.current('admin')}\r\nConnection: close\r\n\r\n"
             answer = await door.raw((line + token).encode())
             assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 405")), (method, path, answer)
     for method, path in (("GET", "/start"), ("GET", "/stop"), ("PUT", "/process"), ("POST", "/status")):

@@ -28,7 +28,7 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
             }
             assert (await made.admin.post("/v1/backendpools", json=manifest)).status_code == 201
             body = {"backends": [{"url": url, "ready": True} for url in urls]}
-            driver = made.client(made.plane.tokens.driver)
+            driver = made.client(made.plane.tokens.current("driver"))
             assert (await driver.put(f"/v1/backendpools/{name}/backends", json=body)).status_code == 200
             await made.submit(name, tasks=4 * THRESHOLD, agent={"type": "tools"}, backendRef={"name": name})
         yield made
@@ -58,7 +58,7 @@ async def blame(http: httpx.AsyncClient, lease: dict[str, Any], url: str) -> Non
 
 @pytest.mark.parametrize("holder", ["job", "worker"])
 async def test_a_lease_blames_no_backend_of_others(yard: Yard, holder: str) -> None:
-    http = yard.client(yard.job_token("mine") if holder == "job" else yard.plane.tokens.worker)
+    http = yard.client(yard.job_token("mine") if holder == "job" else yard.plane.tokens.current("worker"))
     for lease in await running(yard, http, OFTEN):
         for url in (THEIRS, "http://nowhere"):
             await blame(http, lease, url)

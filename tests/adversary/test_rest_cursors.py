@@ -37,7 +37,13 @@ async def kept(yard: Yard, name: str) -> list[dict[str, Any]]:
 
 async def test_no_token_of_workers_moves_or_reads_a_cursor(yard: Yard) -> None:
     path, cursor = "/v1/rolloutjobs/mine/cursors/trainer", await cursor_of(yard, "mine")
-    for token in (yard.job_token("mine"), yard.job_token("other"), yard.plane.tokens.worker, "forged", None):
+    for token in (
+        yard.job_token("mine"),
+        yard.job_token("other"),
+        yard.plane.tokens.current("worker"),
+        "forged",
+        None,
+    ):
         http = yard.client(token)
         refused = [
             await http.put(path, json={"cursor": cursor}),

@@ -14,6 +14,7 @@ import pytest
 from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import queue_topic
 from rollyard_api.jobs import jobs
+from rollyard_api.storage import statements
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.security.job_token import JobIdentity, job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
@@ -182,7 +183,7 @@ async def test_the_token_of_a_finished_job_reports_and_learns_that_it_may_stop(y
 
 async def test_a_job_of_an_object_is_known_by_the_object_s_uid_too(yard: Yard) -> None:
     """The operator knows the uid of the object, and makes tokens before it has read the job."""
-    driver = yard.client(yard.plane.tokens.driver)
+    driver = yard.client(yard.plane.tokens.current("driver"))
     manifest = (await yard.admin.get("/v1/rolloutjobs/other")).json()
     manifest["metadata"] = {"name": "kube", "annotations": {"rollyard.dev/object-uid": "0b9c-object"}}
     manifest.pop("status")
@@ -211,12 +212,12 @@ async def test_a_job_of_the_same_name_in_another_namespace_is_another_job(yard: 
     ended = await mine.get("/v1/leases/job", params={"name": "mine"})
     assert (ended.status_code, ended.json()["reason"]) == (403, "JobEnded")
     uid = answer.json()["metadata"]["uid"]
-    forged = yard.client(job_token(yard.plane.tokens.worker, "default", "mine", uid))
+    forged = yard.client(job_token(yard.plane.tokens.current("worker"), "default", "mine", uid))
     assert (await forged.get("/v1/leases/job", params={"name": "mine"})).status_code == 403
 
 
 async def test_a_token_without_a_uid_is_refused(yard: Yard) -> None:
-    http = yard.client(token_without_uid(yard.plane.tokens.worker, "default", "mine"))
+    http = yard.client(token_without_uid(yard.plane.tokens.current("worker"), "default", "mine"))
     answer = await http.get("/v1/leases/job", params={"name": "mine"})
     assert (answer.status_code, answer.json()["reason"]) == (401, "Unauthorized")
 
@@ -248,7 +249,7 @@ async def test_a_rollout_of_another_job_is_found_among_many(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are looked up in several queries, and each of them counts."""
-    monkeypatch.setattr(permissions, "LOOKED_UP", 2)
+    monkeypatch.setattr(statements, "IDS_AT_ONCE", 2)
     mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
     own = await yard.lease(mine, "mine", init=3)
     (foreign,) = await yard.lease(other, "other", init=1)
@@ -380,8 +381,8 @@ async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard)
         "metrics": yard.plane.tokens.by_role["metrics"][0],
         "viewer": yard.plane.tokens.by_role["viewer"][0],
         "job": yard.job_token("mine"),
-        "worker": yard.plane.tokens.worker,
-        "driver": yard.plane.tokens.driver,
+        "worker": yard.plane.tokens.current("worker"),
+        "driver": yard.plane.tokens.current("driver"),
     }
     wrong = []
     for who, token in callers.items():

@@ -30,7 +30,7 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
 
 
 def ready(yard: Yard, worker: str = "w-1", namespace: str = "default") -> httpx.AsyncClient:
-    return yard.client(ready_token(yard.plane.tokens.worker, namespace, worker))
+    return yard.client(ready_token(yard.plane.tokens.current("worker"), namespace, worker))
 
 
 async def offer(yard: Yard, worker: str = "w-1", job: str = "mine", **changes: Any) -> httpx.Response:
@@ -41,7 +41,7 @@ async def offer(yard: Yard, worker: str = "w-1", job: str = "mine", **changes: A
         "uid": yard.uids.get(job, "u-gone"),
         "arguments": ["--job", job],
     }
-    return await yard.client(yard.plane.tokens.driver).post(OFFERS, json=body | changes)
+    return await yard.client(yard.plane.tokens.current("driver")).post(OFFERS, json=body | changes)
 
 
 async def ask(http: httpx.AsyncClient, worker: str = "w-1", **changes: Any) -> httpx.Response:
@@ -110,7 +110,7 @@ async def test_only_a_driver_offers_a_job(yard: Yard, role: str) -> None:
     tokens = yard.plane.tokens
     token = {
         "job": yard.job_token("mine"),
-        "ready": ready_token(tokens.worker, "default", "w-1"),
+        "ready": ready_token(tokens.current("worker"), "default", "w-1"),
     }.get(role) or tokens.by_role[role][0]  # type: ignore[index]
     body = {
         "namespace": "default", "worker": "w-1", "job": "other", "uid": yard.uids["other"], "arguments": [],
@@ -141,7 +141,7 @@ async def test_the_answer_brings_the_token_of_that_job_alone(yard: Yard) -> None
     assert (await offer(yard)).json() == {"taken": False}
     answer = await ask(ready(yard))
     assert answer.headers["cache-control"] == "no-store"
-    found = job_of(answer.json()["token"], yard.plane.tokens.worker)
+    found = job_of(answer.json()["token"], yard.plane.tokens.current("worker"))
     assert found is not None
     assert (found.namespace, found.name, found.uid) == ("default", "mine", yard.uids["mine"])
     assert answer.json()["arguments"] == ["--job", "mine"]

@@ -34,7 +34,13 @@ async def target_of(yard: Yard, name: str) -> int:
 
 async def test_no_token_of_workers_opens_a_step(yard: Yard) -> None:
     uid = (await yard.admin.get("/v1/rolloutjobs/steps")).json()["metadata"]["uid"]
-    tokens = (yard.job_token("steps", uid), yard.job_token("mine"), yard.plane.tokens.worker, "forged", None)
+    tokens = (
+        yard.job_token("steps", uid),
+        yard.job_token("mine"),
+        yard.plane.tokens.current("worker"),
+        "forged",
+        None,
+    )
     for token in tokens:
         refused = await yard.client(token).post("/v1/rolloutjobs/steps/targets", json={"id": "a"})
         assert refused.status_code in (401, 403), token

@@ -23,7 +23,7 @@ async def test_a_lease_is_not_taken_away_by_a_false_report(yard: Yard, who: str)
     token = {
         "job of its own": yard.job_token("other"),
         "job of another": yard.job_token("mine"),
-        "worker": yard.plane.tokens.worker,
+        "worker": yard.plane.tokens.current("worker"),
         "metrics": yard.plane.tokens.by_role["metrics"][0],
         "nobody": None,
     }[who]
@@ -42,7 +42,7 @@ async def test_a_worker_cannot_end_the_leases_of_another_job_by_taking_its_name(
     (lease, *_) = await yard.lease(yard.client(yard.job_token("other")), "other", init=2)
     ask = {"worker": "w-other", "node": "n", "capacity": {"init": 2}, "job": "mine"}
     await yard.client(yard.job_token("mine")).post("/v1/leases", json=ask)
-    driver = yard.client(yard.plane.tokens.driver)
+    driver = yard.client(yard.plane.tokens.current("driver"))
     report = {"namespace": "default", "job": "mine", "worker": "w-other"}
     assert (await driver.post("/v1/workers/died", json=report)).json()["returned"] == 2
     done = await yard.worker.post(

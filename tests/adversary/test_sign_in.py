@@ -165,13 +165,13 @@ async def test_nobody_is_permitted_to_ask_from_elsewhere(yard: Yard) -> None:
 
 async def test_a_bearer_token_beside_a_cookie_does_not_come_from_elsewhere(yard: Yard) -> None:
     browser = await signed_in(yard)
-    bearer = {"Authorization": f"Bearer {yard.plane.tokens.admin}"}
+    bearer = {"Authorization": f"Bearer {yard.plane.tokens.current('admin')}"}
     foreign = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
     assert refused(await browser.fetch("GET", "/v1/rolloutjobs", headers=bearer | foreign), "ForeignOrigin")
     program = await yard.admin.get("/v1/rolloutjobs", headers={"Host": "any.name.at.all"})
     assert program.status_code == 200, "a program with a token may use any name"
     # The session does not lend its rights to a token that has fewer.
-    worker = {"Authorization": f"Bearer {yard.plane.tokens.worker}"}
+    worker = {"Authorization": f"Bearer {yard.plane.tokens.current('worker')}"}
     assert (await browser.fetch("GET", "/v1/rolloutjobs", headers=worker)).status_code == 403
     for wrong in ("Bearer wrong", "Bearer ", "Basic abc", ""):
         answer = await browser.fetch("GET", "/v1/rolloutjobs", headers={"Authorization": wrong})

@@ -88,7 +88,13 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
             )
 
         tokens = plane.tokens
-        roles = (tokens.admin, tokens.worker, tokens.driver, tokens.by_role.get("viewer", ("",))[0], None)
+        roles = (
+            tokens.current("admin"),
+            tokens.current("worker"),
+            tokens.current("driver"),
+            tokens.by_role.get("viewer", ("",))[0],
+            None,
+        )
         served = Served(plane, *map(client, roles))
         try:
             yield served

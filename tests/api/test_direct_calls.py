@@ -13,8 +13,7 @@ CALLS = ("", "/heartbeat", "/complete", "/fail", "/route", "/reward")
 
 
 def test_exactly_these_calls_are_answered_directly() -> None:
-    found = {(method, route.path) for route in app._DIRECT for method in route.methods}
-    assert found == {("POST", f"/v1/leases{call}") for call in CALLS}
+    assert app._DIRECT.keys() == {("POST", f"/v1/leases{call}") for call in CALLS}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -35,7 +34,7 @@ async def test_they_are_refused_and_counted_as_before(
         assert refused.status_code in (400, 422)
         assert refused.headers["content-type"] == "application/problem+json"
         assert seen, "a request was made of it"
-        assert seen[-1] in app._DIRECT
+        assert seen[-1] is app._DIRECT["POST", path]
         assert (await served.worker.post(path, content=b"{")).status_code == 400
         assert (await served.admin.get(path)).status_code == 405
         assert (await served.anonymous.post(path, json={})).status_code == 401

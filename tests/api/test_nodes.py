@@ -220,7 +220,7 @@ async def bound(served: Any, make_manifest: Any, worker_of: Any) -> Any:
         answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
         assert answer.status_code == 201, answer.text
     uid = (await served.admin.get("/v1/rolloutjobs/job")).json()["metadata"]["uid"]
-    token = job_token(served.plane.tokens.worker, "default", "job", uid)
+    token = job_token(served.plane.tokens.current("worker"), "default", "job", uid)
     transport = httpx.ASGITransport(app=served.worker._transport.app, raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:

@@ -166,12 +166,12 @@ def serve(settings: Settings, worker_of: Any) -> Serve:
                 httpx.AsyncClient(
                     transport=inner,
                     base_url="http://test",
-                    headers={"Authorization": f"Bearer {tokens.admin}"},
+                    headers={"Authorization": f"Bearer {tokens.current('admin')}"},
                 ) as admin,
                 httpx.AsyncClient(
                     transport=inner,
                     base_url="http://test",
-                    headers={"Authorization": f"Bearer {tokens.worker}"},
+                    headers={"Authorization": f"Bearer {tokens.current('worker')}"},
                     timeout=patience(70),
                 ) as worker,
             ):

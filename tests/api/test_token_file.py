@@ -43,7 +43,7 @@ def test_a_token_is_rotated_without_a_restart(tmp_path: Path) -> None:
     of_a_job = job_token("w", "default", "job", "uid")
     replaced(path, OLD | {"worker": ["new", "w"], "metrics": "m"})
     file.look()
-    assert file.tokens.worker == "new", "the first is handed out"
+    assert file.tokens.current("worker") == "new", "the first is handed out"
     assert [role_of(file, one) for one in ("new", "w", of_a_job, "m", "d")] == [
         "worker", "worker", "worker", "metrics", "driver",
     ]  # fmt: skip
@@ -63,11 +63,11 @@ def test_a_mounted_secret_is_swapped_by_its_link(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").symlink_to("..data/tokens.json")
     file = file_of(tmp_path / "tokens.json")
     file.look()
-    assert file.tokens.worker == "w"
+    assert file.tokens.current("worker") == "w"
     (tmp_path / "..data_tmp").symlink_to("..2")
     (tmp_path / "..data_tmp").replace(tmp_path / "..data")
     file.look()
-    assert file.tokens.worker == "v"
+    assert file.tokens.current("worker") == "v"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_file_may_leave_out_the_roles_that_only_look(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(OLD))
     tokens = load(path)
-    assert (tokens.admin, tokens.worker, tokens.driver) == ("a", "w", "d")
+    assert (tokens.current("admin"), tokens.current("worker"), tokens.current("driver")) == ("a", "w", "d")
     assert not {"metrics", "viewer"} & tokens.by_role.keys()
 
 
@@ -139,7 +139,7 @@ def test_tokens_made_under_a_worker_token_that_is_being_retired_stay_valid(
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(OLD | {"worker": ["new", "old"]}))
     tokens = load(path)
-    assert tokens.worker == "new"
+    assert tokens.current("worker") == "new"
     job = tokens.caller(f"Bearer {job_token(under, 'team', 'a', 'u-1')}").job
     assert job is not None
     assert (job.namespace, job.name, job.uid) == ("team", "a", "u-1")

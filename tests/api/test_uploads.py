@@ -77,8 +77,8 @@ async def test_a_job_over_an_upload(served: Any, make_manifest: Any) -> None:
 
 
 async def test_what_is_refused_leaves_nothing(serving: Any, settings: Any, make_manifest: Any) -> None:
-    limits = blobs.BlobLimits(blob_bytes=1 << 20, namespace_bytes=3 << 19, namespace_count=2)
-    async with serving(settings, blob_limits=limits) as served:
+    limits = {"max_blob_bytes": 1 << 20, "max_namespace_blob_bytes": 3 << 19, "max_namespace_blobs": 2}
+    async with serving(settings, **limits) as served:
         wrong = await upload(served, b"x" * 300_000, digest="0" * 64)
         assert (wrong.status_code, wrong.json()["reason"]) == (422, "BlobHashMismatch")
         large = await upload(served, bytes((1 << 20) + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -56,17 +56,12 @@ class Gate:
     many answers.
     """
 
-    def __init__(
-        self, app: ASGIApp, plane: Callable[[], ControlPlane], rules: Access, max_body: int, max_blob: int
-    ) -> None:
-        self.app = app
-        self._rules = rules
-        self._plane = plane
-        self._max_body = max_body
-        self._max_blob = max_blob
-        self._direct = {
-            (method, route.path): route for route in _DIRECT for method in sorted(route.methods or ())
-        }
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        self.app: ASGIApp = partial(FastAPI.__call__, app)
+        self._state = app.state
+        self._rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
+        self._max_body = settings.max_body_bytes
+        self._max_blob = settings.max_blob_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,7 +86,7 @@ class Gate:
             headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
             rule = self._rules.rule(scope["method"], scope["path"])
             if rule.open:
-                self._plane().door.check_open(scope)
+                self._state.plane.door.check_open(scope)
             else:
                 answering = await self._admit(scope, rule, headers, watched)
             # An upload is read in pieces and may be longer. All other bodies are held in memory as a whole.
@@ -103,7 +98,7 @@ class Gate:
             if not given.isdigit() or len(given) > 18 or int(given) > most:
                 raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
             body.most = most
-            direct = self._direct.get((scope["method"], scope["path"]))
+            direct = _DIRECT.get((scope["method"], scope["path"]))
             if direct is None or scope["query_string"]:  # These routes have no query, and do not check one.
                 await self.app(scope, body, answering)
                 return
@@ -123,7 +118,7 @@ class Gate:
             route = scope.get("route")
             path = getattr(route, "path", "unknown")
             elapsed = time.perf_counter() - started
-            self._plane().metrics.http.labels(scope["method"], path, str(status)).observe(elapsed)
+            self._state.plane.metrics.http.labels(scope["method"], path, str(status)).observe(elapsed)
 
     async def _admit(self, scope: Scope, rule: Rule, headers: dict[bytes, bytes], send: Send) -> Send:
         """Identify the caller for the routes, and return the function that sends the answer.
@@ -131,7 +126,7 @@ class Gate:
         Raises:
             ApiError: The caller is unknown, or is not permitted to make the call.
         """
-        plane = self._plane()
+        plane: ControlPlane = self._state.plane
         state = scope.setdefault("state", {})
         authorization = headers.get(b"authorization")
         if b"cookie" in headers:
@@ -219,27 +214,21 @@ _ROUTERS = (
     *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
     *(module.router for module in (page_fleet, page_job, page_rollout)),
 )
-_DIRECT = tuple(
-    route
+_DIRECT = {
+    (method, route.path): route
     for route in leases.router.routes
     if isinstance(route, APIRoute) and list(signature(route.endpoint).parameters) == ["request"]
-)
+    for method in sorted(route.methods or ())
+}
 """The routes that workers call for each rollout. They read requests and refuse them by themselves, so nothing
 between here and them has anything to do, and finding them otherwise takes longer than many answers."""
 
 
-def build(
-    settings: Settings,
-    *,
-    started: Callable[[ControlPlane], None] | None = None,
-    prorl: ProrlListener | None = None,
-) -> FastAPI:
+def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
     """Return the application. The control plane lives as long as the application's lifespan.
 
     Args:
         settings: The settings from the command line.
-        started: This is called with the control plane once it runs, because the server's signal handler needs
-            its bus.
         prorl: The listener of the ProRL calls, or None if they are off.
     """
 
@@ -255,8 +244,6 @@ def build(
             app.state.plane = plane
             if prorl is not None:
                 await stack.enter_async_context(listening(plane, prorl))
-            if started is not None:
-                started(plane)
             yield
 
     app = Application(
@@ -283,13 +270,5 @@ def build(
     for router in _ROUTERS:
         # Including a router would analyse all its routes again, for each application.
         app.router.routes.extend(router.routes)
-    rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
-    gate = Gate(
-        partial(FastAPI.__call__, app),
-        plane=lambda: app.state.plane,
-        rules=rules,
-        max_body=settings.max_body_bytes,
-        max_blob=settings.blob_limits.blob_bytes,
-    )
-    app.front = Front(gate, settings.browsers)
+    app.front = Front(Gate(app, settings), settings.browsers)
     return app

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from rollyard_crds.security.log_text import log_to
 from rollyard_crds.telemetry.options import add_log_option, add_trace_options, trace_options
 from rollyard_crds.telemetry.variables import TraceOptionError
@@ -27,14 +28,13 @@ from rollyard_crds.telemetry.variables import TraceOptionError
 from rollyard_api.app import build
 from rollyard_api.browsers import config as browsers
 from rollyard_api.browsers.config import BrowserOptionInvalid
-from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket
-from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket, write_port
 from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_api.prorl import listener as prorl_listener
 from rollyard_api.prorl.config import ProrlConfigError
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
-from rollyard_api.settings import BOUNDS, NO_BACKEND_SECONDS, Settings
+from rollyard_api.settings import BOUNDS, Settings, add_options
 
 EXIT_USAGE = 2
 LARGE_BLOCK_BYTES = 1 << 20
@@ -46,17 +46,19 @@ SHUTDOWN_SECONDS = 2
 class ControlPlaneServer(uvicorn.Server):
     """A uvicorn server that ends long polls on a signal, then exits with 0, and writes its port to a file."""
 
-    def __init__(self, config: uvicorn.Config, port_file: Path | None, port: int) -> None:
+    def __init__(
+        self, app: FastAPI, config: uvicorn.Config, port_file: Path | None, sock: socket.socket
+    ) -> None:
         super().__init__(config)
+        self._app = app
         self._port_file = port_file
-        self._port = port
-        self.plane: ControlPlane | None = None
+        self._socket = sock
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the server, and write the port file once it listens."""
         await super().startup(sockets)
         if self.started and self._port_file is not None:
-            await asyncio.to_thread(_write_atomically, self._port_file, f"{self._port}\n")
+            await asyncio.to_thread(write_port, self._port_file, self._socket)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -73,77 +75,21 @@ class ControlPlaneServer(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-        if self.plane is not None:
-            self.plane.bus.close()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text)
-    scratch.replace(path)
+        plane: ControlPlane | None = getattr(self._app.state, "plane", None)
+        if plane is not None:
+            plane.bus.close()
 
 
 GARBAGE_THRESHOLD = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 STALL_SECONDS = 60
-_NETWORK = "a network in which the hosts of these prefixes may be, beside public addresses"
-ALLOWED = (
-    (
-        "allow_tasks_from",
-        "--allow-tasks-from",
-        "URL-PREFIX",
-        "what spec.tasks.url of jobs may name beside uploads, as file:///data/, https://host/path/ or "
-        "s3://bucket/key/; '{namespace}' stands for the job's; may be given several times (default: nothing)",
-    ),
-    ("allow_tasks_networks", "--allow-tasks-network", "CIDR", _NETWORK),
-    (
-        "allow_sandbox_hosts",
-        "--allow-sandbox-host",
-        "HOST",
-        "what spec.sandbox.allowedHosts of jobs may name: a DNS name, '*.example.org' for all names "
-        "below one, 'example.org:8443' for another port than 80 and 443, or '*' for every public host; "
-        "'pypi.org=10.1.2.3' or 'pypi.org=10.1.0.0/16' lets the host have an address that is not public; may "
-        "be given several times (default: nothing)",
-    ),
-    (
-        "allow_eval_hosts",
-        "--allow-eval-host",
-        "HOST",
-        "what spec.stages.eval.allowedHosts of jobs may name, in the same form: hosts that hidden tests "
-        "reach (default: nothing)",
-    ),
-    (
-        "allow_rewards_from",
-        "--allow-rewards-from",
-        "URL-PREFIX",
-        "what spec.reward.service.url of jobs may name, as https://host/path/; '{namespace}' stands for "
-        "the job's; may be given several times (default: nothing)",
-    ),
-    ("allow_rewards_networks", "--allow-rewards-network", "CIDR", _NETWORK),
-)
-"""The settings that list what jobs may name: each with its option, what a value is, and the help text."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="rollyard_api", description="Rollyard's control plane.")
     made.add_argument("--state-dir", type=Path, required=True, help="tokens, database and trajectories")
-    made.add_argument(
-        "--db", default="", help="sqlite:///… or postgresql+psycopg://… (default: in the state folder)"
-    )
-    made.add_argument(
-        "--trajectories", default="", help="URL of the trajectory store (default: in the state folder)"
-    )
-    made.add_argument(
-        "--tokens",
-        dest="tokens_file",
-        type=Path,
-        metavar="FILE",
-        help="JSON object with the tokens of admin, worker, driver and metrics, a string or a list of them "
-        "for each (default: tokens.json in the state folder, made if missing); read again when it changes",
-    )
-    made.add_argument("--open-metrics", action="store_true", help="/metrics needs no token")
-    made.add_argument("--open-docs", action="store_true", help="/docs and /openapi.json need no token")
+    add_options(made)
     made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS")
     made.add_argument("--tls-key", type=Path, metavar="FILE", help="its PEM private key, without a password")
     made.add_argument(
@@ -151,40 +97,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--port", type=int, default=8765, help="0: any free port, see --port-file")
     made.add_argument("--port-file", type=Path, help="written with the port once requests are answered")
-    made.add_argument("--lease-seconds", type=float, default=30.0)
-    made.add_argument(
-        "--no-backend-seconds",
-        type=float,
-        default=NO_BACKEND_SECONDS,
-        help="how long rollouts of a job without a deadline wait while their pool has no ready backend "
-        "(default: %(default)s)",
-    )
-    bounds = made.add_argument_group("bounds on what one namespace, or one client, may hold")
-    for name, bound in BOUNDS.items():
-        bounds.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(bound.default),
-            default=bound.default,
-            help=f"{bound.metadata['help']} (default: %(default)s)",
-        )
     made.add_argument(
         "--stall-seconds",
         type=int,
         default=STALL_SECONDS,
         help="a client that takes nothing of its answer for so long is cut off (default: %(default)s)",
-    )
-    for setting, option, kind_of_value, text in ALLOWED:
-        made.add_argument(option, action="append", default=[], dest=setting, metavar=kind_of_value, help=text)
-    uploads = blobs.BlobLimits()
-    for option, most, text in (
-        ("--max-task-bytes", task_reader.TaskFileLimits().file_bytes, "largest task file, unpacked"),
-        ("--max-blob-bytes", uploads.blob_bytes, "largest upload"),
-        ("--max-namespace-blob-bytes", uploads.namespace_bytes, "limit for all uploads of a namespace"),
-        ("--max-namespace-blobs", uploads.namespace_count, "uploads of a namespace"),
-    ):
-        made.add_argument(option, type=int, default=most, help=f"{text} (default: %(default)s)")
-    made.add_argument(
-        "--sqlite-max-pages", type=int, default=0, help="bound of the database file in pages; 0: none"
     )
     made.add_argument(
         "--verify-python",
@@ -218,17 +135,10 @@ def return_large_blocks() -> None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
-def _port(sock: socket.socket) -> int:
-    """Return the port on which a socket listens, which is 0 for a Unix socket."""
-    return 0 if sock.family == socket.AF_UNIX else int(sock.getsockname()[1])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT, and return the exit status."""
     given = parser().parse_args(argv)
-    if given.lease_seconds <= 0:
-        parser().error("--lease-seconds must be more than 0")
-    for name in (*BOUNDS, "stall_seconds", "no_backend_seconds"):
+    for name in (*BOUNDS, "lease_seconds", "no_backend_seconds", "stall_seconds"):
         if getattr(given, name) <= 0:
             parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
@@ -240,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error(str(error))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    tls = None if given.tls_cert is None else (given.tls_cert, given.tls_key)
-    if tls is not None and (problem := tls_problem(*tls)) is not None:
+    if given.tls_cert is not None and (problem := tls_problem(given.tls_cert, given.tls_key)) is not None:
         print(problem, file=sys.stderr)
         return EXIT_USAGE
     try:
@@ -259,12 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         traces=traces,
         traces_asked=bool(given.otlp_endpoint),
         browsers=shown,
-        task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
-        blob_limits=blobs.BlobLimits(
-            blob_bytes=given.max_blob_bytes,
-            namespace_bytes=given.max_namespace_blob_bytes,
-            namespace_count=given.max_namespace_blobs,
-        ),
     )
     for options_of_list, name in (
         ("--allow-tasks-from, --allow-tasks-network", "task_sources"),
@@ -280,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if each.family != socket.AF_UNIX:
             cut_off_stalled(each, given.stall_seconds)
     open_many_files()
-    return serve(settings, sock, given.port_file, given.log_level, tls, prorl)
+    return serve(settings, sock, prorl, given)
 
 
 def tls_problem(certificate: Path, key: Path) -> str | None:
@@ -299,28 +202,17 @@ def tls_problem(certificate: Path, key: Path) -> str | None:
 
 
 def serve(
-    settings: Settings,
-    sock: socket.socket,
-    port_file: Path | None,
-    log_level: str,
-    tls: tuple[Path, Path] | None = None,
-    prorl: ProrlListener | None = None,
+    settings: Settings, sock: socket.socket, prorl: ProrlListener | None, given: argparse.Namespace
 ) -> int:
     """Serve on a listening socket until a signal arrives, and return the exit status.
 
     Args:
         settings: The settings of the control plane.
         sock: The listening socket.
-        port_file: The file to which the port is written once requests are answered, or None.
-        log_level: The level of the log.
-        tls: The files of the certificate and of its key, or None for HTTP.
         prorl: The listener of the ProRL calls, or None if they are off.
+        given: The command line, for the port file, the level of the log, and the files of HTTPS.
     """
-
-    def started(plane: ControlPlane) -> None:
-        server.plane = plane
-
-    app = build(settings, started=started, prorl=prorl)
+    app = build(settings, prorl=prorl)
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -329,15 +221,15 @@ def serve(
         lifespan="on",
         # The server's records use the same log as all others, because they are escaped there.
         log_config=None,
-        log_level=log_level,
+        log_level=given.log_level,
         access_log=False,
         server_header=False,
         # Whoever connects could claim to be another client by such headers.
         proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=75,
-        ssl_certfile=None if tls is None else tls[0],
-        ssl_keyfile=None if tls is None else tls[1],
+        ssl_certfile=given.tls_cert,
+        ssl_keyfile=given.tls_key,
     )
     # The writer thread releases the interpreter at every SQLite call. At the default interval of 5 ms it
     # would wait that long for each return while requests are being parsed.
@@ -345,7 +237,7 @@ def serve(
     return_large_blocks()
     # Requests make few cycles. To look for them at the default threshold of 700 took a tenth of the time.
     gc.set_threshold(GARBAGE_THRESHOLD)
-    server = ControlPlaneServer(config, port_file, _port(sock))
+    server = ControlPlaneServer(app, config, given.port_file, sock)
     # uvicorn itself exits if the start fails. The reason is printed below.
     with sock, contextlib.suppress(SystemExit):
         server.run(sockets=[sock])

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Final, TypeVar
 
@@ -55,6 +55,9 @@ from rollyard_api.weights.coordinator import Coordinator
 
 HEARD_SECONDS: Final = 5.0
 """The time between two writes that a worker is still heard, in seconds."""
+NODE_SECONDS: Final = 60.0
+"""The time in seconds without a request of any worker of a node after which the node's sandboxes have ended
+by themselves."""
 RECORD_SECONDS: Final = 30.0
 _ENDS: Final = frozenset(state.status for state in ENDED)
 
@@ -86,10 +89,6 @@ class ViewObjects:
         if tx.troubles:
             self.seen_workers.troubled(tx.troubles, tx.now)
 
-    def close(self) -> None:
-        """Stop the threads, without waiting for those that hang."""
-        self.record_threads.close()
-
 
 log = logging.getLogger("rollyard.api")
 
@@ -103,6 +102,10 @@ LOOKS = 4
 """The number of simultaneous looks at the database for long polls of one namespace."""
 GRANTS = 16
 """The number of lease requests of one namespace that wait for the database's writer at the same time."""
+REWARD_CALLS = 64
+"""The number of simultaneous requests to reward services of one namespace. Further ones wait."""
+EVENT_BUFFER = 4096
+"""The number of events that are kept per job for resuming, and that one subscriber may fall behind."""
 FLUSH_SECONDS = 1.0
 """The time between two looks at the results that wait for the trajectory store, in seconds. Each part costs
 about as much as ten results, and results that wait are delivered from the database."""
@@ -124,7 +127,7 @@ class ControlPlane:
         self.token_file = token_file
         self.database = database
         self.bus = Bus(None if database.sqlite else settings.recheck_seconds)
-        self.events = EventHub(settings.event_buffer)
+        self.events = EventHub(EVENT_BUFFER)
         self.metrics = Metrics(traces)
         patience = settings.store_seconds
         store = open_store(settings.trajectories_url, 3 * patience)
@@ -163,8 +166,8 @@ class ControlPlane:
         self.reward_services = RewardServices(settings.reward_services)
         self.reward_turns = Turns(
             "requests to reward services",
-            each=settings.max_reward_calls_per_namespace,
-            total=settings.max_reward_calls,
+            each=REWARD_CALLS,
+            total=4 * REWARD_CALLS,
             seconds=settings.store_seconds,
         )
         self.installed = entrypoints.installed()
@@ -190,16 +193,16 @@ class ControlPlane:
         return self.token_file.tokens
 
     async def look_at_tokens(self) -> None:
-        """Read the token file again if it has changed."""
+        """Read the token file again."""
         await self.token_reads.run(self.token_file.look)
 
     def close(self) -> None:
         """Stop the threads, without waiting for those that hang."""
-        self.archive.close()
-        self.disk.close()
-        self.parsing.close()
-        self.token_reads.close()
-        self.views.close()
+        for threads in (self.archive, self.disk, self.parsing, self.token_reads, self.views.record_threads):
+            threads.close()
+        self.task_reader.close()
+        self.reward_services.close()
+        self.uploads.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
         """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
@@ -236,30 +239,6 @@ class ControlPlane:
         async with self.looks.held(namespace):
             return await self.database.read(query)
 
-    async def poll(
-        self,
-        namespace: str,
-        topic: str,
-        look: Callable[[], Awaitable[T]],
-        enough: Callable[[T], bool],
-        wait: float,
-        gone: Callable[[], Awaitable[bool]],
-    ) -> T:
-        """Answer a long poll of a trainer or a driver for a namespace ("" stands for all); see `Bus.until`.
-
-        Raises:
-            TooManyWaits: The largest number of long polls is already open.
-        """
-
-        async def turn() -> T:
-            async with self.looks.held(namespace):
-                return await look()
-
-        if wait <= 0:
-            return await turn()
-        with self.polls.held(namespace):
-            return await self.bus.until(topic, turn, enough, wait, gone)
-
     async def refuse_when_full(self) -> None:
         """Refuse results while the trajectory store accepts none and the database holds its share of them.
 
@@ -288,7 +267,7 @@ class ControlPlane:
         # Each operation has the size of its batches, or 0 if it does everything at once.
         work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
             (partial(sweeps.expire, max_expiries=given.max_expiries), sweeps.EXPIRY_BATCH),
-            (partial(heartbeats.give_up_silent, silent_seconds=given.node_seconds), heartbeats.NODE_BATCH),
+            (partial(heartbeats.give_up_silent, silent_seconds=NODE_SECONDS), heartbeats.NODE_BATCH),
             (sweeps.note_outages, 0),
             (partial(sweeps.end_overdue, patience=given.no_backend_seconds), sweeps.OUTAGE_BATCH),
             (jobs.enforce, 0),
@@ -356,24 +335,15 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
             stack.enter_context(lock.held(settings.state_dir))
         tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         asked = settings.traces_asked
         traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=asked))
-        async with _opened(settings, tokens, traces) as plane:
-            yield plane
-
-
-@asynccontextmanager
-async def _opened(
-    settings: Settings, tokens: TokenFile, traces: SpanExport | None
-) -> AsyncIterator[ControlPlane]:
-    database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
-    stack = ExitStack()
-    try:
+        database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
+        stack.push_async_callback(database.close)
         await asyncio.to_thread(migrate.upgrade, database.writer)
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
@@ -384,27 +354,21 @@ async def _opened(
             # Jobs run without the store as long as the database has room for their results.
             log.warning("start: %s", error.detail)
         await _resume(plane)
-        async with plane.http:
-            background = [
-                asyncio.create_task(_every(seconds, retry, what, work))
-                for seconds, retry, what, work in _background(plane)
-            ]
-            plane.ready = True
-            try:
-                yield plane
-            finally:
-                plane.ready = False
-                plane.bus.close()
-                for task in background:
-                    task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
-                await plane.coordinator.close()
-                plane.task_reader.close()
-                plane.reward_services.close()
-                plane.uploads.close()
-    finally:
-        stack.close()
-        await database.close()
+        await stack.enter_async_context(plane.http)
+        background = [
+            asyncio.create_task(_every(seconds, retry, what, work))
+            for seconds, retry, what, work in _background(plane)
+        ]
+        plane.ready = True
+        try:
+            yield plane
+        finally:
+            plane.ready = False
+            plane.bus.close()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await plane.coordinator.close()
 
 
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
@@ -437,7 +401,7 @@ async def _resume(plane: ControlPlane) -> None:
     """Resume at a start what an earlier process left: leases get their full time, and parts are adopted."""
     try:
         await plane.database.write(partial(heartbeats.grace, lease_seconds=plane.settings.lease_seconds))
-        await plane.database.write(partial(heartbeats.forget, silent_seconds=plane.settings.node_seconds))
+        await plane.database.write(partial(heartbeats.forget, silent_seconds=NODE_SECONDS))
     except StorageFull as error:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)

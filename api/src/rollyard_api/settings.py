@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +17,24 @@ from rollyard_api.jobs.sandbox_hosts import SandboxHosts
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.coordinator import UpdateLimits
 
-NO_BACKEND_SECONDS = 3600.0
+_UPLOADS: Final = blobs.BlobLimits()
+_NETWORK: Final = "a network in which the hosts of these prefixes may be, beside public addresses"
+
+
+def _option(default: Any, text: str, **more: Any) -> Any:
+    """Return a field that is an option of the command line, too.
+
+    Args:
+        default: The default, which also decides how a value is read.
+        text: The help text. Where it says what the setting is, the field has no other description.
+        more: What else `add_argument` takes, and under `flag` the option if it is not the field's name.
+    """
+    return field(default=default, metadata={"help": text, **more})
 
 
 def _bound(default: int | float, text: str) -> Any:
-    """Return a field that is an option with this help text on the command line, and must be more than 0."""
-    return field(default=default, metadata={"help": text})
+    """Return a field that is an option of the group of bounds, and must be more than 0."""
+    return _option(default, text, bound=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +43,26 @@ class Settings:
 
     state_dir: Path
     """The folder of tokens.json and, by default, of the database and the trajectories."""
-    db: str = ""
-    """The SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`; the default is
-    `state_dir/rollyard.db`."""
-    trajectories: str = ""
+    db: str = _option("", "sqlite:///… or postgresql+psycopg://… (default: in the state folder)")
+    """The SQLAlchemy URL of the database; the default is `state_dir/rollyard.db`."""
+    trajectories: str = _option("", "URL of the trajectory store (default: in the state folder)")
     """The fsspec URL of the trajectory store; the default is `state_dir/trajectories`."""
-    tokens_file: Path | None = None
-    """The file with a JSON object of the tokens of each role. The default is `state_dir/tokens.json`,
-    which is created if it is missing."""
+    tokens_file: Path | None = field(
+        default=None,
+        metadata={
+            "help": "JSON object with the tokens of admin, worker, driver and metrics, a string or a list of "
+            "them for each (default: tokens.json in the state folder, made if missing); read again when it "
+            "changes",
+            "flag": "--tokens",
+            "type": Path,
+            "metavar": "FILE",
+        },
+    )
     tokens_seconds: float = 1.0
-    """The time between two checks of the token file for changes, in seconds."""
-    open_metrics: bool = False
-    """Whether `/metrics` needs no token."""
-    open_docs: bool = False
-    """Whether `/docs` and `/openapi.json` need no token."""
-    lease_seconds: float = 30.0
-    node_seconds: float = 60.0
-    """The time in seconds without a request of any worker of a node after which the node's sandboxes have
-    ended by themselves."""
+    """The time between two reads of the token file, in seconds."""
+    open_metrics: bool = _option(False, "/metrics needs no token")
+    open_docs: bool = _option(False, "/docs and /openapi.json need no token")
+    lease_seconds: float = _option(30.0, "how long a lease holds without a heartbeat")
     max_queued: int = _bound(4_000_000, "unfinished rollouts")
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
     max_queued_per_namespace: int = _bound(1_000_000, "those of one namespace")
@@ -60,9 +75,10 @@ class Settings:
     max_body_bytes: int = 64 << 20
     max_expiries: int = 10
     """The number of leases of a rollout that may expire. One more ends it as Failed/LeaseExpired."""
-    no_backend_seconds: float = NO_BACKEND_SECONDS
-    """How long rollouts of a job without a deadline wait in the Run queue while their pool has no ready
-    backend. Then they end as Failed/NoBackend."""
+    no_backend_seconds: float = _option(
+        3600.0, "how long rollouts of a job without a deadline wait while their pool has no ready backend"
+    )
+    """How long such rollouts wait in the Run queue, in seconds. Then they end as Failed/NoBackend."""
     max_unstored: int = _bound(10_000, "ended rollouts awaiting the trajectory store")
     """The number of ended rollouts that may wait for the trajectory store. Above it, completions answer
     507."""
@@ -108,35 +124,51 @@ class Settings:
     """A Python with torch and transformers, for forward passes. The default is this one, if it has them."""
     recheck_seconds: float = 1.0
     """The longest sleep of a long poll, in seconds, where another replica may have made the change."""
-    event_buffer: int = 4096
-    """The number of events that are kept per job for resuming, and that one subscriber may fall behind."""
-    allow_tasks_from: tuple[str, ...] = ()
-    """The URL prefixes with which `spec.tasks.url` of a job may begin, in addition to uploads; see
-    `AllowList`."""
-    allow_tasks_networks: tuple[str, ...] = ()
-    """The networks in which hosts of these prefixes may be, in addition to public addresses."""
-    allow_sandbox_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.sandbox.allowedHosts` of a job may name; see `SandboxHosts`."""
-    allow_eval_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.stages.eval.allowedHosts` of a job may name."""
-    allow_rewards_from: tuple[str, ...] = ()
-    """The URL prefixes with which `spec.reward.service.url` of a job may begin."""
-    allow_rewards_networks: tuple[str, ...] = ()
-    """The networks in which hosts of these prefixes may be, in addition to public addresses."""
-    max_reward_calls: int = 256
-    """The largest number of simultaneous requests to reward services. Further ones wait."""
-    max_reward_calls_per_namespace: int = 64
+    allow_tasks_from: tuple[str, ...] = _option(
+        (),
+        "what spec.tasks.url of jobs may name beside uploads, as file:///data/, https://host/path/ or "
+        "s3://bucket/key/; '{namespace}' stands for the job's; may be given several times (default: nothing)",
+        metavar="URL-PREFIX",
+    )
+    allow_tasks_networks: tuple[str, ...] = _option(
+        (), _NETWORK, flag="--allow-tasks-network", metavar="CIDR"
+    )
+    allow_sandbox_hosts: tuple[str, ...] = _option(
+        (),
+        "what spec.sandbox.allowedHosts of jobs may name: a DNS name, '*.example.org' for all names "
+        "below one, 'example.org:8443' for another port than 80 and 443, or '*' for every public host; "
+        "'pypi.org=10.1.2.3' or 'pypi.org=10.1.0.0/16' lets the host have an address that is not public; may "
+        "be given several times (default: nothing)",
+        flag="--allow-sandbox-host",
+        metavar="HOST",
+    )
+    allow_eval_hosts: tuple[str, ...] = _option(
+        (),
+        "what spec.stages.eval.allowedHosts of jobs may name, in the same form: hosts that hidden tests "
+        "reach (default: nothing)",
+        flag="--allow-eval-host",
+        metavar="HOST",
+    )
+    allow_rewards_from: tuple[str, ...] = _option(
+        (),
+        "what spec.reward.service.url of jobs may name, as https://host/path/; '{namespace}' stands for "
+        "the job's; may be given several times (default: nothing)",
+        metavar="URL-PREFIX",
+    )
+    allow_rewards_networks: tuple[str, ...] = _option(
+        (), _NETWORK, flag="--allow-rewards-network", metavar="CIDR"
+    )
     traces: TraceOptions = field(default_factory=TraceOptions)
     """The receiver of traces, and which rollouts are traced. By default none is."""
     traces_asked: bool = False
     """Whether a flag asks for traces, and not only a variable that may be meant for other programs."""
-    task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
-    """The limits on what is read for jobs."""
-    blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
-    """The limits on uploads."""
+    max_task_bytes: int = _option(task_reader.TaskFileLimits().file_bytes, "largest task file, unpacked")
+    max_blob_bytes: int = _option(_UPLOADS.blob_bytes, "largest upload")
+    max_namespace_blob_bytes: int = _option(_UPLOADS.namespace_bytes, "limit for all uploads of a namespace")
+    max_namespace_blobs: int = _option(_UPLOADS.namespace_count, "uploads of a namespace")
     browsers: BrowserSettings = field(default_factory=BrowserSettings)
     """The addresses of the page, and the times that sessions last."""
-    sqlite_max_pages: int = 0
+    sqlite_max_pages: int = _option(0, "bound of the database file in pages; 0: none")
     """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
 
     @property
@@ -168,6 +200,16 @@ class Settings:
         return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, kept)
 
     @property
+    def task_limits(self) -> task_reader.TaskFileLimits:
+        """The limits on what is read for jobs."""
+        return task_reader.TaskFileLimits(file_bytes=self.max_task_bytes)
+
+    @property
+    def blob_limits(self) -> blobs.BlobLimits:
+        """The limits on uploads."""
+        return blobs.BlobLimits(self.max_blob_bytes, self.max_namespace_blob_bytes, self.max_namespace_blobs)
+
+    @property
     def sandbox_hosts(self) -> SandboxHosts:
         """The hosts that jobs may open to their sandboxes.
 
@@ -191,5 +233,23 @@ class Settings:
         return self.trajectories or str(self.state_dir.absolute() / "trajectories")
 
 
-BOUNDS: Final = {each.name: each for each in fields(Settings) if "help" in each.metadata}
+BOUNDS: Final = [each.name for each in fields(Settings) if "bound" in each.metadata]
 """The settings that bound what one namespace, or one client, may hold."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are settings to a command line. Their values get the names of the settings."""
+    bounds = parser.add_argument_group("bounds on what one namespace, or one client, may hold")
+    for each in fields(Settings):
+        if not each.metadata:
+            continue
+        options: dict[str, Any] = {"flag": f"--{each.name.replace('_', '-')}", **each.metadata}
+        group = bounds if options.pop("bound", False) else parser
+        if isinstance(each.default, bool):
+            kind: dict[str, Any] = {"action": "store_true"}
+        elif isinstance(each.default, tuple):
+            kind = {"action": "append", "default": []}
+        else:
+            kind = {"type": type(each.default), "default": each.default}
+            options["help"] += "" if isinstance(each.default, str | None) else " (default: %(default)s)"
+        group.add_argument(options.pop("flag"), dest=each.name, **kind | options)

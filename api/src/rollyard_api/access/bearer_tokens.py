@@ -1,8 +1,8 @@
 """Bearer tokens, by role, are created at the first start in a file that only the user can read.
 
 Several tokens of a role may be valid at the same time. The first of them is the one that is handed out, and
-the others are being retired. The file is read again when it changes, which allows tokens to be rotated
-without a restart.
+the others are being retired. The file is read again and again, which allows tokens to be rotated without a
+restart.
 """
 
 from __future__ import annotations
@@ -58,20 +58,9 @@ class Tokens:
 
     by_role: Mapping[Role, tuple[str, ...]]
 
-    @property
-    def admin(self) -> str:
-        """The secret of administrators that is handed out."""
-        return self.by_role["admin"][0]
-
-    @property
-    def worker(self) -> str:
-        """The secret of stage workers that is handed out."""
-        return self.by_role["worker"][0]
-
-    @property
-    def driver(self) -> str:
-        """The secret of drivers that is handed out."""
-        return self.by_role["driver"][0]
+    def current(self, role: Role) -> str:
+        """Return the secret of a role that is handed out."""
+        return self.by_role[role][0]
 
     def caller(self, authorization: str) -> Caller:
         """Return the caller that an Authorization header identifies.
@@ -108,20 +97,12 @@ class Tokens:
         return Caller("worker", jobs[0])
 
 
-def load_or_make(state_dir: Path) -> Tokens:
-    """Read tokens.json from the state folder, or create it (mode 0600) with new secrets.
-
-    Raises:
-        TokenFileError: The file does not contain such a JSON object.
-    """
-    path = state_dir / FILE_NAME
-    if not path.exists():
-        _make(path)
-    return load(path, "remove it to have new tokens made")
-
-
 def load(path: Path, remedy: str = "write one string, or a list of strings, for each role") -> Tokens:
-    """Read a token file that another program has created, such as a mounted Secret.
+    """Read a token file.
+
+    Args:
+        path: The file.
+        remedy: What to do about a file that has another form, for the message.
 
     Raises:
         TokenFileError: The file cannot be read, or it does not contain such a JSON object.
@@ -175,14 +156,12 @@ def _make(path: Path) -> None:
 
 log = logging.getLogger("rollyard.api")
 
-_Seen = tuple[int, int, int, int, int]
-
 
 class TokenFile:
     """The tokens in force. A file that cannot be used changes nothing and is logged once.
 
     Args:
-        state_dir: The folder whose tokens.json is created if it is missing.
+        state_dir: The folder whose tokens.json is created (mode 0600), with new secrets, if it is missing.
         given: Another file, which another program creates, such as a mounted Secret; None stands for
             tokens.json.
 
@@ -192,38 +171,24 @@ class TokenFile:
 
     def __init__(self, state_dir: Path, given: Path | None) -> None:
         self._path = state_dir / FILE_NAME if given is None else given
-        # The content may be newer than the recorded status of the file, but never older. If it is newer, the
-        # file is read once more.
-        self._seen: _Seen | None = None
-        self.tokens = load_or_make(state_dir) if given is None else load(given)
+        if given is None and not self._path.exists():
+            _make(self._path)
+        self._problem = ""
+        """Why the file could not be used when it was last read."""
+        self.tokens = load(self._path) if given else load(self._path, "remove it to have new tokens made")
 
     def look(self) -> None:
-        """Read the file again if it has changed. This may block and is therefore to be called in a thread."""
+        """Read the file again. This may block and is therefore to be called in a thread."""
         try:
-            seen = self._stat()
-            if seen == self._seen:
-                return
-            self._seen = seen
-            tokens = load(self._path)
-        except OSError as error:
-            if self._seen is not None:
-                log.error(
-                    "%s: cannot be looked at: %s; the tokens read before stay in force",
-                    self._path, error.strerror,
-                )  # fmt: skip
-            self._seen = None
-            return
+            tokens, problem = load(self._path), ""
         except TokenFileError as error:
-            log.error("%s; the tokens read before stay in force", error)
-            return
+            tokens, problem = self.tokens, str(error)
+        if problem and problem != self._problem:
+            log.error("%s; the tokens read before stay in force", problem)
+        self._problem = problem
         if tokens != self.tokens:
             changed = sorted(
                 role for role in ROLES if tokens.by_role.get(role) != self.tokens.by_role.get(role)
             )
             self.tokens = tokens
             log.info("%s: other tokens are in force now for %s", self._path, ", ".join(changed))
-
-    def _stat(self) -> _Seen:
-        # Links are followed, because kubelet replaces a Secret by pointing a link to another folder.
-        found = os.stat(self._path)
-        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -10,7 +10,6 @@ The token of one job reaches that job in its present form, its rollouts, its san
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,11 +18,14 @@ from typing import Final, Literal
 import sqlalchemy as sa
 from rollyard_crds.security.job_token import JobIdentity
 from sqlalchemy.engine import Connection
+from starlette.routing import compile_path
 
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
+from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.storage.statements import chunks
 
 Stand = Literal["live", "finished", "gone"]
 """The state of a token's job: it has unfinished rollouts, all of its rollouts have ended, or it was
@@ -76,86 +78,74 @@ JOBS: Final = "/v1/rolloutjobs"
 POOLS: Final = "/v1/backendpools"
 BLOBS: Final = "/v1/blobs"
 
-RULES: Final[dict[tuple[str, str], Rule]] = {
-    ("GET", "/healthz"): OPEN,
-    ("GET", "/readyz"): OPEN,
-    ("GET", "/metrics"): METRICS,
-    ("GET", "/docs"): VIEW,
-    ("GET", "/docs/{name}"): VIEW,
-    ("GET", "/openapi.json"): VIEW,
-    ("POST", "/v1/session"): replace(OPEN, max_body=TINY),
-    ("GET", "/v1/session"): VIEW,
-    ("DELETE", "/v1/session"): VIEW,
-    ("POST", "/v1/session/codes"): replace(VIEW, max_body=TINY),
-    ("DELETE", "/v1/sessions"): VIEW,
-    ("POST", "/v1/leases"): replace(LEARN, max_body=SMALL),
-    ("GET", "/v1/leases/job"): LEARN,
-    ("GET", "/v1/leases/images"): WORK,
-    ("POST", "/v1/leases/route"): replace(WORK, max_body=SMALL),
-    ("POST", "/v1/leases/reward"): replace(WORK, max_body=EPISODE),
-    ("POST", "/v1/leases/heartbeat"): replace(REPORT, max_body=BEATS),
-    ("POST", "/v1/leases/complete"): REPORT,
-    ("POST", "/v1/leases/fail"): replace(REPORT, max_body=FAILURES),
-    ("POST", "/v1/claims"): replace(WORK, max_body=SMALL),
-    ("GET", "/v1/claims/{claim}"): WORK,
-    ("DELETE", "/v1/claims/{claim}"): LEARN,
-    ("GET", "/v1/claims"): DRIVER,
-    ("PUT", "/v1/claims/{claim}/status"): DRIVER,
-    ("GET", "/v1/unfinished"): DRIVER,
-    ("POST", "/v1/workers/died"): replace(DRIVER, max_body=SMALL),
-    ("POST", "/v1/workers/offers"): replace(DRIVER, max_body=SMALL),
-    ("POST", "/v1/workers/assignment"): replace(READY, max_body=SMALL),
-    ("GET", JOBS): READ,
-    ("POST", JOBS): ADMIN,
-    ("GET", f"{JOBS}/{{name}}"): READ,
-    ("PUT", f"{JOBS}/{{name}}"): DRIVER,
-    ("PATCH", f"{JOBS}/{{name}}"): ADMIN,
-    ("DELETE", f"{JOBS}/{{name}}"): DRIVER,
-    ("POST", f"{JOBS}/{{name}}/tasks"): ADMIN,
-    ("GET", f"{JOBS}/{{name}}/tasks"): ADMIN,
-    ("POST", f"{JOBS}/{{name}}/targets"): replace(ADMIN, max_body=SMALL),
-    ("POST", f"{JOBS}/{{name}}/close"): ADMIN,
-    ("POST", f"{JOBS}/{{name}}/cancel"): DRIVER,
-    ("PUT", f"{JOBS}/{{name}}/status"): DRIVER,
-    ("GET", f"{JOBS}/{{name}}/trajectories"): READ,
-    ("GET", f"{JOBS}/{{name}}/groups"): READ,
-    ("GET", f"{JOBS}/{{name}}/events"): READ,
-    ("GET", f"{JOBS}/{{name}}/rollouts"): READ,
-    ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}"): READ,
-    ("GET", f"{JOBS}/{{name}}/cursors"): ADMIN,
-    ("GET", f"{JOBS}/{{name}}/cursors/{{cursor}}"): ADMIN,
-    ("PUT", f"{JOBS}/{{name}}/cursors/{{cursor}}"): replace(ADMIN, max_body=SMALL),
-    ("DELETE", f"{JOBS}/{{name}}/cursors/{{cursor}}"): ADMIN,
-    ("PUT", f"{BLOBS}/{{sha256}}"): ADMIN,
-    ("GET", f"{BLOBS}/{{sha256}}"): DRIVER,
-    ("GET", "/v1/overview"): VIEW,
-    ("GET", "/v1/jobs"): VIEW,
-    ("GET", "/v1/workers/{name}/rollouts"): VIEW,
-    ("GET", "/v1/events"): VIEW,
-    ("GET", f"{JOBS}/{{name}}/grid"): VIEW,
-    ("GET", f"{JOBS}/{{name}}/gantt"): VIEW,
-    ("GET", f"{JOBS}/{{name}}/statistics"): VIEW,
+_PATHS: Final[dict[str, dict[str, Rule]]] = {
+    "/healthz": {"GET": OPEN},
+    "/readyz": {"GET": OPEN},
+    "/metrics": {"GET": METRICS},
+    "/docs": {"GET": VIEW},
+    "/docs/{name}": {"GET": VIEW},
+    "/openapi.json": {"GET": VIEW},
+    "/v1/session": {"GET": VIEW, "POST": replace(OPEN, max_body=TINY), "DELETE": VIEW},
+    "/v1/session/codes": {"POST": replace(VIEW, max_body=TINY)},
+    "/v1/sessions": {"DELETE": VIEW},
+    "/v1/leases": {"POST": replace(LEARN, max_body=SMALL)},
+    "/v1/leases/job": {"GET": LEARN},
+    "/v1/leases/images": {"GET": WORK},
+    "/v1/leases/route": {"POST": replace(WORK, max_body=SMALL)},
+    "/v1/leases/reward": {"POST": replace(WORK, max_body=EPISODE)},
+    "/v1/leases/heartbeat": {"POST": replace(REPORT, max_body=BEATS)},
+    "/v1/leases/complete": {"POST": REPORT},
+    "/v1/leases/fail": {"POST": replace(REPORT, max_body=FAILURES)},
+    "/v1/claims": {"GET": DRIVER, "POST": replace(WORK, max_body=SMALL)},
+    "/v1/claims/{claim}": {"GET": WORK, "DELETE": LEARN},
+    "/v1/claims/{claim}/status": {"PUT": DRIVER},
+    "/v1/unfinished": {"GET": DRIVER},
+    "/v1/workers/died": {"POST": replace(DRIVER, max_body=SMALL)},
+    "/v1/workers/offers": {"POST": replace(DRIVER, max_body=SMALL)},
+    "/v1/workers/assignment": {"POST": replace(READY, max_body=SMALL)},
+    JOBS: {"GET": READ, "POST": ADMIN},
+    f"{JOBS}/{{name}}": {"GET": READ, "PUT": DRIVER, "PATCH": ADMIN, "DELETE": DRIVER},
+    f"{JOBS}/{{name}}/tasks": {"GET": ADMIN, "POST": ADMIN},
+    f"{JOBS}/{{name}}/targets": {"POST": replace(ADMIN, max_body=SMALL)},
+    f"{JOBS}/{{name}}/close": {"POST": ADMIN},
+    f"{JOBS}/{{name}}/cancel": {"POST": DRIVER},
+    f"{JOBS}/{{name}}/status": {"PUT": DRIVER},
+    f"{JOBS}/{{name}}/trajectories": {"GET": READ},
+    f"{JOBS}/{{name}}/groups": {"GET": READ},
+    f"{JOBS}/{{name}}/events": {"GET": READ},
+    f"{JOBS}/{{name}}/rollouts": {"GET": READ},
+    f"{JOBS}/{{name}}/rollouts/{{rollout}}": {"GET": READ},
+    f"{JOBS}/{{name}}/cursors": {"GET": ADMIN},
+    f"{JOBS}/{{name}}/cursors/{{cursor}}": {
+        "GET": ADMIN,
+        "PUT": replace(ADMIN, max_body=SMALL),
+        "DELETE": ADMIN,
+    },
+    f"{BLOBS}/{{sha256}}": {"GET": DRIVER, "PUT": ADMIN},
+    "/v1/overview": {"GET": VIEW},
+    "/v1/jobs": {"GET": VIEW},
+    "/v1/workers/{name}/rollouts": {"GET": VIEW},
+    "/v1/events": {"GET": VIEW},
+    f"{JOBS}/{{name}}/grid": {"GET": VIEW},
+    f"{JOBS}/{{name}}/gantt": {"GET": VIEW},
+    f"{JOBS}/{{name}}/statistics": {"GET": VIEW},
     **{
-        ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}/{piece}"): VIEW
+        f"{JOBS}/{{name}}/rollouts/{{rollout}}/{piece}": {"GET": VIEW}
         for piece in ("brief", "messages", "messages/{number}", "tokens", "difference", "live")
     },
-    ("GET", POOLS): READ,
-    ("POST", POOLS): DRIVER,
-    ("GET", f"{POOLS}/{{name}}"): READ,
-    ("PUT", f"{POOLS}/{{name}}"): DRIVER,
-    ("PATCH", f"{POOLS}/{{name}}"): DRIVER,
-    ("DELETE", f"{POOLS}/{{name}}"): DRIVER,
-    ("GET", f"{POOLS}/{{name}}/tokenizer"): READ,
-    ("PUT", f"{POOLS}/{{name}}/backends"): DRIVER,
-    ("PUT", f"{POOLS}/{{name}}/status"): DRIVER,
-    ("POST", f"{POOLS}/{{name}}/pause"): DRIVER,
-    ("POST", f"{POOLS}/{{name}}/resume"): DRIVER,
-    ("GET", f"{POOLS}/{{name}}/weights"): READ,
-    ("POST", f"{POOLS}/{{name}}/weights"): DRIVER,
-    ("GET", f"{POOLS}/{{name}}/weights/{{number}}"): READ,
+    POOLS: {"GET": READ, "POST": DRIVER},
+    f"{POOLS}/{{name}}": {"GET": READ, "PUT": DRIVER, "PATCH": DRIVER, "DELETE": DRIVER},
+    f"{POOLS}/{{name}}/tokenizer": {"GET": READ},
+    f"{POOLS}/{{name}}/backends": {"PUT": DRIVER},
+    f"{POOLS}/{{name}}/status": {"PUT": DRIVER},
+    f"{POOLS}/{{name}}/pause": {"POST": DRIVER},
+    f"{POOLS}/{{name}}/resume": {"POST": DRIVER},
+    f"{POOLS}/{{name}}/weights": {"GET": READ, "POST": DRIVER},
+    f"{POOLS}/{{name}}/weights/{{number}}": {"GET": READ},
 }
+RULES: Final = {(method, path): rule for path, rules in _PATHS.items() for method, rule in rules.items()}
+"""The rule of each call, which is a method and a path."""
 DOCS: Final = frozenset({"/docs", "/docs/{name}", "/openapi.json"})
-_PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
 
 
 class Access:
@@ -171,9 +161,7 @@ class Access:
         rules = {key: OPEN if key[1] in opened else rule for key, rule in RULES.items()}
         self._exact = {key: rule for key, rule in rules.items() if "{" not in key[1]}
         self._shaped = [
-            (method, re.compile(_PARAMETER.sub("[^/]+", re.escape(path))), rule)
-            for (method, path), rule in rules.items()
-            if "{" in path
+            (method, compile_path(path)[0], rule) for (method, path), rule in rules.items() if "{" in path
         ]
 
     def rule(self, method: str, path: str) -> Rule:
@@ -209,8 +197,6 @@ def still(rule: Rule, stand: Stand) -> bool:
     return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)
 
 
-LOOKED_UP = 500
-"""The largest number of names in one query, because SQLite limits the variables of a query."""
 REMEMBERED = 4096
 """The largest number of jobs that are remembered for their tokens."""
 
@@ -232,15 +218,10 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
 
     The uid in the token may be that of the job or of the Kubernetes object for which the job is registered.
     """
-    columns = (jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at)
-    row = conn.execute(
-        sa.select(*columns).where(
-            jobs.c.namespace == identity.namespace, jobs.c.name == identity.name, jobs.c.deleted_at.is_(None)
-        )
-    ).one_or_none()
-    if row is None or identity.uid not in (row.uid, row.object_uid):
+    job = job_rows.named(conn, identity.namespace, identity.name)
+    if job is None or identity.uid not in (job.uid, job.object_uid):
         return BoundJob(identity, "gone", None, None)
-    return BoundJob(identity, "live" if row.finished_at is None else "finished", row.id, row.uid)
+    return BoundJob(identity, "live" if job.finished_at is None else "finished", job.id, job.uid)
 
 
 class BoundJobs:
@@ -268,6 +249,12 @@ class BoundJobs:
         return job
 
 
+def of_other_job(bound: BoundJob) -> Forbidden:
+    """Return the error for a token that reaches for what belongs to another job than its own."""
+    who = bound.identity
+    return Forbidden(f"this token is for the workers of job {who.namespace}/{who.name} only")
+
+
 def refused(bound: BoundJob) -> Forbidden:
     """Return the error for a token whose job has ended."""
     who = bound.identity
@@ -277,7 +264,7 @@ def refused(bound: BoundJob) -> Forbidden:
 
 
 @lru_cache(maxsize=256)
-def _of_others(identity: JobIdentity, by: Literal["id", "sandbox_id"]) -> sa.Select[tuple[str]]:
+def _of_others(identity: JobIdentity, by: str) -> sa.Select[tuple[str]]:
     """Return the query for one rollout of a job that is not the token's own, even of a deleted job with rows.
 
     The query is kept because each report asks it.
@@ -298,11 +285,8 @@ def reaches_others(
     conn: Connection, identity: JobIdentity, rollouts_of: Collection[str], sandboxes: Collection[str]
 ) -> bool:
     """Return whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
-    asked: tuple[tuple[Literal["id", "sandbox_id"], list[str]], ...]
-    asked = (("id", sorted(rollouts_of)), ("sandbox_id", sorted(sandboxes)))
-    for by, names in asked:
-        for at in range(0, len(names), LOOKED_UP):
-            some = {"b_names": names[at : at + LOOKED_UP]}
-            if conn.execute(_of_others(identity, by), some).first() is not None:
-                return True
-    return False
+    return any(
+        conn.execute(_of_others(identity, by), {"b_names": names}).first() is not None
+        for by, named in (("id", rollouts_of), ("sandbox_id", sandboxes))
+        for names in chunks(sorted(named))
+    )

@@ -161,7 +161,7 @@ def validated(kind: type[M], document: Any, name: str = "", *, strict: bool = Fa
     try:
         return kind.model_validate(document, strict=strict or None)
     except ValidationError as error:
-        problems = describe(error, name)[:MAX_PROBLEMS]
+        problems = describe(error, name, whole="body")[:MAX_PROBLEMS]
         raise Invalid.of(*problems) from error
 
 

@@ -46,6 +46,17 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
     return made
 
 
+def write_port(path: Path, sock: socket.socket) -> None:
+    """Write the port on which a socket listens, which is 0 for a Unix socket, to a file.
+
+    The file appears as a whole.
+    """
+    port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(f"{port}\n")
+    scratch.replace(path)
+
+
 def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
     """Let the kernel close connections whose client accepts no data for `seconds`."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # This exists on Linux only; accepted connections inherit it.

@@ -14,7 +14,7 @@ from typing import Final
 
 import uvicorn
 
-from rollyard_api.core.sockets import listening_socket
+from rollyard_api.core.sockets import listening_socket, write_port
 from rollyard_api.prorl.app import ProrlCalls
 from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
 from rollyard_api.service import ControlPlane
@@ -102,9 +102,7 @@ async def listening(plane: ControlPlane, listener: ProrlListener) -> AsyncIterat
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]), name="ProRL calls")
     if listener.port_file is not None:
-        scratch = listener.port_file.with_name(f".{listener.port_file.name}.new")
-        scratch.write_text(f"{listener.socket.getsockname()[1]}\n")
-        scratch.replace(listener.port_file)
+        write_port(listener.port_file, listener.socket)
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +49,7 @@ class DocsNotInstalled(NotFound):
     """The package with Swagger UI is not installed."""
 
 
+@lru_cache(maxsize=len(_SHIPPED) + 1)
 def asset(name: str) -> WebFile:
     """Return a file that the document names.
 
@@ -57,24 +57,19 @@ def asset(name: str) -> WebFile:
         NotFound: The document names no such file.
         DocsNotInstalled: The package with the file is not installed.
     """
-    if name != _OWN and name not in _SHIPPED:
+    if name == _OWN:
+        return web_file(name, (Path(__file__).parent / "docs" / name).read_bytes())
+    if name not in _SHIPPED:
         raise NotFound(f"there is no /docs/{name[:200]}")
-    found = _assets().get(name)
-    if found is None:
-        raise DocsNotInstalled(
-            "this installation lacks Swagger UI; `pip install 'rollyard[api]'` installs it, and "
-            "/openapi.json describes the calls without it"
-        )
-    return found
-
-
-@lru_cache(maxsize=1)
-def _assets() -> Mapping[str, WebFile]:
-    files = {_OWN: Path(__file__).parent / "docs" / _OWN}
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        files |= {name: Path(folder) / "resources" / name for name in _SHIPPED}
-    return {name: web_file(name, path.read_bytes()) for name, path in files.items() if path.is_file()}
+        path = Path(folder) / "resources" / name
+        if path.is_file():
+            return web_file(name, path.read_bytes())
+    raise DocsNotInstalled(
+        "this installation lacks Swagger UI; `pip install 'rollyard[api]'` installs it, and "
+        "/openapi.json describes the calls without it"
+    )
 
 
 @router.api_route("/docs", methods=["GET", "HEAD"])

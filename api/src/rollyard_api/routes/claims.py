@@ -6,72 +6,59 @@ import time
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
 from starlette.responses import Response
 
-from rollyard_api.core.codec import validated
+from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.rollouts import claims
-from rollyard_api.routes.common import (
-    Plane,
-    StrictRoute,
-    Wait,
-    answer,
-    body_of,
-    body_schema,
-    bound_of,
-    refuse_other_claim,
-    refuse_others,
-)
-from rollyard_api.service import ControlPlane
+from rollyard_api.routes.common import Call, RestCall, StrictRoute, Wait, answer, body_schema
 from rollyard_api.storage.rows import ClaimRow
 
 router = APIRouter(prefix="/v1/claims", tags=["claims"], route_class=StrictRoute)
 
 
-async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> ClaimRow | None:
+async def _find(call: RestCall, claim: str) -> ClaimRow | None:
+    """Return the claim's row, or None if there is no such claim.
+
+    Raises:
+        Forbidden: The token is that of the workers of one job, and the claim belongs to another one.
+    """
+    row = await call.plane.database.read(partial(claims.find, claim=claim))
+    job = call.bound
+    if row is not None and job is not None and row.job_uid != job.uid:
+        raise permissions.of_other_job(job)
+    return row
+
+
+async def _settled(call: RestCall, claim: str, wait: float) -> ClaimRow | None:
     """Wait up to `wait` seconds while the claim is Pending; return its row, or None once it is removed."""
-    read = partial(plane.database.read, partial(claims.find, claim=claim))
+    read = partial(_find, call, claim)
     found = await read()
     if found is None or found.state != claims.PENDING or wait <= 0:
         return found
-    with plane.worker_polls.held(found.namespace):
-        return await plane.bus.until(
+    with call.plane.worker_polls.held(found.namespace):
+        return await call.plane.bus.until(
             claim_topic(claim),
             read,
             lambda row: row is None or row.state != claims.PENDING,
             wait,
-            request.is_disconnected,
+            call.request.is_disconnected,
         )
 
 
-async def _refuse_other(plane: ControlPlane, request: Request, claim: str) -> None:
-    """Refuse the claims of other jobs if the token belongs to one job's workers.
-
-    A claim never changes its job.
-
-    Raises:
-        Forbidden: The claim belongs to another job.
-    """
-    if bound_of(request) is not None:
-        row = await plane.database.read(partial(claims.find, claim=claim))
-        if row is not None:
-            refuse_other_claim(request, row)
-
-
 @router.post("", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest))
-async def file(request: Request, plane: Plane) -> Response:
+async def file(call: Call) -> Response:
     """Request a sandbox under an Init or Eval lease. A repeat with the same lease returns the same claim.
 
     The call waits up to `wait` seconds until the claim is bound or refused.
     """
-    asked = validated(ClaimRequest, await body_of(request))
-    await refuse_others(request, [asked.rollout])
-    op = partial(claims.file, asked=asked, room=plane.settings.claim_room)
-    row: ClaimRow | None = await plane.database.write(op, durable=False)
+    asked = await call.body(ClaimRequest)
+    op = partial(claims.file, asked=asked, room=call.plane.settings.claim_room)
+    row: ClaimRow | None = await call.write_own(op, [asked.rollout], durable=False)
     if row is not None and asked.wait and row.state == claims.PENDING:
-        row = await _settled(plane, request, row.id, asked.wait)
+        row = await _settled(call, row.id, asked.wait)
     if row is None:
         raise claims.lease_lost(asked)
     return answer(claims.document(row, time.time()))
@@ -79,8 +66,7 @@ async def file(request: Request, plane: Plane) -> Response:
 
 @router.get("", responses={200: {"model": ClaimList}})
 async def list_claims(
-    request: Request,
-    plane: Plane,
+    call: Call,
     namespace: Annotated[str | None, Query(max_length=63)] = None,
     revision: Annotated[int | None, Query(ge=0)] = None,
     wait: Wait = 0.0,
@@ -89,33 +75,27 @@ async def list_claims(
 
     With the `revision` of the last answer, the call waits up to `wait` seconds for another revision.
     """
-    return answer(
-        await plane.poll(
-            namespace or "",
-            CLAIMS,
-            partial(plane.database.read, partial(claims.listed, namespace=namespace)),
-            lambda found: revision is None or found["revision"] != revision,
-            wait,
-            request.is_disconnected,
-        )
-    )
+    look = partial(claims.listed, namespace=namespace)
+    # A call without a revision gets the first answer.
+    other = await call.poll(namespace or "", CLAIMS, look, lambda found: found["revision"] != revision, wait)
+    return answer(other)
 
 
 @router.get("/{claim}", responses={200: {"model": Claim}})
-async def get_claim(request: Request, plane: Plane, claim: str, wait: Wait = 0.0) -> Response:
+async def get_claim(call: Call, claim: str, wait: Wait = 0.0) -> Response:
     """Return a claim. The call waits up to `wait` seconds while the claim is Pending."""
-    await _refuse_other(plane, request, claim)
-    row = await _settled(plane, request, claim, wait)
+    row = await _settled(call, claim, wait)
     if row is None:
         raise claims.unknown(claim)
     return answer(claims.document(row, time.time()))
 
 
 @router.delete("/{claim}", status_code=204)
-async def release(request: Request, plane: Plane, claim: str) -> Response:
+async def release(call: Call, claim: str) -> Response:
     """Release a claim that no rollout needs, so that its sandbox is removed. A repeat changes nothing."""
-    await _refuse_other(plane, request, claim)
-    await plane.database.write(partial(claims.release, claim=claim), durable=False)
+    if call.bound is not None:
+        await _find(call, claim)  # It is refused if it is of another job. A claim never changes its job.
+    await call.plane.database.write(partial(claims.release, claim=claim), durable=False)
     return Response(status_code=204)
 
 
@@ -124,9 +104,10 @@ async def release(request: Request, plane: Plane, claim: str) -> Response:
     responses={200: {"model": Claim}, 204: {"description": "Removed"}},
     openapi_extra=body_schema(ClaimStatus),
 )
-async def put_status(request: Request, plane: Plane, claim: str) -> Response:
+async def put_status(call: Call, claim: str) -> Response:
     """Take a driver's report: Bound, Failed, or Removed (answered 204). A late report changes nothing."""
-    status = validated(ClaimStatus, await body_of(request))
+    status = await call.body(ClaimStatus)
     claims.check_status(status)
-    row = await plane.database.write(partial(claims.report, claim=claim, status=status), durable=False)
+    op = partial(claims.report, claim=claim, status=status)
+    row = await call.plane.database.write(op, durable=False)
     return Response(status_code=204) if row is None else answer(claims.document(row, time.time()))

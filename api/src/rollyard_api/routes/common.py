@@ -1,11 +1,12 @@
-"""Shared parts of the routes: the control plane, the namespace, request bodies and JSON answers."""
+"""Shared parts of the routes: the call with its body and its object, and JSON answers."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Query, Request
 from fastapi.dependencies.models import Dependant
@@ -18,10 +19,14 @@ from starlette.routing import BaseRoute
 from rollyard_api.access import permissions
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.permissions import BoundJob
-from rollyard_api.core.codec import check_plain, decode, dumps
+from rollyard_api.core.codec import check_plain, decode, dumps, validated
 from rollyard_api.core.problems import Forbidden, Invalid
 from rollyard_api.service import ControlPlane
-from rollyard_api.storage.rows import ClaimRow
+from rollyard_api.storage.database import Transaction
+
+M = TypeVar("M", bound=BaseModel)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_WAIT = 60.0
 """The longest time that a long poll may take, in seconds."""
@@ -64,84 +69,161 @@ def _unknown(name: str, known: list[str]) -> str:
     return f"{name[:80]}: unknown query parameter; {hint}"
 
 
-def plane_of(request: Request) -> ControlPlane:
-    """Return the control plane of this application."""
-    plane: ControlPlane = request.app.state.plane
-    return plane
+class RestCall:
+    """A request on its way to the answer of a route, and the control plane that answers it."""
 
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.plane: ControlPlane = request.app.state.plane
 
-def caller_of(request: Request) -> Caller:
-    """Return the holder of the token that the request carries."""
-    caller: Caller = request.state.caller
-    return caller
+    @property
+    def caller(self) -> Caller:
+        """The holder of the token that the request carries."""
+        caller: Caller = self.request.state.caller
+        return caller
 
+    @property
+    def bound(self) -> BoundJob | None:
+        """The only job that the request's token may access, or None if it may access any job."""
+        job: BoundJob | None = self.request.state.bound
+        return job
 
-def refuse_other_job(request: Request, namespace: str, name: str | None) -> None:
-    """Refuse other jobs if the request's token belongs to one job's workers.
+    async def document(self) -> Any:
+        """Return the decoded JSON or msgpack body, after a check of its value types and its depth."""
+        document = decode(await self.request.body(), self.request.headers.get("content-type", ""))
+        check_plain(document)
+        return document
 
-    Raises:
-        Forbidden: The request names another job, or none.
-    """
-    job = bound_of(request)
-    if job is not None and (job.identity.namespace, job.identity.name) != (namespace, name):
-        raise _of_other(job)
+    async def body(self, model: type[M]) -> M:
+        """Return the body as an instance of its model.
 
+        Raises:
+            Malformed: The body is not what its Content-Type says.
+            Invalid: A field is wrong; `errors` names each wrong field.
+        """
+        return validated(model, await self.document())
 
-async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: Collection[str] = ()) -> None:
-    """Refuse rollouts of other jobs, and sandboxes of such rollouts, in the same way.
+    async def poll(
+        self,
+        namespace: str,
+        topic: str,
+        query: Callable[[Connection], T],
+        enough: Callable[[T], bool],
+        wait: float,
+    ) -> T:
+        """Answer a long poll of a trainer or a driver for a namespace ("" stands for all); see `Bus.until`.
 
-    Unknown rollouts and sandboxes belong to no job.
+        Raises:
+            TooManyWaits: The largest number of long polls is already open.
+        """
+        plane, look = self.plane, partial(self.plane.look, namespace, query)
+        if wait <= 0:
+            return await look()
+        with plane.polls.held(namespace):
+            return await plane.bus.until(topic, look, enough, wait, self.request.is_disconnected)
 
-    Raises:
-        Forbidden: One of them belongs to another job.
-    """
-    if bound_of(request) is not None and (rollouts or sandboxes):
-        found = await plane_of(request).database.read(others_among(request, rollouts, sandboxes))
-        if found is not None:
-            raise found
+    def refuse_other_job(self, namespace: str, name: str | None) -> None:
+        """Refuse other jobs if the request's token belongs to one job's workers.
 
+        Raises:
+            Forbidden: The request names another job, or none.
+        """
+        job = self.bound
+        if job is not None and (job.identity.namespace, job.identity.name) != (namespace, name):
+            raise permissions.of_other_job(job)
 
-def others_among(
-    request: Request, rollouts: Collection[str], sandboxes: Collection[str] = ()
-) -> Callable[[Connection], Forbidden | None]:
-    """Return a query for the refusal of `refuse_others`, to be asked in the transaction of the change."""
-    job = bound_of(request)
+    def refusal(
+        self, conn: Connection, rollouts: Collection[str], sandboxes: Collection[str] = ()
+    ) -> Forbidden | None:
+        """Return the refusal of rollouts of other jobs, or of sandboxes of such rollouts, if there are any.
 
-    def query(conn: Connection) -> Forbidden | None:
+        Unknown rollouts and sandboxes belong to no job.
+        """
+        job = self.bound
         if job is not None and permissions.reaches_others(conn, job.identity, rollouts, sandboxes):
-            return _of_other(job)
+            return permissions.of_other_job(job)
         return None
 
-    return query
+    async def write_own(
+        self,
+        op: Callable[[Transaction], T],
+        rollouts: Collection[str],
+        sandboxes: Collection[str] = (),
+        *,
+        durable: bool = True,
+    ) -> T:
+        """Make a change of these rollouts and sandboxes, unless one of them belongs to another job.
+
+        Raises:
+            Forbidden: The token belongs to one job's workers, and one of them belongs to another job.
+        """
+
+        def checked(tx: Transaction) -> T | Forbidden:
+            # A refusal is returned, because an exception would make the writer run all ops beside this one
+            # again.
+            return self.refusal(tx.conn, rollouts, sandboxes) or op(tx)
+
+        result = await self.plane.database.write(checked, durable=durable)
+        if isinstance(result, Forbidden):
+            raise result
+        return result
 
 
-def refuse_other_claim(request: Request, claim: ClaimRow) -> None:
-    """Refuse a claim of another job in the same way.
+class NamedCall(RestCall):
+    """A call of one object, of which the request gives the name and the namespace."""
 
-    Raises:
-        Forbidden: The claim belongs to another job.
-    """
-    job = bound_of(request)
-    if job is not None and claim.job_uid != job.uid:
-        raise _of_other(job)
+    def __init__(self, request: Request, namespace: str, name: str) -> None:
+        super().__init__(request)
+        self.namespace = namespace
+        self.name = name
+
+    async def read(
+        self, query: Callable[Concatenate[Connection, str, str, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what a query says of the object. It takes the namespace and the name first."""
+        return await self.plane.database.read(
+            lambda conn: query(conn, self.namespace, self.name, *args, **kwargs)
+        )
+
+    async def look(
+        self, query: Callable[Concatenate[Connection, str, str, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return the same as `read`, for a query that may take long; see `ControlPlane.look`."""
+        return await self.plane.look(
+            self.namespace, lambda conn: query(conn, self.namespace, self.name, *args, **kwargs)
+        )
+
+    async def follow(
+        self, topic: str, query: Callable[[Connection, str, str], T], enough: Callable[[T], bool], wait: float
+    ) -> T:
+        """Return the same as `read` once it is `enough`, at the latest after `wait` seconds."""
+        return await self.poll(
+            self.namespace, topic, lambda conn: query(conn, self.namespace, self.name), enough, wait
+        )
+
+    async def write(
+        self, op: Callable[Concatenate[Transaction, str, str, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Change the object by an op that takes the namespace and the name first, and return its result."""
+        return await self.plane.database.write(lambda tx: op(tx, self.namespace, self.name, *args, **kwargs))
 
 
-def bound_of(request: Request) -> BoundJob | None:
-    """Return the only job that the request's token may access, or None if it may access any job."""
-    job: BoundJob | None = request.state.bound
-    return job
+# FastAPI would call functions that are not coroutines in a thread.
+async def _call(request: Request) -> RestCall:
+    return RestCall(request)
 
 
-def _of_other(job: BoundJob) -> Forbidden:
-    who = job.identity
-    return Forbidden(f"this token is for the workers of job {who.namespace}/{who.name} only")
+async def _named(request: Request, name: str, namespace: Namespace = "default") -> NamedCall:
+    return NamedCall(request, namespace, name)
 
 
 async def _plane(request: Request) -> ControlPlane:
-    # This is not `plane_of` itself, because FastAPI calls functions that are not coroutines in a thread.
-    return plane_of(request)
+    return RestCall(request).plane
 
 
+Call = Annotated[RestCall, Depends(_call)]
+Named = Annotated[NamedCall, Depends(_named)]
+"""A call whose path, or query, has the name of an object, and whose query may have its namespace."""
 Plane = Annotated[ControlPlane, Depends(_plane)]
 
 
@@ -153,13 +235,6 @@ def from_query(model: type[BaseModel]) -> Any:
 
     made.__signature__ = inspect.signature(model)  # type: ignore[attr-defined]
     return Depends(made)
-
-
-async def body_of(request: Request) -> Any:
-    """Return the decoded JSON or msgpack body, after a check of its value types and its depth."""
-    document = decode(await request.body(), request.headers.get("content-type", ""))
-    check_plain(document)
-    return document
 
 
 def answer(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import dumps
 from rollyard_api.jobs import job_views
 from rollyard_api.jobs.events import Event, SlowConsumer
-from rollyard_api.routes.common import Namespace, StrictRoute, plane_of
+from rollyard_api.routes.common import Named, StrictRoute
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import JobRow
@@ -28,23 +28,18 @@ COUNTS_SECONDS = 1.0
 
 
 @router.get("/{name}/events")
-async def events(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
-    last_event_id: Annotated[str, Header()] = "",
-) -> Response:
+async def events(call: Named, last_event_id: Annotated[str, Header()] = "") -> Response:
     """Stream server-sent events: `transition` per stage transition, `counts` when counts have changed.
 
     The stream ends when the job has ended. A consumer that falls behind by a whole buffer is dropped with
     an event `dropped`. It may resume with Last-Event-ID while past events are kept. If events after that
     id are no longer kept, an event `missed` is sent first.
     """
-    plane = plane_of(request)
-    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
+    plane = call.plane
+    job = await call.read(job_rows.find)
     after = plane.events.resume_after(job, last_event_id)
     async with AsyncExitStack() as held:
-        held.enter_context(plane.streams.held(namespace))
+        held.enter_context(plane.streams.held(job.namespace))
         body = _stream(plane, job, after)
         return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
 
@@ -65,8 +60,7 @@ async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncI
             if item is not None and now() - looked < COUNTS_SECONDS:
                 continue
             looked = now()
-            async with plane.looks.held(job.namespace):
-                found = await plane.database.read(partial(_counts, job_id=job.id))
+            found = await plane.look(job.namespace, partial(_counts, job_id=job.id))
             if found is None or plane.bus.closing:
                 return
             if found[0] != sent:

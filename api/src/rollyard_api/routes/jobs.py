@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Query
+from pydantic import Field
+from rollyard_crds.base import Model
 from rollyard_crds.fields import signals
 from rollyard_crds.fields.dynamic_sampling import MAX_STEP_GROUPS
 from rollyard_crds.fields.skipped_rows import SkippedRows
@@ -24,18 +25,18 @@ from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, Malformed, TooLarge
 from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import job_views, jobs, manifests, registration, tasks
+from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
+    Call,
     DefaultNamespace,
-    Namespace,
-    Plane,
+    Named,
+    RestCall,
     StrictRoute,
     Wait,
     answer,
-    body_of,
     body_schema,
-    caller_of,
-    plane_of,
+    page_answer,
 )
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -44,28 +45,22 @@ router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=S
 of_drivers = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"], route_class=StrictRoute)
 
 
-class JobPatch(BaseModel):
+class JobPatch(Model):
     """The fields of a job that may be changed."""
-
-    model_config = ConfigDict(extra="forbid")
 
     suspend: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
 
-class Cancel(BaseModel):
+class Cancel(Model):
     """What to cancel: the job, one of its groups, or one rollout."""
-
-    model_config = ConfigDict(extra="forbid")
 
     group: str | None = None
     rollout: str | None = None
 
 
-class Target(BaseModel):
+class Target(Model, strict=True):
     """A step of a stream with dynamic sampling."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
     """A name of the trainer's choice. The same name again is the same step."""
@@ -79,20 +74,20 @@ MAX_YAML_BYTES = 4 << 20
 
 
 async def manifest_of(
-    request: Request, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None
+    call: RestCall, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None
 ) -> Any:
     """Return the JSON or YAML body as a checked manifest, with `namespace` as the default namespace."""
-    if "yaml" in request.headers.get("content-type", ""):
-        body = await request.body()
+    if "yaml" in call.request.headers.get("content-type", ""):
+        body = await call.request.body()
         if len(body) > MAX_YAML_BYTES:
             raise TooLarge(f"a manifest in YAML may have {MAX_YAML_BYTES} bytes; send JSON")
         try:
             # YAML is parsed in a thread, because it takes seconds where JSON takes milliseconds.
-            document = await plane_of(request).parsing.run(partial(load_one, body), namespace or "")
+            document = await call.plane.parsing.run(partial(load_one, body), namespace or "")
         except YamlError as error:
             raise Malformed(f"the body is no YAML that is taken: {error}") from error
     else:
-        document = await body_of(request)
+        document = await call.document()
     return checked(document, kind, namespace)
 
 
@@ -142,8 +137,13 @@ def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) ->
     return job_views.document(conn, job_rows.find(conn, namespace, name), bare=bare)
 
 
-async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> Sequence[TaskRow]:
+async def _tasks(
+    plane: ControlPlane, job: RolloutJob, skipped: SkippedRows, listed: Any = None
+) -> Sequence[TaskRow]:
+    """Return the tasks of a new job; `listed` is what its driver read from a ConfigMap."""
     source = job.spec.tasks
+    if listed is not None:
+        return await plane.parsing.run(partial(tasks.read_list, listed), job.metadata.namespace)
     if source.url is not None:
         return await plane.task_reader.read(source.url, job.metadata.namespace, source, skipped)
     if source.inline is not None:
@@ -157,59 +157,45 @@ async def _tasks(plane: ControlPlane, job: RolloutJob, skipped: SkippedRows) -> 
     return []
 
 
-async def _registered_tasks(
-    plane: ControlPlane, job: RolloutJob, given: Any, skipped: SkippedRows
-) -> Sequence[TaskRow]:
-    """Return the tasks of a new job: its own, or those that its driver read from a ConfigMap."""
-    if job.spec.tasks.config_map_ref is None:
-        return await _tasks(plane, job, skipped)
-    if given is None:
-        raise Invalid.of(
-            "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
-            reason="InvalidTasks",
-        )
-    return await plane.parsing.run(partial(tasks.read_list, given), job.metadata.namespace)
+async def _complete(
+    plane: ControlPlane, job: RolloutJob, bare: NewJob, skipped: SkippedRows, listed: Any = None
+) -> NewJob:
+    """Return a new job with its tasks, after a check of all that it needs; `listed` is as for `_tasks`.
+
+    Raises:
+        Invalid: The job needs what is not installed, names what the installer does not allow, or can provably
+            not reach the target of its dynamic sampling; `errors` names each field.
+    """
+    missing = entrypoints.problems(job.spec, plane.installed)
+    if missing:
+        raise Invalid.of(*missing, reason="NotInstalled")
+    plane.sandbox_hosts.check(job.spec)
+    plane.reward_services.check(job.spec, job.metadata.namespace)
+    rows = await _tasks(plane, job, skipped, listed)
+    problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
+    if problems:
+        raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
+    return replace(bare, tasks=rows, skipped=skipped)
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob))
-async def submit(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
+async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
     """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
-    job: RolloutJob = await manifest_of(request, "RolloutJob", namespace)
-    missing = entrypoints.problems(job.spec, plane.installed)
-    if missing:
-        raise Invalid(missing[0], reason="NotInstalled", errors=missing)
-    meta = job.metadata
+    plane = call.plane
+    job: RolloutJob = await manifest_of(call, "RolloutJob", namespace)
     # A repeat is answered before its tasks are read, since their file may have been removed since.
     bare = manifests.prepare(job)
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
-        plane.sandbox_hosts.check(job.spec)
-        plane.reward_services.check(job.spec, job.metadata.namespace)
-        skipped = SkippedRows()
-        found = await _tasks(plane, job, skipped)
-        _check_target(job, found)
-        new = replace(bare, tasks=found, skipped=skipped)
+        new = await _complete(plane, job, bare, SkippedRows())
         made = await plane.database.write(partial(jobs.create, new=new, room=plane.settings.rollout_room))
-    read = partial(_read, namespace=meta.namespace, name=meta.name)
+    read = partial(_read, namespace=bare.namespace, name=bare.name)
     return answer(await plane.database.read(read), 201 if made else 200)
 
 
-def _check_target(job: RolloutJob, rows: Sequence[TaskRow]) -> None:
-    """Check that dynamic sampling may reach its target with these tasks.
-
-    Raises:
-        Invalid: It provably cannot; `errors` names each field.
-    """
-    problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
-    if problems:
-        raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
-
-
-class Registration(BaseModel):
+class Registration(Model):
     """A job as its driver reports it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     manifest: dict[str, Any]
     """The RolloutJob. Its status is ignored."""
@@ -220,13 +206,14 @@ class Registration(BaseModel):
 
 
 @router.put("/{name}", openapi_extra=body_schema(Registration))
-async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(call: Call, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new job of the same name, which replaces the
     old one, from a changed one. The answer omits inline tasks (`spec.tasks` then has `stream`).
     """
-    asked = validated(Registration, await body_of(request))
+    plane = call.plane
+    asked = await call.body(Registration)
     job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
     for field, given in (("tasks", asked.tasks), ("skipped", asked.skipped)):
         if given is not None and job.spec.tasks.config_map_ref is None:
@@ -235,27 +222,24 @@ async def register(request: Request, plane: Plane, name: str, namespace: Default
             )
     new = replace(manifests.prepare(job), object_uid=registration.object_uid(job.metadata))
     op = partial(registration.register_job, room=plane.settings.rollout_room)
-    told = await plane.database.write(partial(op, new=new))
-    if told.made is None:
-        missing = entrypoints.problems(job.spec, plane.installed)
-        if missing:
-            raise Invalid(missing[0], reason="NotInstalled", errors=missing)
-        plane.sandbox_hosts.check(job.spec)
-        plane.reward_services.check(job.spec, job.metadata.namespace)
-        skipped = asked.skipped or SkippedRows()
-        found = await _registered_tasks(plane, job, asked.tasks, skipped)
-        _check_target(job, found)
-        new = replace(new, tasks=found, skipped=skipped)
-        told = await plane.database.write(partial(op, new=new))
-    if told.replaced is not None:
-        await plane.cancel_rest(told.replaced)
+    result = await plane.database.write(partial(op, new=new))
+    if result.made is None:
+        if asked.tasks is None and job.spec.tasks.config_map_ref is not None:
+            raise Invalid.of(
+                "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
+                reason="InvalidTasks",
+            )
+        new = await _complete(plane, job, new, asked.skipped or SkippedRows(), asked.tasks)
+        result = await plane.database.write(partial(op, new=new))
+    if result.replaced is not None:
+        await plane.cancel_rest(result.replaced)
     read = partial(_read, namespace=new.namespace, name=new.name, bare=True)
-    return answer(await plane.database.read(read), 201 if told.made else 200)
+    return answer(await plane.database.read(read), 201 if result.made else 200)
 
 
 @router.get("")
 async def list_jobs(
-    plane: Plane,
+    call: Call,
     namespace: Annotated[str | None, Query(max_length=63)] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 500,
     after: Annotated[str, Query(alias="continue", pattern=r"^[0-9]*$", max_length=18)] = "",
@@ -268,7 +252,7 @@ async def list_jobs(
     stream, or an object that is to be deleted. `finished=true` selects those that have ended.
     `omit=tasks` omits inline tasks (`spec.tasks` then has `stream`), for drivers that list jobs often.
     """
-    found, more = await plane.database.read(
+    found, more = await call.plane.database.read(
         partial(
             job_views.listed,
             namespace=namespace,
@@ -276,153 +260,125 @@ async def list_jobs(
             after=int(after or 0),
             bare=omit == "tasks",
             finished=finished,
-            max_bytes=plane.settings.page_bytes,
+            max_bytes=call.plane.settings.page_bytes,
         )
     )
-    meta = {} if more is None else {"continue": str(more)}
     kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}
-    return answer({**kind, "metadata": meta, "items": found})
+    return page_answer(found, None if more is None else str(more), **kind)
 
 
 @router.get("/{name}")
-async def get_job(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def get_job(job: Named) -> Response:
     """Return a job, with live counts in its status."""
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    return answer(await job.read(_read))
 
 
 @router.delete("/{name}", status_code=202)
-async def delete_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def delete_job(call: Named) -> Response:
     """Cancel a job and remove it. Its records in the trajectory store are kept.
 
     A job that is registered for a Kubernetes object is cancelled but stays (`"deleted": false`) until its
     driver, which deletes the object, deletes the job too.
     """
-    op = registration.delete_job if caller_of(request).role != "driver" else jobs.delete
-    job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
-    await plane.cancel_rest(job_id)
-    job = await plane.database.read(partial(job_rows.by_id, job_id=job_id))
+    job_id = await call.write(registration.delete_job if call.caller.role != "driver" else jobs.delete)
+    await call.plane.cancel_rest(job_id)
+    job = await call.plane.database.read(partial(job_rows.by_id, job_id=job_id))
     deleted = job is None or job.deleted_at is not None
-    return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
+    return answer({"name": call.name, "namespace": call.namespace, "deleted": deleted}, 202)
 
 
 @router.patch("/{name}", openapi_extra=body_schema(JobPatch))
-async def patch_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def patch_job(job: Named) -> Response:
     """Suspend or resume a job, or change its priority."""
-    asked = validated(JobPatch, await body_of(request))
-    await plane.database.write(
-        partial(jobs.patch, namespace=namespace, name=name, suspend=asked.suspend, priority=asked.priority)
-    )
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    asked = await job.body(JobPatch)
+    await job.write(jobs.patch, suspend=asked.suspend, priority=asked.priority)
+    return answer(await job.read(_read))
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus))
-async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(job: Named) -> Response:
     """Take the driver's report: phase, conditions, observedGeneration and message."""
-    given = await body_of(request)
+    given = await job.document()
     status = validated(RolloutJobStatus, given)
     reported = {
         k: v for k, v in status.to_json().items() if k in given or k.lower() in ("phase", "conditions")
     }
-    await plane.database.write(partial(jobs.put_status, namespace=namespace, name=name, status=reported))
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    await job.write(jobs.put_status, reported)
+    return answer(await job.read(_read))
 
 
 @router.post("/{name}/tasks")
-async def push_tasks(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def push_tasks(job: Named) -> Response:
     """Push tasks to a stream, as NDJSON or {"tasks": [...]}. Repeats are harmless because of task ids."""
-    if "ndjson" in request.headers.get("content-type", ""):
+    if "ndjson" in job.request.headers.get("content-type", ""):
         try:
-            text = (await request.body()).decode()
+            text = (await job.request.body()).decode()
         except UnicodeDecodeError as error:
             raise Malformed(f"the body is not UTF-8: {error}") from error
-        rows = await plane.parsing.run(partial(tasks.read_lines, text), namespace)
+        read = partial(tasks.read_lines, text)
     else:
-        document = await body_of(request)
-        listed = document.get("tasks") if isinstance(document, dict) else None
-        rows = await plane.parsing.run(partial(tasks.read_list, listed), namespace)
-    bounds = plane.settings
-    push = partial(jobs.push, tasks=rows, room=bounds.rollout_room, max_unread=bounds.max_unread)
-    told = await plane.database.write(partial(push, namespace=namespace, name=name))
-    return answer(told)
+        document = await job.document()
+        read = partial(tasks.read_list, document.get("tasks") if isinstance(document, dict) else None)
+    rows = await job.plane.parsing.run(read, job.namespace)
+    bounds = job.plane.settings
+    return answer(await job.write(jobs.push, rows, bounds.rollout_room, bounds.max_unread))
 
 
 @router.get("/{name}/tasks")
 async def get_tasks(
-    plane: Plane,
-    name: str,
-    task_id: Annotated[list[str], Query(alias="id", min_length=1, max_length=MAX_TASKS_READ)],
-    namespace: Namespace = "default",
+    job: Named, task_id: Annotated[list[str], Query(alias="id", min_length=1, max_length=MAX_TASKS_READ)]
 ) -> Response:
     """Return the tasks with these ids as NDJSON, with their answers and hidden tests.
 
     Unknown ids are left out. The answer may hold fewer tasks than were asked for, because it is limited in
     bytes too; ask again for the others.
     """
-    read = partial(
-        jobs.tasks_of, namespace=namespace, name=name, ids=task_id, max_bytes=plane.settings.page_bytes
-    )
-    async with plane.looks.held(namespace):
-        lines = await plane.database.read(read)
+    lines = await job.look(jobs.tasks_of, task_id, job.plane.settings.page_bytes)
     return Response(b"".join(line + b"\n" for line in lines), media_type="application/x-ndjson")
 
 
 @router.post("/{name}/targets", openapi_extra=body_schema(Target))
-async def open_target(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def open_target(job: Named) -> Response:
     """Open a step of a stream with dynamic sampling: 201 opened, 200 it is open or met, 409 another number.
 
     The answer is {id, groups, goal, met, opened}. The step is met when the job has `goal` groups with a
     signal. Groups that had not ended when the step before was met count for this one.
     """
-    plane = plane_of(request)
-    asked = validated(Target, await body_of(request))
-    unread = plane.settings.max_unread
-    step = partial(jobs.open_step, step=asked.id, groups=asked.groups, max_unread=unread)
-    told = await plane.database.write(partial(step, namespace=namespace, name=name))
-    return answer(told, 201 if told["opened"] else 200)
+    asked = await job.body(Target)
+    step = await job.write(jobs.open_step, asked.id, asked.groups, job.plane.settings.max_unread)
+    return answer(step, 201 if step["opened"] else 200)
 
 
 @router.post("/{name}/close")
-async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def close(job: Named) -> Response:
     """Close a stream. The job takes no more tasks and ends with those that it has."""
-    await plane.database.write(partial(jobs.close, namespace=namespace, name=name))
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    await job.write(jobs.close)
+    return answer(await job.read(_read))
 
 
 @router.post("/{name}/cancel", openapi_extra=body_schema(Cancel))
-async def cancel(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def cancel(job: Named) -> Response:
     """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
-    asked = validated(Cancel, await body_of(request))
+    asked = await job.body(Cancel)
     if asked.group is not None and asked.rollout is not None:
         raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
     if asked.group is None and asked.rollout is None:
-        job_id = await plane.database.write(
-            partial(jobs.cancel, namespace=namespace, name=name, reason="Cancelled")
-        )
-        await plane.cancel_rest(job_id)
+        await job.plane.cancel_rest(await job.write(jobs.cancel, "Cancelled"))
     else:
-        await plane.database.write(
-            partial(
-                jobs.cancel_part, namespace=namespace, name=name, group=asked.group, rollout=asked.rollout
-            )
-        )
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+        await job.write(jobs.cancel_part, group=asked.group, rollout=asked.rollout)
+    return answer(await job.read(_read))
 
 
 @of_drivers.get("", responses={200: {"model": UnfinishedJobs}})
 async def unfinished(
-    request: Request, plane: Plane, revision: Annotated[int | None, Query(ge=0)] = None, wait: Wait = 0.0
+    call: Call, revision: Annotated[int | None, Query(ge=0)] = None, wait: Wait = 0.0
 ) -> Response:
     """List the jobs of all namespaces that drivers have to handle, by name, generation and cancel reason.
 
     With the `revision` of the last answer, the call waits up to `wait` seconds for a change of this list.
     """
-    return answer(
-        await plane.poll(
-            "",
-            UNFINISHED,
-            partial(plane.database.read, job_views.unfinished),
-            lambda found: revision is None or found["revision"] != revision,
-            wait,
-            request.is_disconnected,
-        )
+    # A call without a revision gets the first answer.
+    other = await call.poll(
+        "", UNFINISHED, job_views.unfinished, lambda found: found["revision"] != revision, wait
     )
+    return answer(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +16,6 @@ from rollyard_crds.lease import (
     FailRequest,
     HeartbeatRequest,
     HeartbeatResponse,
-    LeaseRef,
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
@@ -29,24 +29,12 @@ from rollyard_crds.workers import WaitingImages
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.core.codec import encode, validated
-from rollyard_api.core.problems import Conflict, Forbidden, NotFound
+from rollyard_api.core.codec import encode
+from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.jobs import job_views, reward_services
 from rollyard_api.rollouts import heartbeats, leasing, outcomes, wire
-from rollyard_api.routes.common import (
-    Namespace,
-    Plane,
-    StrictRoute,
-    answer,
-    body_of,
-    body_schema,
-    bound_of,
-    others_among,
-    plane_of,
-    refuse_other_job,
-    refuse_others,
-)
+from rollyard_api.routes.common import Named, RestCall, StrictRoute, answer, body_schema
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
@@ -62,22 +50,14 @@ def _reply(request: Request, document: Any) -> Response:
     return Response(data, media_type=media_type)
 
 
-def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None) -> bool:
-    try:
-        job = job_rows.find(conn, namespace or "default", name)
-    except NotFound:
-        return True
-    return job.finished_at is not None or job_id not in (None, job.id)
-
-
 @router.post("", responses={200: {"model": LeaseResponse}}, openapi_extra=body_schema(LeaseRequest))
 async def lease(request: Request) -> Response:
     """Lease up to 64 rollouts. The call waits up to `wait` seconds for the first one."""
-    plane = plane_of(request)
-    asked = validated(LeaseRequest, await body_of(request))
-    refuse_other_job(request, asked.namespace or "default", asked.job)
-    job = bound_of(request)
-    job_id = None if job is None else job.id
+    call = RestCall(request)
+    plane = call.plane
+    asked = await call.body(LeaseRequest)
+    call.refuse_other_job(asked.namespace or "default", asked.job)
+    job_id = None if call.bound is None else call.bound.id
     plane.views.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
     stages = sorted(stage for stage, places in asked.capacity.items() if places > 0)
     with plane.worker_polls.held(asked.namespace or "") if asked.wait > 0 else nullcontext():
@@ -111,7 +91,10 @@ def _grant(
     plane: ControlPlane, ask: LeaseRequest, job_id: int | None, tx: Transaction
 ) -> tuple[list[dict[str, Any]], bool]:
     leases = leasing.grant(tx, ask, job_id, plane.settings.lease_seconds, plane.settings.page_bytes)
-    return leases, not leases and ask.job is not None and _over(tx.conn, ask.namespace, ask.job, job_id)
+    if leases or ask.job is None:
+        return leases, False
+    job = job_rows.named(tx.conn, ask.namespace or "default", ask.job)
+    return [], job is None or job.finished_at is not None or job_id not in (None, job.id)
 
 
 @router.post(
@@ -119,14 +102,13 @@ def _grant(
 )
 async def heartbeat(request: Request) -> Response:
     """Renew leases. The answer names lost and cancelled leases, and orphaned sandboxes."""
-    plane = plane_of(request)
-    beat = validated(HeartbeatRequest, await body_of(request))
+    call = RestCall(request)
+    plane = call.plane
+    beat = await call.body(HeartbeatRequest)
     held = [(ref.rollout, ref.token) for ref in beat.leases]
-    await refuse_others(request, [rollout for rollout, _ in held], beat.ending)
-    job = bound_of(request)
-    job_id = None if job is None else job.id
+    job_id = None if call.bound is None else call.bound.id
     # The list of one job's workers is kept apart, so it does not replace what other workers listed.
-    place = beat.node if job is None else f"{beat.node} {job_id}"
+    place = beat.node if call.bound is None else f"{beat.node} {job_id}"
     watches = plane.views.watching.possible(time.time())
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
@@ -142,14 +124,14 @@ async def heartbeat(request: Request) -> Response:
             watched = live.watched(tx, kept) if watches else []
         return lost, cancelled, unnamed, oldest, unused, tx.now, watched
 
+    renewed = await call.write_own(op, [rollout for rollout, _ in held], beat.ending, durable=False)
     plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
-    told = await plane.database.write(op, durable=False)
-    lost, cancelled, unnamed, oldest, unused, now, watched = told
+    lost, cancelled, unnamed, oldest, unused, now, watched = renewed
     return _reply(
         request,
         {
-            "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
-            "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
+            "lost": [{"rollout": rollout, "token": token} for rollout, token in lost],
+            "cancelled": [{"rollout": rollout, "token": token} for rollout, token in cancelled],
             "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
             "watched": watched,
         },
@@ -161,48 +143,42 @@ async def heartbeat(request: Request) -> Response:
 )
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
-    plane = plane_of(request)
-    reports, sandboxes = wire.check_results(await body_of(request))
-    of_others = others_among(request, [report.rollout for report in reports], sandboxes)
-    await plane.refuse_when_full()
-
-    def op(tx: Transaction) -> list[dict[str, str]] | Forbidden:
-        # A refusal is returned, because an exception would make the writer run all ops beside this one again.
-        return of_others(tx.conn) or outcomes.report(tx, reports)
-
-    told = await plane.database.write(op)
-    if isinstance(told, Forbidden):
-        raise told
-    return _reply(request, {"outcomes": told})
+    call = RestCall(request)
+    reports, sandboxes = wire.check_results(await call.document())
+    return await _reported(call, reports, sandboxes)
 
 
 @router.post("/fail", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(FailRequest))
 async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
-    plane = plane_of(request)
-    failures = wire.check_failures(await body_of(request))
-    await refuse_others(request, [report.rollout for report in failures])
-    await plane.refuse_when_full()
-    told = await plane.database.write(partial(outcomes.report, reports=failures))
-    return _reply(request, {"outcomes": told})
+    call = RestCall(request)
+    return await _reported(call, wire.check_failures(await call.document()))
+
+
+async def _reported(
+    call: RestCall, reports: Sequence[wire.ReportedEvent], sandboxes: Collection[str] = ()
+) -> Response:
+    await call.plane.refuse_when_full()
+    op = partial(outcomes.report, reports=reports)
+    result = await call.write_own(op, [report.rollout for report in reports], sandboxes)
+    return _reply(call.request, {"outcomes": result})
 
 
 @router.post("/route", responses={200: {"model": RouteResponse}}, openapi_extra=body_schema(RouteRequest))
 async def route(request: Request) -> Response:
     """Return another backend for a rollout whose backend failed, or, if none has room, a time to retry."""
-    plane = plane_of(request)
-    asked = validated(RouteRequest, await body_of(request))
-    await refuse_others(request, [asked.rollout])
-    told = await plane.database.write(partial(leasing.reroute, asked=asked))
-    if told.opened:
+    call = RestCall(request)
+    asked = await call.body(RouteRequest)
+    rerouted = await call.write_own(partial(leasing.reroute, asked=asked), [asked.rollout])
+    if rerouted.opened:
         log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
-    if told.outcome == "unknown":
+    if rerouted.outcome == "unknown":
         raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
-    if told.outcome == "stale":
+    if rerouted.outcome == "stale":
         raise Conflict(
             f"the lease of {asked.rollout!r} with token {asked.token} is not held", reason="LeaseLost"
         )
-    answered = {"backend": told.backend, "retry_after": told.retry_after, "reason": told.reason}
+    answered = {"backend": rerouted.backend, "retry_after": rerouted.retry_after, "reason": rerouted.reason}
     return _reply(request, answered)
 
 
@@ -212,38 +188,32 @@ async def reward(request: Request) -> Response:
 
     The call takes up to the service's `timeoutSeconds`, and the wait for a place before that.
     """
-    plane = plane_of(request)
-    asked = validated(RewardRequest, await body_of(request))
-    await refuse_others(request, [asked.rollout])
-    call = await plane.database.read(
-        partial(reward_services.service_of, rollout=asked.rollout, token=asked.token)
-    )
-    turn = partial(plane.reward_turns.held, call.namespace)
-    return _reply(request, await plane.reward_services.ask(call, asked.episode, turn))
+    call = RestCall(request)
+    asked = await call.body(RewardRequest)
+
+    def query(conn: Connection) -> reward_services.ServiceCall:
+        if (refusal := call.refusal(conn, [asked.rollout])) is not None:
+            raise refusal
+        return reward_services.service_of(conn, asked.rollout, asked.token)
+
+    service = await call.plane.database.read(query)
+    turn = partial(call.plane.reward_turns.held, service.namespace)
+    return _reply(request, await call.plane.reward_services.ask(service, asked.episode, turn))
 
 
 @router.get("/job")
-async def job_spec(
-    request: Request, plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
-) -> Response:
+async def job_spec(job: Named, uid: str | None = None) -> Response:
     """Return a job's spec for workers, without inline tasks."""
-    refuse_other_job(request, namespace, name)
-    pinned = plane.sandbox_hosts.pinned
-    read = partial(job_views.worker_spec, namespace=namespace, name=name, uid=uid, pinned=pinned)
-    return answer(await plane.database.read(read))
+    job.refuse_other_job(job.namespace, job.name)
+    return answer(await job.read(job_views.worker_spec, uid, job.plane.sandbox_hosts.pinned))
 
 
 @router.get("/images", responses={200: {"model": WaitingImages}})
-async def waiting_images(
-    request: Request, plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
-) -> Response:
+async def waiting_images(job: Named, uid: str | None = None) -> Response:
     """Return the images that the next tasks in a job's queue of Init name, in the order of the queue.
 
     Workers bring them to their nodes before they lease these rollouts.
     """
-    refuse_other_job(request, namespace, name)
-    look = partial(
-        job_views.waiting_images, namespace=namespace, name=name, uid=uid, max_bytes=plane.settings.page_bytes
-    )
-    async with plane.looks.held(namespace):
-        return answer({"images": await plane.database.read(look)})
+    job.refuse_other_job(job.namespace, job.name)
+    images = await job.look(job_views.waiting_images, uid, job.plane.settings.page_bytes)
+    return answer({"images": images})

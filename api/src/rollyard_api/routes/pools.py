@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from pydantic import Field
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.base import Model
@@ -16,19 +16,16 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
-from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Invalid, NotFound
 from rollyard_api.jobs import registration
 from rollyard_api.routes.common import (
+    Call,
     DefaultNamespace,
-    Namespace,
-    Plane,
+    Named,
+    RestCall,
     StrictRoute,
     answer,
-    body_of,
     body_schema,
-    caller_of,
-    plane_of,
 )
 from rollyard_api.routes.jobs import manifest_of, registered
 from rollyard_api.storage import pools as pool_rows
@@ -54,39 +51,43 @@ def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
 
 
 @router.post("", openapi_extra=body_schema(BackendPool))
-async def create(request: Request, plane: Plane, namespace: DefaultNamespace = None) -> Response:
+async def create(call: Call, namespace: DefaultNamespace = None) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
-    pool: BackendPool = await manifest_of(request, "BackendPool", namespace)
+    pool: BackendPool = await manifest_of(call, "BackendPool", namespace)
     pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
-    made = await plane.database.write(partial(pools.create, pool=pool))
-    read = partial(_read, namespace=pool.metadata.namespace, name=pool.metadata.name)
-    return answer(await plane.database.read(read), 201 if made else 200)
+    made = await call.plane.database.write(partial(pools.create, pool=pool))
+    return await _answer_made(call, pool, made)
 
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool))
-async def register(request: Request, plane: Plane, name: str, namespace: DefaultNamespace = None) -> Response:
+async def register(call: Call, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
     The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
     old one, from a changed one.
     """
-    pool: BackendPool = registered(await body_of(request), "BackendPool", namespace, name)
-    made = await plane.database.write(partial(registration.register_pool, pool=pool))
-    read = partial(_read, namespace=pool.metadata.namespace, name=name)
-    return answer(await plane.database.read(read), 201 if made else 200)
+    pool: BackendPool = registered(await call.document(), "BackendPool", namespace, name)
+    made = await call.plane.database.write(partial(registration.register_pool, pool=pool))
+    return await _answer_made(call, pool, made)
+
+
+async def _answer_made(call: RestCall, pool: BackendPool, made: bool) -> Response:
+    meta = pool.metadata
+    read = partial(_read, namespace=meta.namespace, name=meta.name)
+    return answer(await call.plane.database.read(read), 201 if made else 200)
 
 
 @router.get("")
-async def list_pools(plane: Plane, namespace: Annotated[str | None, Query(max_length=63)] = None) -> Response:
+async def list_pools(call: Call, namespace: Annotated[str | None, Query(max_length=63)] = None) -> Response:
     """List the pools of one namespace, or of all."""
-    found = await plane.database.read(partial(pools.listed, namespace=namespace))
+    found = await call.plane.database.read(partial(pools.listed, namespace=namespace))
     return answer({"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPoolList", "items": found})
 
 
 @router.get("/{name}")
-async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def get_pool(pool: Named) -> Response:
     """Return a pool with its backends."""
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    return answer(await pool.read(_read))
 
 
 class TokenizerAnswer(Model):
@@ -101,27 +102,27 @@ class TokenizerAnswer(Model):
 
 
 @router.get("/{name}/tokenizer", responses={200: {"model": TokenizerAnswer}})
-async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def get_tokenizer(call: Named) -> Response:
     """Return the hash of the pool's tokenizer, with which a trainer compares its own.
 
     The status is 404 (`TokenizerUnseen`) if the control plane's machine has no such folder or model, and 422
     (`TokenizerInvalid`) if the file there is no tokenizer.json.
     """
-    pool = await plane.database.read(partial(pool_rows.find, namespace=namespace, name=name))
+    pool = await call.read(pool_rows.find)
 
     def look() -> Vocabulary | None:
         path = find_tokenizer(pool.tokenizer)
         return None if path is None else of_file(path)
 
     try:
-        found = await plane.disk.run(look, namespace)
+        found = await call.plane.disk.run(look, call.namespace)
     except TokenizerInvalid as error:
         raise Invalid(f"spec.tokenizer: {error}", reason=error.reason, errors=[str(error)]) from error
     if found is None:
         raise NotFound(
             f"the control plane sees no tokenizer.json of {pool.tokenizer!r}, the tokenizer of BackendPool "
-            f"{name!r}: set spec.tokenizer to a folder that it can read, or put the model into the cache of "
-            "Hugging Face on its machine",
+            f"{pool.name!r}: set spec.tokenizer to a folder that it can read, or put the model into the "
+            "cache of Hugging Face on its machine",
             reason="TokenizerUnseen",
         )
     told = TokenizerAnswer(name=pool.tokenizer, sha256=found.sha256, size=found.size)
@@ -129,48 +130,39 @@ async def get_tokenizer(plane: Plane, name: str, namespace: Namespace = "default
 
 
 @router.patch("/{name}", openapi_extra=body_schema(PoolPatch))
-async def patch_pool(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def patch_pool(pool: Named) -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
-    asked = validated(PoolPatch, await body_of(request))
-    await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    asked = await pool.body(PoolPatch)
+    await pool.write(pools.patch, asked.spec)
+    return answer(await pool.read(_read))
 
 
 @router.delete("/{name}")
-async def delete_pool(
-    request: Request, plane: Plane, name: str, namespace: Namespace = "default"
-) -> Response:
+async def delete_pool(pool: Named) -> Response:
     """Remove a pool.
 
     A pool that is registered for a Kubernetes object stays (`"deleted": false`), with the annotation
     `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes the pool too.
     """
-    if caller_of(request).role == "driver":
-        await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
+    if pool.caller.role == "driver":
+        await pool.write(pools.delete)
         deleted = True
     else:
-        deleted = await plane.database.write(
-            partial(registration.delete_pool, namespace=namespace, name=name)
-        )
-    return answer({"name": name, "namespace": namespace, "deleted": deleted})
+        deleted = await pool.write(registration.delete_pool)
+    return answer({"name": pool.name, "namespace": pool.namespace, "deleted": deleted})
 
 
 @router.put("/{name}/backends", openapi_extra=body_schema(Backends))
-async def put_backends(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def put_backends(pool: Named) -> Response:
     """Take the driver's report of all of the pool's backends."""
-    plane = plane_of(request)
-    given = validated(Backends, await body_of(request))
-    await plane.database.write(
-        partial(pools.put_backends, namespace=namespace, name=name, reported=given.backends)
-    )
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    given = await pool.body(Backends)
+    await pool.write(pools.put_backends, given.backends)
+    return answer(await pool.read(_read))
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus))
-async def put_status(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def put_status(pool: Named) -> Response:
     """Take the driver's report: conditions, observedGeneration and replicas."""
-    status = validated(BackendPoolStatus, await body_of(request))
-    await plane.database.write(
-        partial(pools.put_status, namespace=namespace, name=name, status=status.to_json())
-    )
-    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+    status = await pool.body(BackendPoolStatus)
+    await pool.write(pools.put_status, status.to_json())
+    return answer(await pool.read(_read))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from rollyard_api.core.codec import MSGPACK
 from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, StrictRoute, Wait, from_query, page_answer, plane_of
+from rollyard_api.routes.common import Named, NamedCall, StrictRoute, Wait, from_query, page_answer
 from rollyard_api.routes.page.job import slim_page
 from rollyard_api.routes.page.rollout import record_line
 from rollyard_api.service import ControlPlane
@@ -48,46 +48,43 @@ class ResultPage(Generic[E]):
     found: E
     finished: bool
     """Whether no results will follow those that were found."""
+    form: str
+    """The media type of the answer."""
     held: AsyncExitStack
 
-    async def records(self, rows: Sequence[EndedRollout], form: str) -> Sequence[Piece]:
-        """Return the records of these rows as `answer` takes them for the media type `form`."""
+    async def records(self, rows: Sequence[EndedRollout]) -> Sequence[Piece]:
+        """Return the records of these rows as `answer` takes them."""
         archive = self.plane.archive
-        read = archive.arrays if form == ARRAYS else archive.lines
+        read = archive.arrays if self.form == ARRAYS else archive.lines
         return await read(rows, self.job, self.plane.settings.page_bytes)
 
-    async def answer(
-        self, lines: Sequence[Piece], form: str, reached: int | None, places: Sequence[int]
-    ) -> Response:
-        """Return the answer with these documents.
+    async def answer(self, lines: Sequence[Piece], places: Sequence[int]) -> Response:
+        """Return the answer with these documents, which are the first of those with these places."""
+        encode = partial(delivery.encode, lines, self.form)
+        data = await self.plane.archive.builds.run(encode, self.job.namespace)
+        return self.deliver(data, places, len(lines))
+
+    def deliver(self, data: bytes | AsyncIterator[Piece], places: Sequence[int], sent: int) -> Response:
+        """Return the answer with this body, which keeps the held place until it is sent.
 
         Args:
-            reached: The place of the last one, or None for all that were found.
-            places: The place of each document.
+            places: The place of each result that was found.
+            sent: How many of them the body has.
         """
-        encode = partial(delivery.encode, lines, form)
-        data = await self.plane.archive.builds.run(encode, self.job.namespace)
-        return self.deliver(data, form, reached, places)
-
-    def deliver(
-        self, data: bytes | AsyncIterator[Piece], form: str, reached: int | None, places: Sequence[int]
-    ) -> Response:
-        """Return the answer with this body, which keeps the held place until it is sent."""
-        place = self.found.after if reached is None else reached
+        whole = sent == len(places)
+        place = self.found.after if whole else places[sent - 1]
         headers = {
             "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
-            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places),
-            "Rollyard-Finished": "true" if self.finished and reached is None else "false",
+            "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places[:sent]),
+            "Rollyard-Finished": "true" if self.finished and whole else "false",
         }
-        return Delivery(data, form, headers, self.held.pop_all())
+        return Delivery(data, self.form, headers, self.held.pop_all())
 
 
 @asynccontextmanager
 async def result_page(
-    request: Request,
+    call: NamedCall,
     kind: cursors.Kind,
-    namespace: str,
-    name: str,
     cursor: str,
     wait: float,
     look: Callable[[Connection, int, int], E],
@@ -99,17 +96,21 @@ async def result_page(
 
     Raises:
         NotFound: There is no such job, or it was deleted in the meantime.
+        Invalid: Groups are asked for as Parquet.
         Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
         TooManyWaits: No further long poll or page may be open.
     """
-    plane = plane_of(request)
-    job = await plane.database.read(partial(job_rows.find, namespace=namespace, name=name))
-    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=acknowledged.end_of(job, kind))
+    plane = call.plane
+    form = delivery.media_type(call.request.headers.get("accept", ""))
+    if kind == "groups" and form == PARQUET:
+        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
+    job = await call.read(job_rows.find)
+    after = cursors.number(cursor, kind, uid=job.uid, job=job.name, end=acknowledged.end_of(job, kind))
     if acknowledged.is_ahead(job, kind, after, plane.settings.max_unread):
         with suppress(ApiError):  # A full disk must not prevent reading.
             await plane.database.write(partial(job_rows.note_read, job_id=job.id, kind=kind, position=after))
 
-    def query(conn: Connection) -> tuple[E, bool]:
+    def query(conn: Connection, namespace: str, name: str) -> tuple[E, bool]:
         now = job_rows.find(conn, namespace, name)
         if now.uid != job.uid:
             raise cursors.gone(name)
@@ -117,24 +118,17 @@ async def result_page(
         return found, now.finished_at is not None and found.after >= found.ended
 
     async with AsyncExitStack() as held:
-        found, finished = await plane.poll(
-            namespace,
-            job_topic(job.id),
-            partial(plane.database.read, query),
-            lambda got: not got[0].empty or got[1],
-            wait,
-            request.is_disconnected,
+        found, finished = await call.follow(
+            job_topic(job.id), query, lambda got: not got[0].empty or got[1], wait
         )
         # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
-        yield ResultPage(plane, kind, job, after, found, finished, held)
+        await held.enter_async_context(plane.pages_of(found.sizes).held(job.namespace))
+        yield ResultPage(plane, kind, job, after, found, finished, form, held)
 
 
 @router.get("/{name}/trajectories")
 async def trajectories(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
+    call: Named,
     cursor: Cursor = "",
     wait: Wait = 0.0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -149,13 +143,11 @@ async def trajectories(
     beginning, a semicolon, the number that follows it for the first result, and for each other result the
     difference of its number from the one before. `Rollyard-Finished` is true when no results will follow.
     """
-    plane = plane_of(request)
+    plane = call.plane
     wanted = [state for state in ENDED if status in (None, state.status)]
     look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
-    form = delivery.media_type(request.headers.get("accept", ""))
-    async with result_page(request, "trajectories", namespace, name, cursor, wait, look) as page:
+    async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
-        reached = None
         short = page.found.sizes
         if short:
             read = partial(
@@ -163,19 +155,14 @@ async def trajectories(
             )
             rows = await plane.database.read(read)
             if len(rows) < len(short):
-                raise cursors.gone(name)
-            lines = await page.records(rows, form)
-            if len(lines) < len(rows):
-                reached = rows[len(lines) - 1].end_seq
-        places = [row.end_seq for row in short[: len(lines)]]
-        return await page.answer(lines, form, reached, places)
+                raise cursors.gone(call.name)
+            lines = await page.records(rows)
+        return await page.answer(lines, [row.end_seq for row in short])
 
 
 @router.get("/{name}/groups")
 async def groups(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
+    call: Named,
     cursor: Cursor = "",
     wait: Wait = 0.0,
     limit: Annotated[int, Query(ge=1, le=256)] = 16,
@@ -188,44 +175,41 @@ async def groups(
     of them, without trajectories. A page may hold fewer than `limit`. The headers are those of
     `trajectories`.
     """
-    form = delivery.media_type(request.headers.get("accept", ""))
-    if form == PARQUET:
-        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
-    plane = plane_of(request)
+    plane = call.plane
     most = plane.settings.page_bytes
     look = partial(
         grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
-    async with result_page(request, "groups", namespace, name, cursor, wait, look) as page:
-        found, short = page.found.groups, page.found.sizes
+    async with result_page(call, "groups", cursor, wait, look) as page:
+        form, found, short = page.form, page.found.groups, page.found.sizes
         lines: list[bytes] = []
         if not page.found.large:
             read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in found])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
-                raise cursors.gone(name)
-            got = await page.records([rows[row.id] for row in short], form)
+                raise cursors.gone(call.name)
+            got = await page.records([rows[row.id] for row in short])
             lines = grouping.whole(found, got, form)
-        reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
+        places = [group.seq for group, _ in found]
         if lines or not found:
-            return await page.answer(lines, form, reached, [group.seq for group, _ in found[: len(lines)]])
+            return await page.answer(lines, places)
         group, members = found[0]
         if form == MSGPACK:
             raise TooLarge(
                 f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} or {ARRAYS} only",
                 reason="GroupTooLarge",
             )
-        return page.deliver(_large_group(page, group, members, form), form, reached, [group.seq])
+        return page.deliver(_large_group(page, group, members), places, 1)
 
 
 async def _large_group(
-    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize], form: str
+    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 
     If it cannot be sent completely, the connection is cut, so no client takes a part for the whole group.
     """
-    plane, job = page.plane, page.job
+    plane, job, form = page.plane, page.job, page.form
     begin, end = delivery.frame(1, form)
     yield begin + grouping.beginning(group, len(members), form)
     sent = 0
@@ -236,7 +220,7 @@ async def _large_group(
         rows = await plane.database.read(read)
         if not rows:
             raise cursors.gone(job.name)
-        for record in await page.records(rows, form):
+        for record in await page.records(rows):
             yield (grouping.separator(form) if sent else b"") + bytes(record)
             sent += 1
     yield grouping.end(form) + end
@@ -244,10 +228,8 @@ async def _large_group(
 
 @router.get("/{name}/rollouts")
 async def list_rollouts(
-    request: Request,
-    name: str,
+    call: Named,
     asked: Annotated[RolloutFilter, from_query(RolloutFilter)],
-    namespace: Namespace = "default",
     slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
@@ -258,37 +240,33 @@ async def list_rollouts(
     shorter, at most 200 come at once, and they are sorted and filtered: an order by what only ended
     rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
-    plane = plane_of(request)
     if slim:
-        return await slim_page(plane, namespace, name, asked, min(limit, MAX_ROWS), after)
+        return await slim_page(call.plane, call.namespace, call.name, asked, min(limit, MAX_ROWS), after)
     if not asked.is_plain:
         raise QueryRefused.of(
             "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
         )
-    most = plane.settings.page_bytes
 
-    def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
+    def query(conn: Connection, namespace: str, name: str) -> tuple[list[dict[str, Any]], str | None]:
         job = job_rows.find(conn, namespace, name)
         begin = ""
         if after:
             begin = cursors.word(after, "rollouts", uid=job.uid, job=job.name, parameter="continue")
+        most = call.plane.settings.page_bytes
         found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
-    return page_answer(*await plane.look(namespace, query))
+    return page_answer(*await call.look(query))
 
 
 @router.get("/{name}/rollouts/{rollout}")
-async def get_rollout(
-    request: Request, name: str, rollout: str, namespace: Namespace = "default", download: bool = False
-) -> Response:
+async def get_rollout(call: Named, rollout: str, download: bool = False) -> Response:
     """Return the trajectory of a rollout that has ended.
 
     With `download=true` a browser saves it as a text, and shows and runs nothing of it.
     """
-    plane = plane_of(request)
     async with AsyncExitStack() as held:
-        line = await record_line(plane, held, namespace, name, rollout)
+        line = await record_line(call.plane, held, call.namespace, call.name, rollout)
         if not download:
             return Delivery(line, "application/json", {}, held.pop_all())
         file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)

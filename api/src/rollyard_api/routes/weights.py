@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import Model
 from rollyard_crds.weights import PauseMode, WeightUpdate, WeightUpdateRequest
@@ -17,19 +16,9 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.backends import pools
-from rollyard_api.core.codec import loads, validated
+from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict
-from rollyard_api.routes.common import (
-    MAX_WAIT,
-    Namespace,
-    Plane,
-    StrictRoute,
-    Wait,
-    answer,
-    body_of,
-    body_schema,
-    plane_of,
-)
+from rollyard_api.routes.common import Named, NamedCall, StrictRoute, Wait, answer, body_schema
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.rows import BackendRow, PoolRow
@@ -103,99 +92,67 @@ def _choice(modes: Collection[PauseMode]) -> str:
     responses={200: {"model": WeightUpdate}, 202: {"model": WeightUpdate}},
     openapi_extra=body_schema(WeightUpdateRequest),
 )
-async def update_weights(request: Request, name: str, namespace: Namespace = "default") -> Response:
+async def update_weights(call: Named) -> Response:
     """Bring every backend to new weights: 202 if the update begins, 200 if it was requested before.
 
     An update that is still running is superseded. The call returns at once; follow the update by its id.
     """
-    plane = plane_of(request)
-    asked = validated(WeightUpdateRequest, await body_of(request))
-    pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
+    plane = call.plane
+    asked = await call.body(WeightUpdateRequest)
+    pool, rows = await call.read(_pool)
     standing = await plane.database.read(partial(records.standing, pool=pool, request=asked))
     note = ""
     if standing is None:
         engine = loads(pool.spec)["engine"]["type"]
         urls = [row.url for row in rows]
-        note = await plane.disk.run(partial(checkpoints.check, asked.source, urls, engine), namespace)
+        note = await plane.disk.run(partial(checkpoints.check, asked.source, urls, engine), call.namespace)
         labels = asked.in_flight == "continue" or asked.mode == "keep"
         if labels or asked.mode == "wait":
             await _require(plane, pool, rows, asked.mode, labels=labels)
-    row, new = await plane.database.write(
-        partial(records.add, namespace=namespace, name=name, request=asked, note=note)
-    )
+    row, new = await call.write(records.add, asked, note)
     return answer(updates.document(row), 202 if new else 200)
 
 
 @router.get("/{name}/weights", responses={200: {"model": WeightUpdates}})
-async def list_updates(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+async def list_updates(pool: Named) -> Response:
     """List the pool's weight updates, the newest first."""
-    found = await plane.database.read(partial(records.listed, namespace=namespace, name=name))
-    return answer({"items": found})
+    return answer({"items": await pool.read(records.listed)})
 
 
 @router.get("/{name}/weights/{number}", responses={200: {"model": WeightUpdate}})
-async def get_update(
-    request: Request, plane: Plane, name: str, number: int, namespace: Namespace = "default", wait: Wait = 0.0
-) -> Response:
+async def get_update(pool: Named, number: int, wait: Wait = 0.0) -> Response:
     """Return a weight update. The call waits up to `wait` seconds while the update is running."""
-    read = partial(records.one, namespace=namespace, name=name, number=number)
-    row = await plane.poll(
-        namespace,
-        records.TOPIC,
-        partial(plane.database.read, read),
-        lambda found: found.state != "Running",
-        wait,
-        request.is_disconnected,
+    row = await pool.follow(
+        records.TOPIC, partial(records.one, number=number), lambda found: found.state != "Running", wait
     )
     return answer(updates.document(row))
 
 
-PauseWait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
-
-
 @router.post("/{name}/pause", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
-async def pause(
-    request: Request,
-    name: str,
-    namespace: Namespace = "default",
-    mode: PauseMode = "abort",
-    wait: PauseWait = 30.0,
-) -> Response:
+async def pause(call: Named, mode: PauseMode = "abort", wait: Wait = 30.0) -> Response:
     """Pause a pool until `resume`: no rollout enters Run, and the servers sample nothing.
 
     The status is 200 once every server is paused, or 202 if that takes longer than `wait` seconds. In that
     case the servers are paused after the answer.
     """
-    plane = plane_of(request)
-    pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
+    pool, rows = await call.read(_pool)
     if mode != "abort":
-        await _require(plane, pool, rows, mode, labels=mode == "keep")
-    await plane.database.write(partial(records.pause, namespace=namespace, name=name, mode=mode))
-    return await _until(
-        request, namespace, name, wait, lambda row: not row.ready or row.weights_message == PAUSED
-    )
+        await _require(call.plane, pool, rows, mode, labels=mode == "keep")
+    await call.write(records.pause, mode)
+    return await _until(call, wait, lambda row: not row.ready or row.weights_message == PAUSED)
 
 
 @router.post("/{name}/resume", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
-async def resume(
-    request: Request, plane: Plane, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
-) -> Response:
+async def resume(pool: Named, wait: Wait = 30.0) -> Response:
     """Undo `pause`: 200 once every server samples again, 202 if that takes longer than `wait` seconds."""
-    await plane.database.write(partial(records.pause, namespace=namespace, name=name, mode=None))
-    return await _until(
-        request, namespace, name, wait, lambda row: not row.ready or row.weights != "Updating"
-    )
+    await pool.write(records.pause, mode=None)
+    return await _until(pool, wait, lambda row: not row.ready or row.weights != "Updating")
 
 
-async def _until(request: Request, namespace: str, name: str, wait: float, settled: Any) -> Response:
-    plane = plane_of(request)
-    read = partial(_pool, namespace=namespace, name=name)
-
+async def _until(pool: NamedCall, wait: float, settled: Callable[[BackendRow], bool]) -> Response:
     def enough(found: tuple[PoolRow, list[BackendRow]]) -> bool:
-        return all(settled(row) for row in found[1])
+        return all(map(settled, found[1]))
 
-    found = await plane.poll(
-        namespace, records.TOPIC, partial(plane.database.read, read), enough, wait, request.is_disconnected
-    )
-    document = (await plane.database.read(partial(pools.listed, namespace=namespace, name=name)))[0]
+    found = await pool.follow(records.TOPIC, _pool, enough, wait)
+    (document,) = await pool.read(pools.listed)
     return answer(document, 200 if enough(found) else 202)

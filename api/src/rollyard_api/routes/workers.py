@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from rollyard_crds.security.job_token import job_token
 from rollyard_crds.workers import (
     Assignment,
@@ -16,31 +16,30 @@ from rollyard_crds.workers import (
 )
 from starlette.responses import Response
 
-from rollyard_api.core.codec import validated
 from rollyard_api.core.problems import Conflict, Forbidden
 from rollyard_api.core.wakeups import ready_topic
 from rollyard_api.rollouts import assignments, sweeps
-from rollyard_api.routes.common import Plane, StrictRoute, answer, body_of, body_schema, caller_of
+from rollyard_api.routes.common import Call, StrictRoute, answer, body_schema
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRoute)
 
 
 @router.post("/died", responses={200: {"model": WorkerDeath}}, openapi_extra=body_schema(WorkerDied))
-async def died(request: Request, plane: Plane) -> Response:
+async def died(call: Call) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
-    report = validated(WorkerDied, await body_of(request))
-    op = partial(sweeps.worker_died, report=report, max_expiries=plane.settings.max_expiries)
-    death = await plane.database.write(op, durable=False)
+    report = await call.body(WorkerDied)
+    op = partial(sweeps.worker_died, report=report, max_expiries=call.plane.settings.max_expiries)
+    death = await call.plane.database.write(op, durable=False)
     return answer(death.model_dump())
 
 
 @router.post(
     "/offers", responses={200: {"model": AssignmentOffered}}, openapi_extra=body_schema(AssignmentOffer)
 )
-async def offer(request: Request, plane: Plane) -> Response:
+async def offer(call: Call) -> Response:
     """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
-    given = validated(AssignmentOffer, await body_of(request))
-    return answer({"taken": await plane.database.write(partial(assignments.offer, given=given))})
+    given = await call.body(AssignmentOffer)
+    return answer({"taken": await call.plane.database.write(partial(assignments.offer, given=given))})
 
 
 @router.post(
@@ -48,13 +47,14 @@ async def offer(request: Request, plane: Plane) -> Response:
     responses={200: {"model": Assignment}, 204: {"description": "No job was offered in time."}},
     openapi_extra=body_schema(AssignmentRequest),
 )
-async def assignment(request: Request, plane: Plane) -> Response:
+async def assignment(call: Call) -> Response:
     """Hand a ready worker the job that it was offered, once, with the token of that job's workers.
 
     The call waits up to `wait` seconds for the offer.
     """
-    asked = validated(AssignmentRequest, await body_of(request))
-    who = caller_of(request).ready
+    plane = call.plane
+    asked = await call.body(AssignmentRequest)
+    who = call.caller.ready
     if who is None or (who.namespace, who.worker) != (asked.namespace, asked.worker):
         raise Forbidden("this token is not that of the ready worker that the request names")
 
@@ -65,8 +65,8 @@ async def assignment(request: Request, plane: Plane) -> Response:
 
     with plane.worker_polls.held(who.namespace):
         topic = ready_topic(who.namespace, who.worker)
-        found = await plane.bus.until(topic, offered, bool, asked.wait, request.is_disconnected)
-    if not found or await request.is_disconnected():
+        found = await plane.bus.until(topic, offered, bool, asked.wait, call.request.is_disconnected)
+    if not found or await call.request.is_disconnected():
         return Response(status_code=204)
     op = partial(assignments.take, namespace=who.namespace, worker=who.worker)
     # A token is spent for good, even if the machine loses its power now.
@@ -82,7 +82,7 @@ async def assignment(request: Request, plane: Plane) -> Response:
             reason="AssignmentWithdrawn",
         )
     job, arguments = taken
-    token = job_token(plane.tokens.worker, job.namespace, job.name, job.object_uid or job.uid)
+    token = job_token(plane.tokens.current("worker"), job.namespace, job.name, job.object_uid or job.uid)
     return answer(
         {"namespace": job.namespace, "job": job.name, "arguments": arguments, "token": token},
         headers={"Cache-Control": "no-store"},

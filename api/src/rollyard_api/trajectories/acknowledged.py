@@ -31,18 +31,20 @@ _ONE = sa.select(cursors).where(cursors.c.job_id == bindparam("b_job"), cursors.
 _COUNT = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
 
 
-def listed(conn: Connection, job: JobRow) -> list[dict[str, Any]]:
+def listed(conn: Connection, namespace: str, job_name: str) -> list[dict[str, Any]]:
     """Return the acknowledged cursors of a job, ordered by name."""
+    job = job_rows.find(conn, namespace, job_name)
     query = sa.select(cursors).where(cursors.c.job_id == job.id).order_by(cursors.c.name)
     return [_document(job, row) for row in conn.execute(query)]
 
 
-def one(conn: Connection, job: JobRow, name: str) -> dict[str, Any]:
-    """Return one acknowledged cursor.
+def one(conn: Connection, namespace: str, job_name: str, name: str) -> dict[str, Any]:
+    """Return one acknowledged cursor of a job.
 
     Raises:
-        NotFound: Nothing was acknowledged under this name.
+        NotFound: There is no such job, or nothing was acknowledged under this name.
     """
+    job = job_rows.find(conn, namespace, job_name)
     row = conn.execute(_ONE, {"b_job": job.id, "b_name": name}).one_or_none()
     if row is None:
         raise _missing(job, name)
@@ -50,14 +52,22 @@ def one(conn: Connection, job: JobRow, name: str) -> dict[str, Any]:
 
 
 def acknowledge(
-    tx: Transaction, job: JobRow, name: str, cursor: str, expected: str | None, *, rewind: bool
+    tx: Transaction,
+    namespace: str,
+    job_name: str,
+    name: str,
+    cursor: str,
+    expected: str | None,
+    *,
+    rewind: bool,
 ) -> dict[str, Any]:
     """Keep a cursor under a name. The cursor that is kept already changes nothing.
 
     Args:
-        tx: The transaction, in which the job's row is locked.
-        job: The job.
-        name: The name.
+        tx: The transaction.
+        namespace: The namespace of the job.
+        job_name: The name of the job.
+        name: The name of the cursor.
         cursor: A cursor of the job's trajectories or groups.
         expected: The cursor that is to be replaced, "" for none, or None for any.
         rewind: Whether the cursor may move backwards.
@@ -66,11 +76,13 @@ def acknowledge(
         The cursor that is kept now.
 
     Raises:
+        NotFound: There is no such job.
         QueryRefused: The text is no such cursor.
         Gone: The cursor belongs to another job of this name.
         Conflict: The cursor lies past the end, would move backwards, is of another kind than the one that is
             kept, or does not replace the expected one, or the job has MAX_CURSORS cursors.
     """
+    job = job_rows.find_locked(tx, namespace, job_name)
     kind, position = _parsed(job, cursor, "cursor")
     found = tx.conn.execute(_ONE, {"b_job": job.id, "b_name": name}).one_or_none()
     if found is not None:
@@ -102,15 +114,16 @@ def acknowledge(
         where = (cursors.c.job_id == job.id, cursors.c.name == name)
         tx.conn.execute(sa.update(cursors).where(*where).values(**values))
     job_rows.note_read(tx, job.id, kind, position)
-    return one(tx.conn, job, name)
+    return one(tx.conn, namespace, job_name, name)
 
 
-def forget(tx: Transaction, job: JobRow, name: str) -> None:
-    """Remove a cursor.
+def forget(tx: Transaction, namespace: str, job_name: str, name: str) -> None:
+    """Remove a cursor of a job.
 
     Raises:
-        NotFound: Nothing was acknowledged under this name.
+        NotFound: There is no such job, or nothing was acknowledged under this name.
     """
+    job = job_rows.find_locked(tx, namespace, job_name)
     where = (cursors.c.job_id == job.id, cursors.c.name == name)
     if not tx.conn.execute(sa.delete(cursors).where(*where)).rowcount:
         raise _missing(job, name)

@@ -42,15 +42,15 @@ class Yard:
 
     @property
     def admin(self) -> httpx.AsyncClient:
-        return self.client(self.plane.tokens.admin)
+        return self.client(self.plane.tokens.current("admin"))
 
     @property
     def worker(self) -> httpx.AsyncClient:
-        return self.client(self.plane.tokens.worker)
+        return self.client(self.plane.tokens.current("worker"))
 
     def job_token(self, name: str, uid: str | None = None) -> str:
         """Return the token of the workers of a job, by its name."""
-        return job_token(self.plane.tokens.worker, "default", name, uid or self.uids[name])
+        return job_token(self.plane.tokens.current("worker"), "default", name, uid or self.uids[name])
 
     async def submit(self, name: str, tasks: int = 1, **spec: Any) -> str:
         """Make a job that needs no model, and return its uid."""

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+from array import array
 from contextlib import contextmanager
 from functools import cache
 
@@ -29,6 +30,7 @@ from rollyard_sandbox.isolation.syscalls import (
     mount_proc,
     mount_terminals,
     proc_mounts,
+    set_in_proc,
     unmount,
 )
 from rollyard_sandbox.isolation.system_calls import Calls, libc, starter
@@ -126,8 +128,7 @@ class CommandNamespaces:
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._users = None if options.uid is None else self._new_users(options.uid)
         for name, most in _MOST_OF_USERS:
-            with open(f"/proc/sys/user/max_{name}", "w", encoding="ascii") as file:
-                file.write(most)
+            set_in_proc(f"sys/user/max_{name}", most)
         limit_rights(_SERVER_KEEPS | (ROOT_KEEPS if options.uid is None else frozenset()))
         self._pids = self._mounts = self._first = -1
         self._open()
@@ -200,8 +201,9 @@ class CommandNamespaces:
         The process in it shares the memory of this one and only waits, in the C library. Such a process is
         made in a tenth of the time of a fork, which would copy the server's tables of pages.
         """
-        stack = ctypes.create_string_buffer(_STACK_BYTES)
-        top = (ctypes.addressof(stack) + _STACK_BYTES) & ~15  # The stack grows down from an aligned address.
+        stack = array("B", bytes(_STACK_BYTES))
+        # The stack grows down from an aligned address.
+        top = (stack.buffer_info()[0] + _STACK_BYTES) & ~15
         clone = libc().clone
         clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         waits = ctypes.cast(libc().pause, ctypes.c_void_p)
@@ -216,8 +218,7 @@ class CommandNamespaces:
                 ("gid_map", f"{uid} {os.getegid()} 1"),
             )
             for name, text in maps:
-                with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:
-                    file.write(text)
+                set_in_proc(f"{child}/{name}", text)
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.kill(child, signal.SIGKILL)

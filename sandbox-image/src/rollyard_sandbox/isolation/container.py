@@ -24,6 +24,7 @@ from rollyard_sandbox.isolation.syscalls import (
     mount,
     mount_memory,
     mount_read_only,
+    set_in_proc,
 )
 
 TYPE_CHECKING = False
@@ -117,8 +118,7 @@ def _namespaces(uid: int | None) -> None:
     call("unshare", own | _NEWUSER)
     maps = (("setgroups", "deny"), ("uid_map", f"{uid} {user} 1"), ("gid_map", f"{uid} {group} 1"))
     for name, text in maps:
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        set_in_proc(f"self/{name}", text)
 
 
 def _keep(child: int) -> NoReturn:

@@ -27,6 +27,7 @@ from rollyard_sandbox.isolation.syscalls import (
     drop_rights,
     mount,
     mount_memory,
+    set_in_proc,
     unmount,
 )
 
@@ -138,8 +139,7 @@ def confine(sizes: Mapping[str, tuple[int, int]]) -> None:
     mount("", "/", flags=REC | PRIVATE)
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        set_in_proc(f"self/{name}", text)
     for folder, (size, mode) in sizes.items():
         mount_memory(folder, size, mode)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

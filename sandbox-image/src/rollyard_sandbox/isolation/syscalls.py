@@ -39,6 +39,20 @@ def call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
 
 
+def set_in_proc(name: str, text: str) -> None:
+    """Write to a file of /proc with which a setting of the kernel is changed.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    # A file object would take longer than the writing.
+    file = os.open(f"/proc/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
 def drop_rights(kept: frozenset[int]) -> None:
     """Restrict the calling process, and the programs that it executes, to the capabilities `kept`.
 

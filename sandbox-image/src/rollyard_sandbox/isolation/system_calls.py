@@ -10,20 +10,21 @@ same calls.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import mmap
 import os
 import platform
 import signal
-import threading
 import time
 from array import array
+from contextlib import contextmanager
 from functools import cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _VM, _VFORK = 0x100, 0x4000
 _CLOSE_ON_EXEC = 4  # CLOSE_RANGE_CLOEXEC
@@ -265,7 +266,8 @@ class Launcher:
         There can be no new thread while children are to begin in another pid namespace than this process.
         """
         if self._watch is None or self._watch[0] != os.getpid():
-            self._watch = (os.getpid(), _Watch())  # A fork has no threads.
+            with self._signals_blocked():
+                self._watch = (os.getpid(), _Watch())  # A fork has no threads.
 
     def start(self, table: _Table, *, watched: bool) -> int:
         """Start a process, and return its number once it has executed a program or ended.
@@ -284,15 +286,21 @@ class Launcher:
         if self._code is None:
             return _fork(table)
         # A handler of this process must not run in the child, in the same memory. The list unblocks signals.
-        before = (ctypes.c_uint64 * _SIGSET_WORDS)()
-        self._set_mask(_SET_MASK, ctypes.byref(self._every_signal), ctypes.byref(before))
-        try:
+        with self._signals_blocked():
             child = self._code(_VM | _VFORK | signal.SIGCHLD, table.words.buffer_info()[0])
-        finally:
-            self._set_mask(_SET_MASK, ctypes.byref(before), None)
         if child < 0:
             raise OSError(-child, f"clone: {os.strerror(-child)}")
         return child
+
+    @contextmanager
+    def _signals_blocked(self) -> Iterator[None]:
+        """Block all signals in this thread, and in the threads and processes that begin meanwhile."""
+        before = (ctypes.c_uint64 * _SIGSET_WORDS)()
+        self._set_mask(_SET_MASK, ctypes.byref(self._every_signal), ctypes.byref(before))
+        try:
+            yield
+        finally:
+            self._set_mask(_SET_MASK, ctypes.byref(before), None)
 
 
 class _Watch:
@@ -300,6 +308,8 @@ class _Watch:
 
     The process waits for its child to execute its program. A hostile command that stops the child before
     that would keep it waiting, so stopped children are killed after STOPPED_SECONDS.
+
+    It must begin while all signals are blocked, because none is to be handled by the thread.
 
     Raises:
         OSError: There is no room for a timer.
@@ -310,7 +320,8 @@ class _Watch:
         if self._timer < 0:
             number = ctypes.get_errno()
             raise OSError(number, f"timerfd_create: {os.strerror(number)}")
-        threading.Thread(target=self._run, name="starts", daemon=True).start()
+        # An object of the module `threading` would wait for the thread to run, and remake its locks at forks.
+        _thread.start_new_thread(self._run, ())
 
     def __enter__(self) -> None:
         self._set(STOPPED_SECONDS)
@@ -325,7 +336,6 @@ class _Watch:
         libc().timerfd_settime(self._timer, 0, ctypes.c_void_p(times.buffer_info()[0]), None)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while os.read(self._timer, 8):
             for child in _stopped_children():
                 os.kill(child, signal.SIGKILL)

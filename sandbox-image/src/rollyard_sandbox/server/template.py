@@ -75,7 +75,7 @@ def run(control: int, ready: int, spare: str) -> int:
 
 def _load() -> None:
     """Import and prepare what every server otherwise imports and prepares when it first needs it."""
-    import encodings.ascii  # noqa: F401
+    import codecs
     import shutil  # noqa: F401
 
     import ptyprocess  # noqa: F401
@@ -83,6 +83,7 @@ def _load() -> None:
     import rollyard_sandbox.execution.programs  # noqa: F401
     from rollyard_sandbox.isolation import seccomp, syscalls, system_calls
 
+    codecs.lookup("ascii")
     seccomp.program(os.uname().machine)
     system_calls.starter()
     for name in _FUNCTIONS:

@@ -264,10 +264,12 @@ async def test_a_client_renews_the_lease_as_it_connects(start_server: Callable[.
     server = start_server("--lease", "30")
     async with await ExecClient.connect(server.addresses[0], lease=600) as client:
         left = (await client.info()).lease_seconds_left
-        assert left is not None and 590 < left <= 600
+        assert left is not None
+        assert 590 < left <= 600
     async with await server.connect() as client:
         left = (await client.info()).lease_seconds_left
-        assert left is not None and left > 590, "a client without a lease leaves it as it is"
+        assert left is not None
+        assert left > 590, "a client without a lease leaves it as it is"
 
 
 async def test_the_lease_ends_the_server_and_its_processes(start_server: Callable[..., Any]) -> None:

@@ -260,6 +260,18 @@ async def test_orphans_are_reaped(client: ExecClient, server: Any) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_a_client_renews_the_lease_as_it_connects(start_server: Callable[..., Any]) -> None:
+    server = start_server("--lease", "30")
+    async with await ExecClient.connect(server.addresses[0], lease=600) as client:
+        left = (await client.info()).lease_seconds_left
+        assert left is not None
+        assert 590 < left <= 600
+    async with await server.connect() as client:
+        left = (await client.info()).lease_seconds_left
+        assert left is not None
+        assert left > 590, "a client without a lease leaves it as it is"
+
+
 async def test_the_lease_ends_the_server_and_its_processes(start_server: Callable[..., Any]) -> None:
     server = start_server("--lease", "1")
     async with await server.connect() as client:
@@ -421,6 +433,7 @@ async def test_broken_frames_are_answered(server: Any, sent: bytes, reason: str)
         ({"op": "renew", "seconds": 0}, "seconds"),
         ({"op": "renew", "seconds": 604_801}, "seconds"),
         ({"op": "renew", "seconds": "1"}, "seconds"),
+        ({"op": "hello", "version": 1, "lease": 0}, "lease"),
         ({"op": "bash", "session": "s" * 201, "timeout": 1, "max_output": 1}, "session"),
         ({"op": "bash", "session": 1, "timeout": 1, "max_output": 1}, "session"),
         ({"op": "bash", "session": "s", "timeout": 1, "max_output": -1}, "max_output"),

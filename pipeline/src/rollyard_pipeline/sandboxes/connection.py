@@ -15,11 +15,16 @@ _APPLY_SECONDS = 60.0
 
 
 async def connect(
-    address: str, seconds: float, token: str | None = None, secret: bytes | None = None
+    address: str,
+    seconds: float,
+    token: str | None = None,
+    secret: bytes | None = None,
+    lease: float | None = None,
 ) -> ExecClient:
     """Return a connection to the exec server at `address`, which expects `token`.
 
-    If `secret` is given, or `token` is a `proven_token`, the server must prove that it knows the secret.
+    With `lease` the sandbox's lease is renewed for so many seconds. If `secret` is given, or `token` is a
+    `proven_token`, the server must prove that it knows the secret.
 
     Raises:
         SandboxLost: No server listens there, or it does not answer within `seconds`.
@@ -27,7 +32,7 @@ async def connect(
             the sandbox can have caused.
     """
     try:
-        return await ExecClient.connect(address, token=token, secret=secret, timeout=seconds)
+        return await ExecClient.connect(address, token=token, secret=secret, lease=lease, timeout=seconds)
     except SandboxSabotaged:
         raise
     except (ExecError, OSError) as error:
@@ -39,7 +44,8 @@ async def apply(
 ) -> None:
     """Renew the lease, set the request's variables for all later sessions and write its files.
 
-    `lease_seconds` is None if another component decides how long the sandbox lives.
+    `lease_seconds` is None if the lease has just been renewed, or another component decides how long the
+    sandbox lives.
 
     Raises:
         SandboxLost: The connection broke.

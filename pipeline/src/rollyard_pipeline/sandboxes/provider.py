@@ -177,12 +177,6 @@ class NodeProvider:
         if record is None or not record.alive():
             raise SandboxLost(f"sandbox {handle.id} is gone from node {self._node!r}")
         client = await self._connect(record)
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await self._renewed(client, record.id, LEASE_SECONDS)
-        except (ExecError, TimeoutError) as error:
-            await client.close()
-            raise SandboxLost(f"the exec server of sandbox {handle.id} is gone: {error}") from error
         return Sandbox(handle, client, record.workdir, record.env)
 
     async def release(self, handle: SandboxHandle | str) -> None:
@@ -226,24 +220,14 @@ class NodeProvider:
                 if record is None:
                     return
                 try:
-                    client = await self._connect(record)
-                    try:
-                        async with asyncio.timeout(CONNECT_SECONDS):
-                            await self._renewed(client, sandbox_id, seconds)
-                    finally:
-                        await client.close()
-                except (SandboxLost, ExecError, TimeoutError) as error:
+                    client = await self._connect(record, seconds)
+                    await client.close()
+                except (SandboxLost, ExecError) as error:
                     log.warning("sandbox %s could not be renewed: %s", sandbox_id, error)
 
         async with asyncio.TaskGroup() as group:
             for sandbox_id in ids:
                 group.create_task(one(sandbox_id))
-
-    async def _renewed(self, client: ExecClient, sandbox_id: str, seconds: float) -> None:
-        # The server's own lease begins later, so it never ends before this one.
-        ends_at = time.monotonic() + seconds
-        await client.renew(seconds)
-        self._leases[sandbox_id] = ends_at
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` sandboxes of the request's key ready in the background, or none if they start fast."""
@@ -392,10 +376,12 @@ class NodeProvider:
     async def _claim(self, warm: WarmSandbox, request: SandboxRequest, claimed: Claimed) -> Sandbox:
         record = claimed(warm.record)
         try:
+            # One that was started for this rollout was claimed then, and its lease has just begun.
+            waited = record != warm.record
             ends_at = time.monotonic() + LEASE_SECONDS
-            await apply(warm.client, record.workdir, request, LEASE_SECONDS)
-            self._leases[record.id] = ends_at
-            if record != warm.record:  # One that was started for this rollout was claimed then.
+            await apply(warm.client, record.workdir, request, LEASE_SECONDS if waited else None)
+            if waited:
+                self._leases[record.id] = ends_at
                 self._folder.save(record)
         except FileNotFoundError as error:
             await self._remove_warm(warm)
@@ -418,9 +404,14 @@ class NodeProvider:
             await warm.client.close()
         await in_thread(self._remove, warm.record.id)
 
-    async def _connect(self, record: SandboxRecord) -> ExecClient:
+    async def _connect(self, record: SandboxRecord, lease: float = LEASE_SECONDS) -> ExecClient:
+        """Return a connection to a sandbox's exec server, whose lease is renewed for so many seconds."""
+        # The server's own lease begins later, so it never ends before this one.
+        ends_at = time.monotonic() + lease
         secret = bytes.fromhex(record.secret)
-        return await connect(self._address(record.id), CONNECT_SECONDS, secret=secret)
+        client = await connect(self._address(record.id), CONNECT_SECONDS, secret=secret, lease=lease)
+        self._leases[record.id] = ends_at
+        return client
 
     def _address(self, sandbox_id: str) -> str:
         return f"unix:{self._folder.socket_path(sandbox_id)}"

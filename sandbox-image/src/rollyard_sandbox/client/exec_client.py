@@ -52,7 +52,13 @@ class ExecClient:
 
     @classmethod
     async def connect(
-        cls, address: str, *, token: str | None = None, secret: bytes | None = None, timeout: float = 10.0
+        cls,
+        address: str,
+        *,
+        token: str | None = None,
+        secret: bytes | None = None,
+        lease: float | None = None,
+        timeout: float = 10.0,
     ) -> ExecClient:
         """Connect to `unix:/path` or `tcp://host:port`.
 
@@ -60,6 +66,8 @@ class ExecClient:
         begins. The same holds for a `token` that is another client's `proven_token`, which itself is never
         sent. A token in its plain form is sent as it is, and may only be shown to a server that no command
         can have replaced yet.
+
+        With `lease` the lease is renewed for so many seconds, as `renew` does, without a further request.
 
         Raises:
             BadRequest: The address is neither.
@@ -84,6 +92,8 @@ class ExecClient:
                 hello: dict[str, Any] = {"op": "hello", "version": PROTOCOL_VERSION}
                 if token is not None:
                     hello["token"] = token
+                if lease is not None:
+                    hello["lease"] = lease
                 challenge = hello["challenge"] = proof.new_challenge()
                 answer, _ = await wire.request(hello, limit=timeout)
                 if secret is None and token is not None and "proof" in answer:

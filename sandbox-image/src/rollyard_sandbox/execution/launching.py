@@ -82,4 +82,6 @@ def _variables(environment: Mapping[str, str]) -> list[str]:
 def _places(program: str, environment: Mapping[str, str]) -> list[str]:
     if "/" in program:
         return [program]
-    return [os.path.join(folder, program) for folder in os.get_exec_path(environment)]
+    # os.get_exec_path does the same with a filter of warnings.
+    folders = environment.get("PATH", os.defpath).split(os.pathsep)
+    return [os.path.join(folder, program) for folder in folders]

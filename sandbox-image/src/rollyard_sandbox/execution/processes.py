@@ -6,6 +6,8 @@ import os
 import signal
 from time import monotonic, sleep
 
+from rollyard_sandbox.isolation.syscalls import call
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,11 +34,7 @@ class ProcessStat:
 
 def become_subreaper() -> None:
     """Make this process the new parent of all orphans below it, however often they fork and detach."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def snapshot() -> dict[int, ProcessStat]:

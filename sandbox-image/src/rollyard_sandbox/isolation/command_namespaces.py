@@ -16,19 +16,24 @@ import os
 import select
 import signal
 import socket
+from array import array
 from contextlib import contextmanager
 from functools import cache
 
 from rollyard_sandbox.isolation import small_program
 from rollyard_sandbox.isolation.syscalls import (
-    Mount,
     call,
     capability_sets,
     dropped_rights,
     limit_rights,
+    mount_memory,
+    mount_proc,
+    mount_terminals,
     proc_mounts,
+    set_in_proc,
+    unmount,
 )
-from rollyard_sandbox.isolation.system_calls import Calls, starter
+from rollyard_sandbox.isolation.system_calls import Calls, libc, starter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -117,17 +122,14 @@ class CommandNamespaces:
         OSError: The kernel refuses a part of it.
     """
 
-    def __init__(self, libc: ctypes.CDLL, options: NamespaceOptions) -> None:
-        self._libc = libc
+    def __init__(self, options: NamespaceOptions) -> None:
         self._options = options
-        self._mount = Mount(libc)
-        self._mount.terminals()
+        mount_terminals()
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._users = None if options.uid is None else self._new_users(options.uid)
         for name, most in _MOST_OF_USERS:
-            with open(f"/proc/sys/user/max_{name}", "w", encoding="ascii") as file:
-                file.write(most)
-        limit_rights(libc, _SERVER_KEEPS | (ROOT_KEEPS if options.uid is None else frozenset()))
+            set_in_proc(f"sys/user/max_{name}", most)
+        limit_rights(_SERVER_KEEPS | (ROOT_KEEPS if options.uid is None else frozenset()))
         self._pids = self._mounts = self._first = -1
         self._open()
 
@@ -183,15 +185,15 @@ class CommandNamespaces:
         Raises:
             OSError: The kernel refuses it.
         """
-        self._mount.memory(self._options.eval_folder, self._options.eval_bytes, 0o700)
+        mount_memory(self._options.eval_folder, self._options.eval_bytes, 0o700)
         return self._options.eval_folder
 
     def remove_place(self) -> None:
         """Unmount that file system, and lose its contents."""
-        self._mount.detach(self._options.eval_folder)
+        unmount(self._options.eval_folder)
 
     def _join(self, namespace: int, kind: int) -> None:
-        call(self._libc, "setns", namespace, kind)
+        call("setns", namespace, kind)
 
     def _new_users(self, uid: int) -> int:
         """Return a new user namespace in which `uid` is the server's user and no other user exists.
@@ -199,11 +201,12 @@ class CommandNamespaces:
         The process in it shares the memory of this one and only waits, in the C library. Such a process is
         made in a tenth of the time of a fork, which would copy the server's tables of pages.
         """
-        stack = ctypes.create_string_buffer(_STACK_BYTES)
-        top = (ctypes.addressof(stack) + _STACK_BYTES) & ~15  # The stack grows down from an aligned address.
-        clone = self._libc.clone
+        stack = array("B", bytes(_STACK_BYTES))
+        # The stack grows down from an aligned address.
+        top = (stack.buffer_info()[0] + _STACK_BYTES) & ~15
+        clone = libc().clone
         clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        waits = ctypes.cast(self._libc.pause, ctypes.c_void_p)
+        waits = ctypes.cast(libc().pause, ctypes.c_void_p)
         child = clone(waits, top, _NEWUSER | _VM | signal.SIGCHLD, None)
         if child < 0:
             number = ctypes.get_errno()
@@ -215,20 +218,19 @@ class CommandNamespaces:
                 ("gid_map", f"{uid} {os.getegid()} 1"),
             )
             for name, text in maps:
-                with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:
-                    file.write(text)
+                set_in_proc(f"{child}/{name}", text)
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # The stack must exist until then.
 
     def _open(self) -> None:
-        call(self._libc, "unshare", _NEWPID)
+        call("unshare", _NEWPID)
         try:
             if not (starter().borrows and self._start_first()):
                 # A namespace whose first process has ended gets no other one.
                 self._join(self._own_pids, _NEWPID)
-                call(self._libc, "unshare", _NEWPID)
+                call("unshare", _NEWPID)
                 self._fork_first()
             self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
         finally:
@@ -306,18 +308,17 @@ class CommandNamespaces:
     def _be_first(self, server: socket.socket) -> NoReturn:
         """Be the first process: make the mounts, then reap until the server, which alone can, kills it."""
         try:
-            libc = self._libc
-            call(libc, "prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            call(libc, "prctl", _SET_DUMPABLE, 0, 0, 0, 0)
-            call(libc, "prctl", _SET_NAME, b"init", 0, 0, 0)
+            call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+            call("prctl", _SET_NAME, b"init", 0, 0, 0)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             os.setsid()
             os.chdir("/")
-            call(libc, "unshare", _NEWNS)
-            self._mount.new_proc(self._options.hidden)
+            call("unshare", _NEWNS)
+            mount_proc(self._options.hidden)
             mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
             socket.send_fds(server, [_READY], [mounts])
             os.closerange(0, 1 << 16)

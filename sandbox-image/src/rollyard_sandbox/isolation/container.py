@@ -8,13 +8,24 @@ rights in these namespaces; `command_namespaces` puts further ones between the s
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
-from rollyard_sandbox.isolation.syscalls import BIND, NODEV, NOEXEC, NOSUID, PRIVATE, REC, Mount, call
+from rollyard_sandbox.isolation.syscalls import (
+    BIND,
+    NODEV,
+    NOEXEC,
+    NOSUID,
+    PRIVATE,
+    REC,
+    call,
+    mount,
+    mount_memory,
+    mount_read_only,
+    set_in_proc,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,17 +77,16 @@ def confine(wanted: Confinement) -> None:
         # the first signal for which it finds no group. The group is left, so one signal is now enough.
         os._exit(0)
     os.setsid()
-    libc = ctypes.CDLL(None, use_errno=True)
     try:
-        _namespaces(libc, wanted.uid)
+        _namespaces(wanted.uid)
         child = os.fork()
         if child:
             _keep(child)
-        call(libc, "prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
-        _mounts(libc, wanted)
-        call(libc, "sethostname", wanted.hostname.encode(), len(wanted.hostname))
-        call(libc, "prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _mounts(wanted)
+        call("sethostname", wanted.hostname.encode(), len(wanted.hostname))
+        call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
         _end_container()
@@ -99,17 +109,16 @@ def clean_environment(fixed: Mapping[str, str], prefixes: Sequence[str], librari
     os.environ.update(fixed)
 
 
-def _namespaces(libc: ctypes.CDLL, uid: int | None) -> None:
+def _namespaces(uid: int | None) -> None:
     user, group = os.geteuid(), os.getegid()
     own = _NEWNS | _NEWPID | _NEWIPC | _NEWUTS
     if uid is None:
-        call(libc, "unshare", own)
+        call("unshare", own)
         return
-    call(libc, "unshare", own | _NEWUSER)
+    call("unshare", own | _NEWUSER)
     maps = (("setgroups", "deny"), ("uid_map", f"{uid} {user} 1"), ("gid_map", f"{uid} {group} 1"))
     for name, text in maps:
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        set_in_proc(f"self/{name}", text)
 
 
 def _keep(child: int) -> NoReturn:
@@ -128,17 +137,16 @@ def _end_container() -> NoReturn:
     os._exit(FAILED)
 
 
-def _mounts(libc: ctypes.CDLL, wanted: Confinement) -> None:
-    mount = Mount(libc)
+def _mounts(wanted: Confinement) -> None:
     mount("", "/", flags=REC | PRIVATE)
     # The container's /proc shows the processes that manage it. A new /proc shows this sandbox only. Commands
     # get another one, which hides more.
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     for folder, (size, mode) in wanted.sizes.items():
-        mount.memory(folder, size, mode)
+        mount_memory(folder, size, mode)
     for alias, folder in wanted.aliases.items():
         if os.path.isdir(alias) and not os.path.islink(alias):
             mount(folder, alias, flags=BIND)
     for folder in wanted.read_only:
         if os.path.ismount(folder):
-            mount.read_only(folder)
+            mount_read_only(folder)

@@ -17,7 +17,19 @@ import socket
 import struct
 from contextlib import suppress
 
-from rollyard_sandbox.isolation.syscalls import NODEV, NOEXEC, NOSUID, PRIVATE, REC, Mount, call, drop_rights
+from rollyard_sandbox.isolation.syscalls import (
+    NODEV,
+    NOEXEC,
+    NOSUID,
+    PRIVATE,
+    REC,
+    call,
+    drop_rights,
+    mount,
+    mount_memory,
+    set_in_proc,
+    unmount,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +43,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}  # The number of clone(2), by the name o
 _SERVER_RIGHTS = frozenset({18, 21, 24, 31})  # sys_chroot, sys_admin, sys_resource, setfcap
 
 
-def replace_proc(libc: ctypes.CDLL, spare: str) -> None:
+def replace_proc(spare: str) -> None:
     """Replace the template's /proc, which shows this machine, by one of a pid namespace that has ended.
 
     It shows no process. The kernel lets a namespace below mount its own /proc only where one is visible
@@ -47,10 +59,10 @@ def replace_proc(libc: ctypes.CDLL, spare: str) -> None:
     child = os.fork()
     if child == 0:
         try:
-            call(libc, "unshare", _NEWPID)
+            call("unshare", _NEWPID)
             first = os.fork()
             if first == 0:
-                Mount(libc)("proc", spare, "proc", NOSUID | NODEV | NOEXEC)
+                mount("proc", spare, "proc", NOSUID | NODEV | NOEXEC)
                 os.write(write, b"+")
             else:
                 os.waitpid(first, 0)
@@ -64,8 +76,7 @@ def replace_proc(libc: ctypes.CDLL, spare: str) -> None:
     os.close(read)
     if words != b"+":
         raise OSError(f"no /proc can be mounted: {words.decode(errors='replace') or 'no reason is known'}")
-    mount = Mount(libc)
-    mount.detach("/proc")
+    unmount("/proc")
     mount(spare, "/proc", flags=_MOVE)
 
 
@@ -81,7 +92,9 @@ class Forks:
         if machine not in _CLONE:
             raise OSError(errno.ENOSYS, f"the number of clone(2) on {machine} is not known")
         # Libraries of these kinds keep the interpreter's lock during a call, as os.fork does.
-        self._python = ctypes.pythonapi
+        python = ctypes.pythonapi
+        self._before, self._in_child = python.PyOS_BeforeFork, python.PyOS_AfterFork_Child
+        self._in_parent = python.PyOS_AfterFork_Parent
         self._system_call = ctypes.PyDLL(None, use_errno=True).syscall
         self._system_call.restype = ctypes.c_long
         flags = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | _NEWUTS | _NEWNET | signal.SIGCHLD
@@ -99,19 +112,19 @@ class Forks:
         Raises:
             OSError: The kernel refuses it.
         """
-        self._python.PyOS_BeforeFork()
+        self._before()
         child: int = self._system_call(*self._arguments)
         if child == 0:
-            self._python.PyOS_AfterFork_Child()
+            self._in_child()
             return 0
         number = ctypes.get_errno()
-        self._python.PyOS_AfterFork_Parent()
+        self._in_parent()
         if child < 0:
             raise OSError(number, f"clone: {os.strerror(number)}")
         return child
 
 
-def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]]) -> None:
+def confine(sizes: Mapping[str, tuple[int, int]]) -> None:
     """Set up the namespaces of a sandbox in its process 1, which `Forks` has made.
 
     Args:
@@ -121,17 +134,15 @@ def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]]) -> None:
         OSError: The kernel refuses a part of it.
     """
     with suppress(OSError):  # Kernels without control groups lack these namespaces.
-        call(libc, "unshare", _NEWCGROUP)
+        call("unshare", _NEWCGROUP)
     os.setsid()
-    mount = Mount(libc)
     mount("", "/", flags=REC | PRIVATE)
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        set_in_proc(f"self/{name}", text)
     for folder, (size, mode) in sizes.items():
-        mount.memory(folder, size, mode)
+        mount_memory(folder, size, mode)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         flags = struct.pack("16sH14x", b"lo", _UP | _RUNNING)
         fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, flags)
-    drop_rights(libc, _SERVER_RIGHTS)
+    drop_rights(_SERVER_RIGHTS)

@@ -15,7 +15,7 @@ import resource
 from contextlib import contextmanager
 
 from rollyard_sandbox.isolation.seccomp import CallFilter
-from rollyard_sandbox.isolation.system_calls import starter
+from rollyard_sandbox.isolation.system_calls import libc, starter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,16 +69,15 @@ class Protections:
     def __init__(
         self, *, filter_calls: bool, namespaces: NamespaceOptions | None = None, yielding: bool = False
     ) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
         self.namespaces: CommandNamespaces | None = None
         if namespaces is not None:
             from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces
 
-            self.namespaces = CommandNamespaces(libc, namespaces)
+            self.namespaces = CommandNamespaces(namespaces)
         # A program that the server executes is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
-        if libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        if libc().prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
-        self._filter = CallFilter(libc) if filter_calls else None
+        self._filter = CallFilter() if filter_calls else None
         self._yielding = yielding
 
     @contextmanager

@@ -10,11 +10,13 @@ is not listed here there is no filter.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import struct
+from array import array
 from functools import cache
+
+from rollyard_sandbox.isolation.system_calls import libc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -159,21 +161,17 @@ def _search(
     return [(_AT_LEAST, len(below), 0, actions[middle][0]), *below, *above]
 
 
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
 class CallFilter:
     """The filter of this machine, ready to be installed in any number of children."""
 
-    def __init__(self, libc: ctypes.CDLL) -> None:
-        self._libc = libc
+    def __init__(self) -> None:
         code = program(os.uname().machine)
         # A kernel that was built without seccomp returns EINVAL.
-        if code is not None and libc.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
+        if code is not None and libc().prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
             code = None
-        self._code = code
-        self._program = _Program(len(code) // 8, code) if code is not None else None
+        self._code = array("B", code or b"")
+        # A struct sock_fprog: the number of instructions, in the first bytes of a word, and where they are.
+        self._program = array("Q", (len(self._code) // 8, self._code.buffer_info()[0]))
 
     def add_to(self, calls: Calls) -> None:
         """Add the calls that install the filter in a new process that is about to become a command.
@@ -182,5 +180,5 @@ class CallFilter:
         gains rights by being executed (no_new_privs).
         """
         calls.add("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        if self._program is not None:
+        if self._code:
             calls.add("prctl", _SET_SECCOMP, _MODE_FILTER, self._program, 0, 0)

@@ -13,6 +13,8 @@ import os
 import signal
 import struct
 
+from rollyard_sandbox.isolation.system_calls import libc
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,13 +34,12 @@ class OutsideSignals:
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
         mask = (ctypes.c_uint64 * 16)()  # This is a sigset_t of the C library.
         wanted = set(numbers)
         for number in wanted:
             mask[0] |= 1 << (number - 1)
         signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-        self.fd: int = libc.signalfd(-1, ctypes.byref(mask), _NONBLOCK | _CLOEXEC)
+        self.fd: int = libc().signalfd(-1, ctypes.byref(mask), _NONBLOCK | _CLOEXEC)
         if self.fd < 0:
             number = ctypes.get_errno()
             raise OSError(number, f"signalfd: {os.strerror(number)}")

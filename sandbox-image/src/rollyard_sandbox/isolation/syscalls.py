@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from array import array
 from functools import cache
 
-from rollyard_sandbox.isolation.system_calls import Calls
+from rollyard_sandbox.isolation.system_calls import Calls, libc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,28 +27,42 @@ _CAPABILITIES = 64  # A kernel's sets have room for so many.
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
-def call(libc: ctypes.CDLL, name: str, *arguments: object) -> None:
-    """Call a function of libc.
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the C library.
 
     Raises:
         OSError: The function did not return 0.
     """
-    if getattr(libc, name)(*arguments) != 0:
+    if getattr(libc(), name)(*arguments) != 0:
         number = ctypes.get_errno()
         shown = ", ".join(a.decode(errors="replace") for a in arguments if isinstance(a, bytes))
         raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
 
 
-def drop_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
+def set_in_proc(name: str, text: str) -> None:
+    """Write to a file of /proc with which a setting of the kernel is changed.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    # A file object would take longer than the writing.
+    file = os.open(f"/proc/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def drop_rights(kept: frozenset[int]) -> None:
     """Restrict the calling process, and the programs that it executes, to the capabilities `kept`.
 
     Args:
         kept: The numbers of the capabilities, which are below 32.
     """
     for capability in range(_CAPABILITIES):
-        if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+        if capability not in kept and libc().prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # The kernel knows no further ones.
-    limit_rights(libc, kept)
+    limit_rights(kept)
 
 
 @cache
@@ -68,15 +83,13 @@ def dropped_rights(kept: frozenset[int]) -> Calls:
     return calls
 
 
-def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
+def limit_rights(kept: frozenset[int]) -> None:
     """Restrict the calling process to the capabilities `kept` (numbers below 32), with none inheritable."""
     header, data = capability_sets(kept)
-    call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
+    call("capset", *(ctypes.c_void_p(part.buffer_info()[0]) for part in (header, data)))
 
 
-def capability_sets(
-    kept: frozenset[int], *, inheritable: bool = False
-) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
+def capability_sets(kept: frozenset[int], *, inheritable: bool = False) -> tuple[array[int], array[int]]:
     """Return the two arguments of capset(2) for the capabilities `kept`.
 
     Args:
@@ -84,9 +97,9 @@ def capability_sets(
         inheritable: Whether they are inheritable, too. Otherwise none is.
     """
     low = sum(1 << number for number in kept)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    header = array("I", (_CAPABILITY_VERSION_3, 0))
     # The effective, permitted and inheritable sets are given for the first 32, then for the others.
-    return header, (ctypes.c_uint32 * 6)(low, low, low if inheritable else 0, 0, 0, 0)
+    return header, array("I", (low, low, low if inheritable else 0, 0, 0, 0))
 
 
 def remove_segments() -> None:
@@ -97,7 +110,6 @@ def remove_segments() -> None:
     Raises:
         OSError: One of them may not be removed.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     for kind, name, none in (("shm", "shmctl", ()), ("sem", "semctl", (0,)), ("msg", "msgctl", ())):
         try:
             with open(f"/proc/sysvipc/{kind}", encoding="ascii") as file:
@@ -105,7 +117,7 @@ def remove_segments() -> None:
         except FileNotFoundError:
             continue  # The kernel was built without them.
         for row in rows:
-            call(libc, name, int(row.split()[1]), *none, _IPC_RMID, None)
+            call(name, int(row.split()[1]), *none, _IPC_RMID, None)
 
 
 MAX_TERMINALS = 64
@@ -122,7 +134,7 @@ def own_flags(folder: str) -> int:
 
 
 def proc_mounts(hidden: Iterable[str]) -> list[tuple[str, str, str, int, str]]:
-    """Return the mounts of a new /proc, which shows nothing of the machine, as the arguments of `Mount`.
+    """Return the mounts of a new /proc, which shows nothing of the machine, as the arguments of `mount`.
 
     Args:
         hidden: The names below /proc that shall show nothing. Missing ones are skipped.
@@ -145,43 +157,43 @@ def proc_mounts(hidden: Iterable[str]) -> list[tuple[str, str, str, int, str]]:
     return mounts
 
 
-class Mount:
-    """The system calls mount(2) and umount2(2)."""
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Make or change a mount; see mount(2)."""
+    arguments = (source.encode(), target.encode(), kind.encode() or None)
+    call("mount", *arguments, ctypes.c_ulong(flags), options.encode() or None)
 
-    def __init__(self, libc: ctypes.CDLL) -> None:
-        self._libc = libc
 
-    def __call__(self, source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-        arguments = (source.encode(), target.encode(), kind.encode() or None)
-        call(self._libc, "mount", *arguments, ctypes.c_ulong(flags), options.encode() or None)
+def mount_read_only(folder: str, further: int = 0) -> None:
+    """Make a mount read-only, with the flags `further`."""
+    mount("", folder, flags=REMOUNT | BIND | RDONLY | own_flags(folder) | further)
 
-    def read_only(self, folder: str, further: int = 0) -> None:
-        """Make a mount read-only, with the flags `further`."""
-        self("", folder, flags=REMOUNT | BIND | RDONLY | own_flags(folder) | further)
 
-    def new_proc(self, hidden: Iterable[str]) -> None:
-        """Mount a /proc of the calling process's own pid namespace (see `proc_mounts`)."""
-        for mount in proc_mounts(hidden):
-            self(*mount)
+def mount_proc(hidden: Iterable[str]) -> None:
+    """Mount a /proc of the calling process's own pid namespace (see `proc_mounts`)."""
+    for arguments in proc_mounts(hidden):
+        mount(*arguments)
 
-    def memory(self, folder: str, size: int, mode: int) -> None:
-        """Mount a new memory file system of `size` bytes over a folder.
 
-        It has room for one file per page, because files without content take memory of the kernel only.
-        """
-        inodes = size // resource.getpagesize()
-        self("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={inodes},mode={mode:o}")
+def mount_memory(folder: str, size: int, mode: int) -> None:
+    """Mount a new memory file system of `size` bytes over a folder.
 
-    def terminals(self) -> None:
-        """Mount new pseudo-terminals over /dev/pts, of which there are at most MAX_TERMINALS.
+    It has room for one file per page, because files without content take memory of the kernel only.
+    """
+    inodes = size // resource.getpagesize()
+    mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={inodes},mode={mode:o}")
 
-        A container's own ones may be shared with the machine, and are limited for all sandboxes together only
-        (kernel.pty.max), so one sandbox could leave none to the others. Nothing happens without a /dev/pts.
-        """
-        if os.path.isdir("/dev/pts"):
-            options = f"newinstance,ptmxmode=0666,mode=620,max={MAX_TERMINALS}"
-            self("devpts", "/dev/pts", "devpts", NOSUID | NOEXEC, options)
 
-    def detach(self, folder: str) -> None:
-        """Remove the topmost mount of a folder."""
-        call(self._libc, "umount2", folder.encode(), _DETACH)
+def mount_terminals() -> None:
+    """Mount new pseudo-terminals over /dev/pts, of which there are at most MAX_TERMINALS.
+
+    A container's own ones may be shared with the machine, and are limited for all sandboxes together only
+    (kernel.pty.max), so one sandbox could leave none to the others. Nothing happens without a /dev/pts.
+    """
+    if os.path.isdir("/dev/pts"):
+        options = f"newinstance,ptmxmode=0666,mode=620,max={MAX_TERMINALS}"
+        mount("devpts", "/dev/pts", "devpts", NOSUID | NOEXEC, options)
+
+
+def unmount(folder: str) -> None:
+    """Remove the topmost mount of a folder."""
+    call("umount2", folder.encode(), _DETACH)

@@ -10,18 +10,21 @@ same calls.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import mmap
 import os
 import platform
 import signal
-import threading
+import time
+from array import array
+from contextlib import contextmanager
 from functools import cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _VM, _VFORK = 0x100, 0x4000
 _CLOSE_ON_EXEC = 4  # CLOSE_RANGE_CLOEXEC
@@ -33,6 +36,7 @@ _SIGSET_WORDS = 16  # The size of libc's sigset_t in words.
 _SET_MASK, _SET_FLAGS = 2, 2  # SIG_SETMASK and F_SETFD
 STOPPED_SECONDS = 1.0
 """The seconds after which a child that a signal has stopped before it executed its program is killed."""
+_CLOSE_TIMER_ON_EXEC = 0o2000000  # TFD_CLOEXEC
 _FORKED = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
 _LAST = 127  # The exit status of a child that executed nothing.
 
@@ -63,6 +67,16 @@ _CODE = bytes.fromhex(
 )
 
 
+@cache
+def libc() -> ctypes.CDLL:
+    """Return the C library, whose functions keep their error number for `ctypes.get_errno`.
+
+    Each object of it, and each function when it is first used, costs a new process time and memory. They are
+    made once for this process and those that are forked from it.
+    """
+    return ctypes.CDLL(None, use_errno=True)
+
+
 class CallFailed(OSError):
     """A system call of the new process failed, and the process has ended.
 
@@ -91,12 +105,12 @@ class Calls:
         self._words: list[int] = []  # _WORDS for each call.
         self._kept: list[object] = []  # The memory to which the arguments point.
 
-    def add(self, name: str, *arguments: object, may_fail: bool = False) -> None:
+    def add(self, name: str, *arguments: int | array[int], may_fail: bool = False) -> None:
         """Add a call.
 
         Args:
             name: The name of the call, which libc has as a function with the same arguments.
-            arguments: Numbers, or ctypes objects whose addresses are passed.
+            arguments: Numbers, or arrays whose addresses are passed.
             may_fail: Whether the next call is made even if this one fails.
         """
         self._names.append(name)
@@ -111,13 +125,13 @@ class Calls:
         self._words += other._words
         self._kept.append(other)
 
-    def _number(self, argument: object) -> int:
+    def _number(self, argument: int | array[int]) -> int:
         if isinstance(argument, int):
             return argument & _LARGEST
         self._kept.append(argument)
-        return ctypes.addressof(argument)  # type: ignore[arg-type]
+        return argument.buffer_info()[0]
 
-    def text(self, value: str | bytes) -> ctypes.Array[ctypes.c_char]:
+    def text(self, value: str | bytes) -> array[int]:
         """Return a text as a call takes it.
 
         Raises:
@@ -126,9 +140,10 @@ class Calls:
         data = os.fsencode(value)
         if b"\0" in data:
             raise ValueError("embedded null byte")
-        return ctypes.create_string_buffer(data)
+        # ctypes would make a type for each length of a text.
+        return array("B", data + b"\0")
 
-    def texts(self, values: list[str]) -> ctypes.Array[ctypes.c_uint64]:
+    def texts(self, values: list[str]) -> array[int]:
         """Return a list of texts that ends with a null pointer.
 
         Raises:
@@ -138,27 +153,28 @@ class Calls:
         if any(b"\0" in one for one in data):
             raise ValueError("embedded null byte")
         # One buffer for all of them takes a fraction of the time that one for each would take.
-        buffer = ctypes.create_string_buffer(b"\0".join(data))
-        self._kept.append(buffer)
-        pointers, at = [], ctypes.addressof(buffer)
+        buffer = array("B", b"\0".join(data) + b"\0")
+        at = self._number(buffer)
+        pointers = array("Q")
         for one in data:
             pointers.append(at)
             at += len(one) + 1
-        return (ctypes.c_uint64 * (len(data) + 1))(*pointers, 0)
+        pointers.append(0)
+        return pointers
 
     def default_signals(self, numbers: tuple[int, ...]) -> None:
         """Let these signals do what they do by default. Python ignores or handles some of them."""
-        default = (ctypes.c_uint64 * 4)()  # A struct sigaction of the kernel, with SIG_DFL and no flag.
+        default = array("Q", bytes(32))  # A struct sigaction of the kernel, with SIG_DFL and no flag.
         for number in numbers:
             self.add("rt_sigaction", int(number), default, 0, 8)
 
     def ignore_signal(self, number: int) -> None:
         """Let the program ignore a signal until it says otherwise."""
-        self.add("rt_sigaction", int(number), (ctypes.c_uint64 * 4)(1), 0, 8)  # With SIG_IGN.
+        self.add("rt_sigaction", int(number), array("Q", [1, 0, 0, 0]), 0, 8)  # With SIG_IGN.
 
     def unblock_signals(self) -> None:
         """Unblock all signals."""
-        self.add("rt_sigprocmask", _SET_MASK, ctypes.c_uint64(0), 0, 8)
+        self.add("rt_sigprocmask", _SET_MASK, array("Q", [0]), 0, 8)
 
     def close_others(self, inherited: tuple[int, ...] = ()) -> None:
         """Let the program inherit no descriptors from 3 on other than `inherited`."""
@@ -206,17 +222,15 @@ class Calls:
 
 
 class _Table:
-    """The calls as the machine code reads them, in memory that is shared with the new process."""
+    """The calls as the machine code reads them, with what each has returned."""
 
     def __init__(self, names: list[str], words: list[int]) -> None:
         self.names = names
-        self._memory = mmap.mmap(-1, 8 * len(words))
-        self.words = (ctypes.c_uint64 * len(words)).from_buffer(self._memory)
-        self.words[:] = [*words]
+        self.words = array("Q", words)
 
     def results(self) -> list[int]:
         """Return what each call returned: a negative error number if it failed, and 0 if it was not made."""
-        return memoryview(self._memory).cast("q")[_RESULT::_WORDS].tolist()
+        return array("q", self.words[_RESULT::_WORDS].tobytes()).tolist()
 
     def disposition(self, place: int) -> signal.Handlers:
         """Return what a call of rt_sigaction sets."""
@@ -238,7 +252,7 @@ class Launcher:
         self._code = code
         self._watch: tuple[int, _Watch] | None = None
         # The module `signal` makes an object of each signal in a mask.
-        self._set_mask = ctypes.CDLL(None).pthread_sigmask
+        self._set_mask = libc().pthread_sigmask
         self._every_signal = (ctypes.c_uint64 * _SIGSET_WORDS)(*[_LARGEST] * _SIGSET_WORDS)
 
     @property
@@ -252,7 +266,8 @@ class Launcher:
         There can be no new thread while children are to begin in another pid namespace than this process.
         """
         if self._watch is None or self._watch[0] != os.getpid():
-            self._watch = (os.getpid(), _Watch())  # A fork has no threads.
+            with self._signals_blocked():
+                self._watch = (os.getpid(), _Watch())  # A fork has no threads.
 
     def start(self, table: _Table, *, watched: bool) -> int:
         """Start a process, and return its number once it has executed a program or ended.
@@ -271,43 +286,59 @@ class Launcher:
         if self._code is None:
             return _fork(table)
         # A handler of this process must not run in the child, in the same memory. The list unblocks signals.
-        before = (ctypes.c_uint64 * _SIGSET_WORDS)()
-        self._set_mask(_SET_MASK, ctypes.byref(self._every_signal), ctypes.byref(before))
-        try:
-            child = self._code(_VM | _VFORK | signal.SIGCHLD, ctypes.addressof(table.words))
-        finally:
-            self._set_mask(_SET_MASK, ctypes.byref(before), None)
+        with self._signals_blocked():
+            child = self._code(_VM | _VFORK | signal.SIGCHLD, table.words.buffer_info()[0])
         if child < 0:
             raise OSError(-child, f"clone: {os.strerror(-child)}")
         return child
 
+    @contextmanager
+    def _signals_blocked(self) -> Iterator[None]:
+        """Block all signals in this thread, and in the threads and processes that begin meanwhile."""
+        before = (ctypes.c_uint64 * _SIGSET_WORDS)()
+        self._set_mask(_SET_MASK, ctypes.byref(self._every_signal), ctypes.byref(before))
+        try:
+            yield
+        finally:
+            self._set_mask(_SET_MASK, ctypes.byref(before), None)
+
 
 class _Watch:
-    """Watches that no start takes long, from a thread.
+    """Watches that no start takes long, from a thread that a timer wakes only then.
 
     The process waits for its child to execute its program. A hostile command that stops the child before
     that would keep it waiting, so stopped children are killed after STOPPED_SECONDS.
+
+    It must begin while all signals are blocked, because none is to be handled by the thread.
+
+    Raises:
+        OSError: There is no room for a timer.
     """
 
     def __init__(self) -> None:
-        self._begun = threading.Semaphore(0)
-        self._done = threading.Event()
-        threading.Thread(target=self._run, name="starts", daemon=True).start()
+        self._timer: int = libc().timerfd_create(time.CLOCK_MONOTONIC, _CLOSE_TIMER_ON_EXEC)
+        if self._timer < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"timerfd_create: {os.strerror(number)}")
+        # An object of the module `threading` would wait for the thread to run, and remake its locks at forks.
+        _thread.start_new_thread(self._run, ())
 
     def __enter__(self) -> None:
-        self._done.clear()
-        self._begun.release()
+        self._set(STOPPED_SECONDS)
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._set(0.0)
+
+    def _set(self, seconds: float) -> None:
+        """Let the timer expire every so many seconds from now on, or never for 0."""
+        whole, part = divmod(round(seconds * 1e9), 10**9)
+        times = array("q", (whole, part, whole, part))  # A struct itimerspec.
+        libc().timerfd_settime(self._timer, 0, ctypes.c_void_p(times.buffer_info()[0]), None)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while True:
-            self._begun.acquire()
-            while not self._done.wait(STOPPED_SECONDS):
-                for child in _stopped_children():
-                    os.kill(child, signal.SIGKILL)
+        while os.read(self._timer, 8):
+            for child in _stopped_children():
+                os.kill(child, signal.SIGKILL)
 
 
 def _stopped_children() -> list[int]:
@@ -337,9 +368,8 @@ def _machine_code() -> Callable[[int, int], int] | None:
     """Return the machine code as a function, or None if it cannot be used here."""
     if platform.machine() != "x86_64" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
-    libc = ctypes.CDLL(None, use_errno=True)
     # Linux has close_range since 5.9 and its flag since 5.11. The range holds no descriptor.
-    if libc.syscall(NUMBERS["close_range"], ctypes.c_uint(_ALL - 1), ctypes.c_uint(_ALL), _CLOSE_ON_EXEC):
+    if libc().syscall(NUMBERS["close_range"], ctypes.c_uint(_ALL - 1), ctypes.c_uint(_ALL), _CLOSE_ON_EXEC):
         return None
     try:
         memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -348,7 +378,7 @@ def _machine_code() -> Callable[[int, int], int] | None:
     memory.write(_CODE)
     code = (ctypes.c_char * mmap.PAGESIZE).from_buffer(memory)
     address = ctypes.addressof(code)
-    if libc.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+    if libc().mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
         return None  # A security module may forbid memory that was writable to be executed.
     function = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_ulong, ctypes.c_void_p)(address)
     function.memory = code  # type: ignore[attr-defined]
@@ -357,21 +387,23 @@ def _machine_code() -> Callable[[int, int], int] | None:
 
 def _fork(table: _Table) -> int:
     """Let a forked process make the calls, and return its number once it has executed a program, or ended."""
+    results = memoryview(mmap.mmap(-1, 8 * len(table.names))).cast("Q")
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            _make(table)
+            _make(table, results)
         finally:
             os._exit(1)
     os.close(write)
     os.read(read, 1)  # The end of file comes when execve, or the end of the process, closes the other end.
     os.close(read)
+    table.words[_RESULT::_WORDS] = array("Q", results.tolist())
     return child
 
 
-def _make(table: _Table) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
+def _make(table: _Table, results: memoryview[int]) -> None:
+    """Make the calls in this process, and note what they return in memory that the other process sees."""
     for place, name in enumerate(table.names):
         arguments = table.arguments(place)
         number = 0
@@ -385,9 +417,9 @@ def _make(table: _Table) -> None:
                     _close_on_exec(int(entry))
         elif name == "exit_group":
             os._exit(arguments[0])
-        elif getattr(libc, name)(*map(ctypes.c_ulong, arguments)) == -1:
+        elif getattr(libc(), name)(*map(ctypes.c_ulong, arguments)) == -1:
             number = ctypes.get_errno()
-        table.words[place * _WORDS + _RESULT] = -number & _LARGEST
+        results[place] = -number & _LARGEST
         if number and not table.words[place * _WORDS + _MAY_FAIL]:
             return
 

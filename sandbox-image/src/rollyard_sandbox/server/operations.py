@@ -155,6 +155,8 @@ class Operations:
                 f"version: the sandbox's exec server speaks protocol {PROTOCOL_VERSION}, and this client "
                 f"{str(header.get('version'))[:20]}: use the sandbox image of the same version"
             )
+        if "lease" in header:
+            self._control.renew(seconds_field(header, "lease"))
         connection.greet(MAX_BODY)
         fields = {"version": PROTOCOL_VERSION, "pid": os.getpid()}
         connection.answer(request, fields | self._proof("hello", header))

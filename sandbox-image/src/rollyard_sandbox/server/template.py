@@ -9,7 +9,6 @@ is no descendant of the template in any of them: the end of a template harms no 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -22,6 +21,7 @@ from rollyard_sandbox import proof
 from rollyard_sandbox.isolation import forked_sandbox
 from rollyard_sandbox.isolation.command_namespaces import ROOT_KEEPS, NamespaceOptions, first_program
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
+from rollyard_sandbox.isolation.system_calls import libc
 from rollyard_sandbox.server.exec_server import serve
 from rollyard_sandbox.server.options import ServerOptions
 
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 _MAX_REQUEST = 64 * 1024  # bytes
 _MAX_DESCRIPTORS = 32
+# What every sandbox calls in the C library.
+_FUNCTIONS = (
+    "capset", "clone", "mount", "pause", "prctl", "pthread_sigmask", "setns", "signalfd", "timerfd_create",
+    "timerfd_settime", "umount2", "unshare",
+)  # fmt: skip
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
 
 
@@ -43,15 +48,14 @@ def run(control: int, ready: int, spare: str) -> int:
         ready: The descriptor to which one byte is written when requests can come.
         spare: An existing folder on which nothing is mounted.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     try:
         forks = forked_sandbox.Forks()
-        forked_sandbox.replace_proc(libc, spare)
+        forked_sandbox.replace_proc(spare)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
         return FAILED
-    libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
-    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc().prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    libc().prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _load()
     requests = socket.socket(fileno=control)
     requests.set_inheritable(False)
@@ -64,14 +68,14 @@ def run(control: int, ready: int, spare: str) -> int:
         message, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, _MAX_DESCRIPTORS)
         if not message:
             return 0
-        _fork(forks, libc, json.loads(message), descriptors)
+        _fork(forks, json.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _load() -> None:
     """Import and prepare what every server otherwise imports and prepares when it first needs it."""
-    import encodings.ascii  # noqa: F401
+    import codecs
     import shutil  # noqa: F401
 
     import ptyprocess  # noqa: F401
@@ -79,8 +83,11 @@ def _load() -> None:
     import rollyard_sandbox.execution.programs  # noqa: F401
     from rollyard_sandbox.isolation import seccomp, syscalls, system_calls
 
+    codecs.lookup("ascii")
     seccomp.program(os.uname().machine)
     system_calls.starter()
+    for name in _FUNCTIONS:
+        getattr(libc(), name)
     for kept in (frozenset[int](), ROOT_KEEPS):
         syscalls.dropped_rights(kept)
 
@@ -93,9 +100,7 @@ def _reap() -> None:
         return
 
 
-def _fork(
-    forks: forked_sandbox.Forks, libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int]
-) -> None:
+def _fork(forks: forked_sandbox.Forks, wanted: dict[str, Any], descriptors: list[int]) -> None:
     """Fork a sandbox and name its process 1 to the worker, or write the reason why there is none."""
     _, _, info, log, *_ = descriptors
     try:
@@ -105,11 +110,11 @@ def _fork(
         os.write(log, f"{NOT_CONFINED}: {error}\n".encode())
         return
     if child == 0:
-        _be_sandbox(libc, wanted, descriptors)
+        _be_sandbox(wanted, descriptors)
     os.write(info, json.dumps({"child-pid": child}).encode())
 
 
-def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def _be_sandbox(wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Become the exec server of a new sandbox, in its process 1.
 
     Args:
@@ -131,8 +136,8 @@ def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int
         kept = {0, 1, 2, listen, ready, secret}
         _close_all_but(kept)
         # A program that has just started may look at its children. The server's protections end this.
-        libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
-        forked_sandbox.confine(libc, wanted["sizes"])
+        libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+        forked_sandbox.confine(wanted["sizes"])
         known = proof.read_secret(secret)
         os.chdir(wanted["workdir"])
         for number, limit in wanted["limits"]:

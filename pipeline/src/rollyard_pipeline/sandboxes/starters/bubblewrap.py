@@ -342,9 +342,8 @@ class BubblewrapStarter:
 def _mounts(key: SandboxKey) -> list[str]:
     """Return the lines of Python code that mount what can be written, and for which bwrap bounds no files."""
     return [
-        "import ctypes, os",
-        "from rollyard_sandbox.isolation.syscalls import Mount",
-        "mount = Mount(ctypes.CDLL(None, use_errno=True))",
-        f"for folder, (size, mode) in {memory_folders(key)!r}.items(): mount.memory(folder, size, mode)",
+        "import os",
+        "from rollyard_sandbox.isolation.syscalls import mount_memory",
+        f"for folder, (size, mode) in {memory_folders(key)!r}.items(): mount_memory(folder, size, mode)",
         f"os.chdir({WORKDIR!r})",
     ]

@@ -221,6 +221,27 @@ async def test_search_finds_whole_words_in_any_case(served: Any, ids: list[str])
     assert "search: must have 1 to 16 words" in refused.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ("grid?limit=0", "limit"),
+        ("grid?sort=best", "sort"),
+        ("statistics?limit=1", "limit"),
+        ("gantt?limit=0", "limit"),
+        ("rollouts/r/messages?start=-1", "start"),
+        ("rollouts/r/messages/first", "number"),
+        ("rollouts/r/tokens?limit=0", "limit"),
+        ("rollouts/r/difference", "other"),
+    ],
+)
+async def test_a_wrong_parameter_is_refused_before_anything_is_read(
+    served: Any, wrong: str, field: str
+) -> None:
+    answer = await served.viewer.get(f"/v1/rolloutjobs/nothing/{wrong}")
+    assert answer.status_code == 422, "there is no such job, which nobody has looked for"
+    assert any(field in problem for problem in answer.json()["errors"]), answer.text
+
+
 async def test_a_forged_place_names_what_the_columns_hold(served: Any, ids: list[str]) -> None:
     lists = {
         "rollouts": [

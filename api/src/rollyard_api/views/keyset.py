@@ -49,7 +49,7 @@ def decode(given: str, asked: BaseModel, kinds: Sequence[Any]) -> list[Any]:
         bound, *values = msgspec.json.decode(data, type=list[Any])
         place = [msgspec.convert(value, kind) for value, kind in zip(values, kinds, strict=True)]
     except ValueError as error:
-        raise cursors.garbage(_PARAMETER, given, "views") from error
+        raise cursors.garbage(_PARAMETER, given, "this list") from error
     if bound != _digest(asked):
         raise cursors.garbage(_PARAMETER, given, "this list with these filters and this order")
     return place

@@ -232,6 +232,9 @@ async def test_search_finds_whole_words_in_any_case(served: Any, ids: list[str])
         ("rollouts/r/messages/first", "number"),
         ("rollouts/r/tokens?limit=0", "limit"),
         ("rollouts/r/difference", "other"),
+        ("grid?search=a%00", "search"),
+        ("rollouts?slim=true&reason=%00", "reason"),
+        ("rollouts/r%00/brief", "rollout"),
     ],
 )
 async def test_a_wrong_parameter_is_refused_before_anything_is_read(
@@ -243,7 +246,7 @@ async def test_a_wrong_parameter_is_refused_before_anything_is_read(
 
 
 async def test_a_forged_place_names_what_the_columns_hold(served: Any, ids: list[str]) -> None:
-    lists = {
+    lists: dict[str, list[tuple[str, list[Any]]]] = {
         "rollouts": [
             ("ended", [1 << 31, 1]),
             ("ended", [1, 1 << 31]),

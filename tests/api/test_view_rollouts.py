@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+from rollyard_api.core import cursors
 from rollyard_api.trajectories import words
+from rollyard_api.views import keyset
 from rollyard_api.views.fleet.feed import BUFFER
+from rollyard_api.views.job.grid import GroupFilter
+from rollyard_api.views.job.rollout_list import RolloutFilter
 from rollyard_testing.pace import patience
 
 TEXT = "x" * 50_000
@@ -214,6 +219,58 @@ async def test_search_finds_whole_words_in_any_case(served: Any, ids: list[str])
     refused = await served.viewer.get(url, params={"slim": True, "search": "++ --"})
     assert refused.status_code == 400
     assert "search: must have 1 to 16 words" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ("grid?limit=0", "limit"),
+        ("grid?sort=best", "sort"),
+        ("statistics?limit=1", "limit"),
+        ("gantt?limit=0", "limit"),
+        ("rollouts/r/messages?start=-1", "start"),
+        ("rollouts/r/messages/first", "number"),
+        ("rollouts/r/tokens?limit=0", "limit"),
+        ("rollouts/r/difference", "other"),
+        ("grid?search=a%00", "search"),
+        ("rollouts?slim=true&reason=%00", "reason"),
+        ("rollouts/r%00/brief", "rollout"),
+    ],
+)
+async def test_a_wrong_parameter_is_refused_before_anything_is_read(
+    served: Any, wrong: str, field: str
+) -> None:
+    answer = await served.viewer.get(f"/v1/rolloutjobs/nothing/{wrong}")
+    assert answer.status_code == 422, "there is no such job, which nobody has looked for"
+    assert any(field in problem for problem in answer.json()["errors"]), answer.text
+
+
+async def test_a_forged_place_names_what_the_columns_hold(served: Any, ids: list[str]) -> None:
+    lists: dict[str, list[tuple[str, list[Any]]]] = {
+        "rollouts": [
+            ("ended", [1 << 31, 1]),
+            ("ended", [1, 1 << 31]),
+            ("reward", [0.5, 1 << 62]),
+            ("-tokens", [1 << 40, 1]),
+            ("reward", [None, 1 << 31]),
+        ],
+        "grid": [("no", [1 << 31, 1]), ("reason", ["a\0b", 1])],
+    }
+    for name, places in lists.items():
+        for sort, place in places:
+            answer = await page_after(served, name, sort, place)
+            assert (answer.status_code, answer.json().get("reason")) == (400, "CursorInvalid"), (sort, place)
+    answer = await page_after(served, "rollouts", "since", [0.5, (1 << 63) - 1])
+    assert answer.status_code == 200, answer.text
+
+
+async def page_after(served: Any, name: str, sort: str, place: list[Any]) -> Any:
+    """Return the page of a list of the job after a place that the list has not given."""
+    asked = {"sort": sort} if name == "grid" else {"sort": sort, "slim": True}
+    job = (await served.viewer.get("/v1/rolloutjobs/job")).json()
+    filters: BaseModel = GroupFilter(sort=sort) if name == "grid" else RolloutFilter(sort=sort)
+    given = cursors.text("views", job["metadata"]["uid"], keyset.encode(filters, place))
+    return await served.viewer.get(f"/v1/rolloutjobs/job/{name}", params=asked | {"continue": given})
 
 
 def test_the_words_of_a_conversation_are_bounded() -> None:

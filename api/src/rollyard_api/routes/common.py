@@ -41,7 +41,8 @@ class StrictRoute(APIRoute):
     """A route that refuses query parameters which it does not have, so that no typing error is ignored.
 
     Raises:
-        Invalid: There is one. The message suggests the parameter that was probably meant.
+        Invalid: There is one, and the message suggests the parameter that was probably meant. Or a parameter
+            has a NUL, which no text in PostgreSQL has.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -51,6 +52,8 @@ class StrictRoute(APIRoute):
 
         async def checked(request: Request) -> Response:
             problems = [_unknown(name, known) for name in request.query_params if name not in known]
+            values = (*request.path_params.items(), *request.query_params.multi_items())
+            problems += [f"{name[:80]}: must have no NUL" for name, value in values if "\0" in value]
             if problems:
                 raise Invalid.of(*problems)
             return await handle(request)

@@ -241,7 +241,7 @@ async def list_rollouts(
     rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
     if slim:
-        return await slim_page(call.plane, call.namespace, call.name, asked, min(limit, MAX_ROWS), after)
+        return await slim_page(call, asked, min(limit, MAX_ROWS), after)
     if not asked.is_plain:
         raise QueryRefused.of(
             "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"

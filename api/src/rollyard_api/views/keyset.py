@@ -22,9 +22,6 @@ from rollyard_api.storage.rows import JobRow
 
 _DIGEST_BYTES: Final = 6
 _PARAMETER: Final = "continue"
-WHOLE: Final = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""The type of the numbers in a `continue`."""
-
 Place = tuple[Any, int]
 """A place between two rows of a sorted list: after the row with this key and this number.
 
@@ -52,7 +49,7 @@ def decode(given: str, asked: BaseModel, kinds: Sequence[Any]) -> list[Any]:
         bound, *values = msgspec.json.decode(data, type=list[Any])
         place = [msgspec.convert(value, kind) for value, kind in zip(values, kinds, strict=True)]
     except ValueError as error:
-        raise cursors.garbage(_PARAMETER, given, "views") from error
+        raise cursors.garbage(_PARAMETER, given, "this list") from error
     if bound != _digest(asked):
         raise cursors.garbage(_PARAMETER, given, "this list with these filters and this order")
     return place
@@ -88,8 +85,7 @@ class Order:
         if not given:
             return None
         word = cursors.word(given, "views", uid=job.uid, job=job.name, parameter=_PARAMETER)
-        kind = self.key.type.python_type
-        key, number = decode(word, asked, ((WHOLE if kind is int else kind) | None, WHOLE))
+        key, number = decode(word, asked, (_kind(self.key) | None, _kind(self.number)))
         return key, number
 
     def rows(
@@ -113,6 +109,15 @@ class Order:
                 where.append(number > place[1])
             rows += conn.execute(query.where(*where).order_by(number).limit(limit + 1 - len(rows)))
         return rows[:limit], place_of(rows[limit - 1]) if len(rows) > limit else None
+
+
+def _kind(column: sa.ColumnElement[Any]) -> Any:
+    """Return the type of the values that may be compared with a column: PostgreSQL refuses all others."""
+    kind = column.type.python_type
+    if kind is int:
+        bits = 63 if isinstance(column.type, sa.BigInteger) else 31
+        return Annotated[int, msgspec.Meta(ge=0, le=(1 << bits) - 1)]
+    return Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*$")] if kind is str else kind
 
 
 def place_of(row: Any) -> Place:

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Annotated, Any, Final
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import QueryRefused
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer, from_query, page_answer
+from rollyard_api.routes.common import Named, NamedCall, StrictRoute, answer, from_query, page_answer
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedRollout, JobRow, read_all
@@ -45,31 +45,27 @@ SECONDS: Final = 1.5
 MAX_WORDS: Final = 16
 
 
-async def folded(plane: Plane, name: str, namespace: Namespace = "default") -> JobRow:
+async def folded(call: NamedCall) -> JobRow:
     """Return a job after what has ended of it was folded, as far as FOLDS transactions go.
 
     Raises:
         NotFound: There is no such job.
     """
 
-    def query(conn: Connection) -> tuple[JobRow, bool]:
+    def query(conn: Connection, namespace: str, name: str) -> tuple[JobRow, bool]:
         job = job_rows.find(conn, namespace, name)
         return job, bool(folding.behind(conn, job.id))
 
-    async with plane.looks.held(namespace):
-        job, behind = await plane.database.read(query)
+    async with call.plane.looks.held(call.namespace):
+        job, behind = await call.read(query)
         if behind:
-            await plane.views.folding.fold(job.id, FOLDS)
+            await call.plane.views.folding.fold(job.id, FOLDS)
     return job
-
-
-_Folded = Annotated[JobRow, Depends(folded)]
 
 
 @router.get("/{name}/grid")
 async def grid(
-    plane: Plane,
-    job: _Folded,
+    call: Named,
     asked: Annotated[GroupFilter, from_query(GroupFilter)],
     limit: Annotated[int, Query(ge=1, le=grid_rows.MAX_GROUPS)] = 100,
     after: Annotated[str, Query(alias="continue", max_length=256)] = "",
@@ -78,28 +74,29 @@ async def grid(
 
     Any order but `no` lists the groups that have ended. `status` selects groups of which a sample has it.
     """
+    job = await folded(call)
     look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
-    items, more = await plane.look(job.namespace, look)
+    items, more = await call.plane.look(job.namespace, look)
     return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
 
 @router.get("/{name}/statistics")
-async def statistics(plane: Plane, job: _Folded) -> Response:
+async def statistics(call: Named) -> Response:
     """Return the statistics that are kept of a job: rewards, versions, time, failures, stages.
 
     `upto` is the number of ended rollouts that they hold. `by_time` has the width of its buckets in seconds.
     """
+    job = await folded(call)
 
     def look(conn: Connection) -> dict[str, Any]:
         return folding.statistics(conn, job, rollout_list.labels(conn, job))
 
-    return answer(await plane.look(job.namespace, look))
+    return answer(await call.plane.look(job.namespace, look))
 
 
 @router.get("/{name}/gantt")
 async def gantt(
-    plane: Plane,
-    job: _Folded,
+    call: Named,
     sort: GanttSort = "-duration",
     limit: Annotated[int, Query(ge=1, le=gantt_rows.MAX_ROWS)] = 100,
 ) -> Response:
@@ -108,26 +105,24 @@ async def gantt(
     Those that worked longest come first, or with `sort=started` the newest in the order of their begins. A
     rollout that has not ended has `open` and ends at `time`.
     """
-    now = time.time()
+    now, job = time.time(), await folded(call)
     look = partial(gantt_rows.rows, job=job, sort=sort, limit=limit, now=now)
-    items = await plane.look(job.namespace, look)
+    items = await call.plane.look(job.namespace, look)
     return answer({"time": now, "items": items, "metadata": {}})
 
 
-async def slim_page(
-    plane: ControlPlane, namespace: str, name: str, asked: RolloutFilter, limit: int, after: str
-) -> Response:
+async def slim_page(call: NamedCall, asked: RolloutFilter, limit: int, after: str) -> Response:
     """Return a page of slim rows.
 
     Raises:
         NotFound: There is no such job.
         QueryRefused: `after` is not the `continue` of this list.
     """
-    job = await folded(plane, name, namespace)
+    job = await folded(call)
     if asked.search:
-        return page_answer(*await _searched(plane, job, asked, limit, after))
+        return page_answer(*await _searched(call.plane, job, asked, limit, after))
     look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
-    return page_answer(*await plane.look(namespace, look))
+    return page_answer(*await call.plane.look(job.namespace, look))
 
 
 async def _searched(plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str) -> Page:

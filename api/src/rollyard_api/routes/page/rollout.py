@@ -7,13 +7,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.problems import Conflict, NotFound, QueryRefused
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Namespace, Plane, StrictRoute, answer
+from rollyard_api.routes.common import Named, NamedCall, Namespace, Plane, StrictRoute, answer
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import pools as pool_rows
@@ -81,9 +81,7 @@ async def _rows(
     return rows
 
 
-async def _compact_record(
-    plane: Plane, name: str, rollout: str, namespace: Namespace = "default"
-) -> tuple[JobRow, CompactRecord]:
+async def _compact_record(call: NamedCall, rollout: str) -> tuple[JobRow, CompactRecord]:
     """Return a job and the record of one of its rollouts in its compact form.
 
     Raises:
@@ -91,36 +89,34 @@ async def _compact_record(
         Conflict: The rollout has not ended.
         TimedOut, Unavailable: The trajectory store does not answer.
     """
-    find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
-    job, short = await plane.look(namespace, find)
+    plane = call.plane
+    job, short = await call.look(_find_ended, rollout)
     kept = plane.views.kept_records.get(job.uid, short.id)
     if kept is not None:
         return job, kept
     async with AsyncExitStack() as held:
         rows = await _rows(plane, held, job, short)
         (data,) = await plane.archive.arrays(rows, job, plane.settings.page_bytes)
-        record = await plane.views.record_threads.run(partial(compact, data), namespace)
+        record = await plane.views.record_threads.run(partial(compact, data), job.namespace)
     plane.views.kept_records.put(job.uid, short.id, record)
     return job, record
 
 
-_Ended = Annotated[tuple[JobRow, CompactRecord], Depends(_compact_record)]
-
-
 @router.get("/brief")
-async def brief(plane: Plane, ended: _Ended) -> Response:
+async def brief(call: Named, rollout: str) -> Response:
     """Return an ended rollout's record without tokens, messages and arguments of calls.
 
     `spans` are [state, begin, end] in seconds since the epoch, and `neighbours` the ids of samples and
     failed rollouts before and after it.
     """
-    job, record = ended
-    return answer(await plane.look(job.namespace, partial(pieces.brief, job=job, record=record)))
+    job, record = await _compact_record(call, rollout)
+    return answer(await call.plane.look(job.namespace, partial(pieces.brief, job=job, record=record)))
 
 
 @router.get("/messages")
 async def get_messages(
-    ended: _Ended,
+    call: Named,
+    rollout: str,
     start: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_MESSAGES)] = 50,
     most: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
@@ -129,13 +125,14 @@ async def get_messages(
 
     An answer may hold fewer messages than `limit`, since it is bounded in characters too.
     """
-    _, record = ended
+    _, record = await _compact_record(call, rollout)
     return answer(pieces.messages(record, start, limit, most))
 
 
 @router.get("/messages/{number}")
 async def get_message_text(
-    ended: _Ended,
+    call: Named,
+    rollout: str,
     number: int,
     offset: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
@@ -143,14 +140,14 @@ async def get_message_text(
     """Return a part of the text of one message: {text, offset, characters}."""
     if number < 0:
         raise QueryRefused.of("number: must be 0 or more")
-    _, record = ended
+    _, record = await _compact_record(call, rollout)
     return answer(pieces.message_text(record, number, offset, limit))
 
 
 @router.get("/tokens")
 async def get_tokens(
-    plane: Plane,
-    ended: _Ended,
+    call: Named,
+    rollout: str,
     segment: _Number = 0,
     start: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_TOKENS)] = pieces.MAX_TOKENS,
@@ -163,9 +160,9 @@ async def get_tokens(
     `logprobs` is base64 of a byte v for each token: 0 stands for none, and else about -(v - 1)/20 nats, at
     least -12.7. With `exact=true` it is a list of numbers.
     """
-    job, record = ended
+    job, record = await _compact_record(call, rollout)
     document = pieces.tokens(record, segment, start, limit, exact=exact)
-    vocabulary = await _vocabulary(plane, job) if texts else ""
+    vocabulary = await _vocabulary(call.plane, job) if texts else ""
     document["texts"] = texts_of(vocabulary, document["ids"])
     document["texts_reason"] = vocabulary if isinstance(vocabulary, str) else ""
     return answer(document)
@@ -186,17 +183,18 @@ async def live(plane: Plane, name: str, rollout: str, namespace: Namespace = "de
 
 
 @router.get("/difference")
-async def difference(plane: Plane, ended: _Ended, other: Annotated[str, Query(max_length=128)]) -> Response:
+async def difference(call: Named, rollout: str, other: Annotated[str, Query(max_length=128)]) -> Response:
     """Return the first differing token of two ended rollouts of one group, with the tokens around it.
 
     `position` is null if the tokens are equal, or those of one are the beginning of the other's.
     """
-    job, left = ended
-    _, right = await _compact_record(plane, job.name, other, job.namespace)
+    job, left = await _compact_record(call, rollout)
+    _, right = await _compact_record(call, other)
     if left.head["group_id"] != right.head["group_id"]:
         raise QueryRefused.of("other: must be a rollout of the same group, since others have another prompt")
-    document = await plane.views.record_threads.run(partial(pieces.difference, left, right), job.namespace)
-    vocabulary = await _vocabulary(plane, job)
+    compare = partial(pieces.difference, left, right)
+    document = await call.plane.views.record_threads.run(compare, job.namespace)
+    vocabulary = await _vocabulary(call.plane, job)
     for side in (document["left"], document["right"]):
         side["texts"] = texts_of(vocabulary, side["ids"])
     return answer(document | {"texts_reason": vocabulary if isinstance(vocabulary, str) else ""})

@@ -324,7 +324,9 @@ def begin(tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, s
         values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {row.policy_version}"}
         if target.restored:
             values["weights"] = "Failed"  # It stays so until it is verified, also for a successor.
-        if target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
+        # An earlier attempt may have loaded some of the weights without a label, and is not seen any more.
+        tried = target.row.url in _touched([row])
+        if tried or target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
             values["policy_index"] = BEHIND
         _change_backend(tx, target.pool.id, target.row.url, **values)
         measured = {} if seen.before is None else {"before": seen.before}

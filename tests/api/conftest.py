@@ -392,8 +392,11 @@ async def disk() -> AsyncIterator[Bulkhead]:
 
 @pytest.fixture
 async def two(request: pytest.FixtureRequest, tmp_path: Path, serving: Serve) -> AsyncIterator[Pools]:
-    """Yield two pools of a control plane that does nothing to servers by itself."""
-    db = migrated_database(request, "sqlite", tmp_path)
+    """Yield two pools of a control plane that does nothing to servers by itself.
+
+    They are on SQLite, or on what a test's parameter names.
+    """
+    db = migrated_database(request, getattr(request, "param", "sqlite"), tmp_path)
     async with serving(quiet_settings(tmp_path, db, weights_seconds=3600.0)) as served:
         made = Pools(served)
         await made.make()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from rollyard_api.core.bulkhead import Bulkhead
-from rollyard_api.storage.schema import weight_updates
+from rollyard_api.storage.schema import pools, weight_updates
 from rollyard_api.weights import records
 from rollyard_api.weights.checkpoints import Forward
 from rollyard_api.weights.coordinator import Coordinator, LoadFailed, UpdateLimits
@@ -425,6 +425,39 @@ async def test_an_update_is_taken_over_once_its_owner_is_silent(
     assert (said, owners) == (("taken", ["me", owner]) if taken else ("superseded", [owner, owner]))
 
 
+@pytest.mark.parametrize("two", ["postgresql"], indirect=True)
+async def test_a_refusal_waits_for_an_update_that_is_being_added(
+    two: Pools, eventually: Callable[..., Any]
+) -> None:
+    """Both lock the pool first, so that neither can wait for the other."""
+    number = await two.begin("v1", FULL)
+    engine = sa.create_engine(two.served.plane.database.writer.url)
+    blocked = sa.text(
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    )
+    try:
+        with engine.connect() as adding, engine.connect() as watching:
+            watching = watching.execution_options(isolation_level="AUTOCOMMIT")
+            adding.execute(sa.select(pools).where(pools.c.name == "p").with_for_update())
+            refusal = asyncio.create_task(two.refuse(number))
+
+            async def waits() -> bool:
+                return bool(watching.scalar(blocked))
+
+            await eventually(waits, 10)
+            adding.execute(sa.text("SET LOCAL lock_timeout = '500ms'"))
+            adding.execute(sa.update(weight_updates).values(state="Superseded"))
+            adding.execute(sa.update(pools).where(pools.c.name == "p").values(policy_index=2))
+            adding.commit()
+        with pytest.raises(records.Superseded):
+            await refusal
+    finally:
+        engine.dispose()
+    assert (await two.update(number))["state"] == "Superseded"
+    assert {b["weights"] for b in (await two.status())["backends"]} == {"Current"}
+
+
 async def test_a_control_plane_renews_only_its_own_updates(two: Pools) -> None:
     numbers = [await two.begin("v1", FULL, pool) for pool in "pq"]
     for number, owner in zip(numbers, ("me", "other"), strict=True):
@@ -471,6 +504,25 @@ async def rounds(two: Pools, disk: Bulkhead, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("rollyard_api.weights.coordinator.weight_control", made.control)
     yield made
     await made.coordinator.close()
+
+
+async def test_a_control_plane_that_reaches_no_server_leaves_the_update_to_others(
+    two: Pools, rounds: Rounds, eventually: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = await two.begin("v1", FULL)
+
+    async def unreachable(*_args: Any) -> Server:
+        raise ServerFailed("no route")
+
+    monkeypatch.setattr("rollyard_api.weights.coordinator.weight_control", unreachable)
+
+    async def reported() -> bool:
+        await rounds.coordinator.round()
+        return {part["message"] for part in (await two.update(number))["backends"]} == {"no route"}
+
+    await eventually(reported, 10)
+    query = sa.select(weight_updates.c.owner)
+    assert await two.served.plane.database.read(lambda conn: conn.scalar(query)) is None
 
 
 async def test_every_server_that_was_restarted_is_noticed(

@@ -525,6 +525,40 @@ async def test_weights_of_a_superseded_update_do_not_pass_for_those_before_it(tw
     assert found[0].restored, "it is loaded and verified before it is used"
 
 
+@pytest.mark.parametrize("by", [0, 1])
+async def test_weights_of_an_earlier_attempt_do_not_pass_for_those_before_it(by: int, two: Pools) -> None:
+    """The server, or another one, refuses the weights after its first load was interrupted."""
+    await two.succeed(await two.begin("v1", FULL))
+    number = await two.begin("v2", NEXT)
+    url = two.urls[0]
+    await two.record(records.begin, await two.target(url), seen=Observation())
+    await two.record(records.advance, await two.target(url), step="Loading")
+    await two.record(records.begin, await two.target(url), seen=Observation())
+    await two.refuse(number, two.urls[by], keeps=True)
+    target = await two.target(url)
+    assert target.update is not None
+    assert (target.update.policy_version, target.need) == ("v1", "bring"), "it is not resumed as it is"
+    assert following(target, Observation())[0] is WeightStep.REFER, "its label says nothing"
+
+
+async def test_weights_of_a_superseded_update_do_not_pass_for_the_first_ones(two: Pools) -> None:
+    number = await two.begin("v1", FULL)
+    for url in two.urls[:2]:
+        target = await two.target(url)
+        await two.record(records.begin, target, seen=Observation())
+        await two.record(records.done, target, seen=VERIFIED)
+    number = await two.begin("v2", NEXT)
+    await two.refuse(number, two.urls[1], keeps=True)
+    status = await two.status()
+    assert status["policyVersion"] == ""
+    assert [b["weights"] for b in status["backends"]] == ["Failed"] * 2 + ["Current"] * 3
+    for url in two.urls[:2]:
+        target = await two.target(url)
+        assert (target.need, target.row.policy_index) == ("bring", BEHIND)
+        found = Observation(last=WeightStep.LOOK, label="v1")
+        assert following(target, found)[0] is WeightStep.REFER, "it is not kept as it is"
+
+
 async def test_a_later_update_supersedes_what_runs_in_its_own_pool(two: Pools) -> None:
     done = await two.begin("v1", FULL)
     await two.succeed(done)

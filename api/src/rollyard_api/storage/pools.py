@@ -112,7 +112,8 @@ def find(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> 
 
 def by_id(conn: Connection, pool_id: int, *, lock: bool = False) -> PoolRow | None:
     """Return the row of a pool by its number, or None if it is gone; `lock` locks it until the commit."""
-    query = _BY_ID.with_for_update() if lock else _BY_ID
+    # Backends may be added to the pool meanwhile, whose rows refer to its key.
+    query = _BY_ID.with_for_update(key_share=True) if lock else _BY_ID
     return read_one(PoolRow, conn.execute(query, {"b_pool": pool_id}).one_or_none())
 
 

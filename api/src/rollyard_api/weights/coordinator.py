@@ -164,7 +164,7 @@ class Coordinator:
         pace.loads += loading
         refused = loading and isinstance(error.__cause__, BackendRefused) and target.begun
         for_good = loading and not refused and pace.loads >= LOAD_ATTEMPTS
-        await self._record(records.failed, target, message=message, for_good=for_good)
+        await self._record(records.failed, target, claims=for_good, message=message, for_good=for_good)
         if refused:
             await self._record(records.refuse, target, message=f"{url}: {message}", keeps=True)
 
@@ -278,9 +278,8 @@ class Coordinator:
                     return replace(seen, problem=str(error))
                 return replace(seen, comparison=verification.compare(seen.reference, measured))
             case WeightStep.ACCEPT | WeightStep.KEEP:
-                await self._record(
-                    records.advance, target
-                )  # Only the owner of the update may change the server now.
+                # Only the owner of the update may change the server now.
+                await self._record(records.advance, target)
                 if step is WeightStep.KEEP:
                     with suppress(NoSuchCall):
                         await server.resume()

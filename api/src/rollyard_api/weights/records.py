@@ -271,9 +271,18 @@ def renew(tx: Transaction, name: str, ids: set[int]) -> None:
 
 
 def as_owner(
-    tx: Transaction, name: str, target: BackendTarget, operation: Callable[..., None], **values: Any
+    tx: Transaction,
+    name: str,
+    target: BackendTarget,
+    operation: Callable[..., None],
+    *,
+    claims: bool = True,
+    **values: Any,
 ) -> None:
     """Make `name` the owner of the wanted update, and call an operation that only its owner may do.
+
+    The pool's row is locked before the update's, as `add` does. Until the commit, no other weights are wanted
+    and no rollout is assigned to a backend of the pool.
 
     Args:
         name: The name of a control plane.
@@ -281,12 +290,14 @@ def as_owner(
         operation: One of the functions below that take a row. It gets the update's row, locked, or None where
             the weights that the server was started with are wanted. The row of the last update, if there is
             one, records their owner.
-        values: Its further arguments.
+        claims: Whether `name` owns the update afterwards. A control plane that only reports a failure may be
+            the one that reaches no server, and would keep the others from the update.
+        values: The operation's further arguments.
 
     Raises:
         Superseded: The pool wants other weights now, or another control plane is the owner.
     """
-    pool, update = pool_rows.by_id(tx.conn, target.pool.id), target.update
+    pool, update = pool_rows.by_id(tx.conn, target.pool.id, lock=True), target.update
     if pool is None or pool.policy_index != target.pool.policy_index:
         raise Superseded
     this = () if update is None else (weight_updates.c.id == update.id, _STANDS)
@@ -298,8 +309,9 @@ def as_owner(
         # On SQLite there is one control plane at a time, so another name belongs to a predecessor.
         if others and not tx.sqlite and (row.owner_expires or 0.0) > tx.now:
             raise Superseded
-        owned = {"owner": name, "owner_expires": tx.now + OWNER_SECONDS}
-        tx.conn.execute(sa.update(weight_updates).where(weight_updates.c.id == row.id).values(**owned))
+        if claims:
+            owned = {"owner": name, "owner_expires": tx.now + OWNER_SECONDS}
+            tx.conn.execute(sa.update(weight_updates).where(weight_updates.c.id == row.id).values(**owned))
     operation(tx, target, None if update is None else row, **values)
 
 
@@ -312,7 +324,9 @@ def begin(tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, s
         values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {row.policy_version}"}
         if target.restored:
             values["weights"] = "Failed"  # It stays so until it is verified, also for a successor.
-        if target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
+        # An earlier attempt may have loaded some of the weights without a label, and is not seen any more.
+        tried = target.row.url in _touched([row])
+        if tried or target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
             values["policy_index"] = BEHIND
         _change_backend(tx, target.pool.id, target.row.url, **values)
         measured = {} if seen.before is None else {"before": seen.before}
@@ -471,12 +485,16 @@ def _interrupted(conn: Connection, pool_id: int, chain: Sequence[WeightUpdateRow
     """Return the backends that were being loaded when their update was superseded, and not loaded later.
 
     Such a backend still has the label and the index of its earlier weights. It counts only if no update has
-    succeeded since; `chain` are those that have, the newest first.
+    succeeded since; `chain` are those that have, the newest first. If there is none, the weights that the
+    servers were started with are wanted. No label distinguishes them from those of an update, so
+    a backend that has got the weights of any update counts, too.
     """
-    updating = {row.url for row in pool_rows.backends_of(conn, pool_id) if row.weights == "Updating"}
+    known = pool_rows.backends_of(conn, pool_id)
+    updating = {row.url for row in known if row.weights == "Updating"}
     since = weight_updates.c.id > (chain[0].id if chain else 0)
     rows = _newest(conn, pool_id, weight_updates.c.state == "Superseded", since)
-    return _touched(rows) & updating
+    updated = set() if chain else {row.url for row in known if row.policy_index > 0}
+    return (_touched(rows) & updating) | updated
 
 
 def _touched(rows: Iterable[WeightUpdateRow]) -> set[str]:

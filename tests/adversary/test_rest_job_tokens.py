@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import queue_topic
 from rollyard_api.jobs import jobs
@@ -118,6 +119,21 @@ async def test_a_remembered_token_is_refused_as_soon_as_its_job_is_gone(
         await change(words)
         assert await status() == expected, words
     assert looks == ["mine"] * 4
+
+
+async def test_a_look_reads_nothing_of_a_job_that_may_be_large(yard: Yard) -> None:
+    """Where other replicas write, each request of a worker is a look."""
+    texts: list[str] = []
+
+    def note(_conn: Any, _cursor: Any, text: str, *_more: Any) -> None:
+        texts.append(text)
+
+    sa.event.listen(yard.plane.database.reader, "before_cursor_execute", note)
+    http = yard.client(yard.job_token("mine"))
+    assert (await http.get("/v1/leases/images", params={"name": "mine"})).status_code == 200
+    look = texts[0]
+    assert "FROM jobs" in look
+    assert not [column for column in ("spec", "metadata", "status", "limits") if f"jobs.{column}" in look]
 
 
 async def test_a_look_that_a_deletion_overtakes_is_not_remembered(

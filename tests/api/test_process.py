@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import random
@@ -19,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_api.core.sockets import NoSocket, listening_socket
 from rollyard_testing.pace import patience
 
 
@@ -72,6 +74,16 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
     assert f"port {port}" in done.stderr
     assert "--port" in done.stderr
+
+
+def test_an_address_of_a_family_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_ipv6(family: int, kind: int) -> socket.socket:
+        assert (family, kind) == (socket.AF_INET6, socket.SOCK_STREAM)
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    with pytest.raises(NoSocket, match="port 8765 on ::1 cannot be listened on: Address family not"):
+        listening_socket("::1", 8765, "--port")
 
 
 def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> None:

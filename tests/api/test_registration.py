@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from rollyard_api.jobs import manifests
 from rollyard_api.jobs.jobs import enforce
 from rollyard_api.storage.schema import jobs, pools, weight_updates
+from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import ClaimList
+from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_testing.pace import patience
 
@@ -418,6 +421,19 @@ def _pool(uid: str | None = "u1", **spec: Any) -> dict[str, Any]:
 
 async def _put_pool(served: Any, pool: dict[str, Any]) -> Any:
     return await served.driver.put("/v1/backendpools/pool", json=pool)
+
+
+def test_what_the_schema_calls_immutable_is_fixed() -> None:
+    properties = RolloutJobSpec.model_json_schema()["properties"]
+    rule = IMMUTABLE["x-kubernetes-validations"]
+    immutable = {
+        name
+        for name, schema in properties.items()
+        if any(part.get("x-kubernetes-validations") == rule for part in (schema, *schema.get("anyOf", ())))
+    }
+    assert "sandbox" in immutable
+    assert "placement" in immutable
+    assert immutable == manifests._FIXED
 
 
 async def test_registering_a_pool(served: Any) -> None:

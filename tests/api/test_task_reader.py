@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import socket
+import ssl
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +24,31 @@ from rollyard_api.jobs import source_readers
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
 from rollyard_api.jobs.task_sources import AllowList, ListEntryError, TasksNotAllowed, blob_of
 from rollyard_testing.pace import patience
+from rollyard_testing.sandboxes.outside import HOST, certificate
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?"}).encode() + b"\n"
 
 
 async def no_uploads(_namespace: str, _sha256: str) -> AsyncGenerator[bytes, None]:
     yield TASK
+
+
+@contextmanager
+def answering(answer: bytes, tls: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Answer one request with these bytes, and yield the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                made, _ = listening.accept()
+                with made if tls is None else tls.wrap_socket(made, server_side=True) as client:
+                    client.recv(65_536)
+                    client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()[1]
+        thread.join(patience(30))
 
 
 def reader_of(*prefixes: str, networks: tuple[str, ...] = (), **limits: Any) -> TaskReader:
@@ -178,3 +200,37 @@ async def test_a_bucket(monkeypatch: Any) -> None:
 def test_a_reference_to_an_upload() -> None:
     assert blob_of(f"blob:sha256:{'0a' * 32}") == "0a" * 32
     assert blob_of("file:///x") is None
+
+
+@pytest.mark.parametrize(("host", "reached"), [(HOST, True), ("another.example.org", False)])
+async def test_a_certificate_is_that_of_the_name_although_an_address_is_connected_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reached: bool
+) -> None:
+    file, key = certificate(tmp_path)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(file, key)
+    trusting = ssl.create_default_context(cafile=str(file))
+    monkeypatch.setattr(ssl, "create_default_context", lambda: trusting)
+    monkeypatch.setattr(source_readers, "_resolve", lambda *_: [ipaddress.ip_address("127.0.0.1")])
+    with answering(b"HTTP/1.1 200 OK\r\n\r\n" + TASK, tls=serving) as port:
+        prefix = f"https://{host}:{port}/"
+        reader = reader_of(prefix, networks=("127.0.0.0/8",))
+        try:
+            if reached:
+                assert [task.id for task in await reader.read(f"{prefix}tasks", "default")] == ["a"]
+            else:
+                with pytest.raises(Invalid, match="the server cannot be reached"):
+                    await reader.read(f"{prefix}tasks", "default")
+        finally:
+            reader.close()
+
+
+async def test_a_redirect_to_no_url_is_a_refusal() -> None:
+    with answering(b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n") as port:
+        prefix = f"http://127.0.0.1:{port}/"
+        reader = reader_of(prefix)
+        try:
+            with pytest.raises(Invalid, match="it redirects to no URL"):
+                await reader.read(f"{prefix}tasks", "default")
+        finally:
+            reader.close()

@@ -22,7 +22,6 @@ from starlette.routing import compile_path
 
 from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
-from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.statements import chunks
@@ -213,12 +212,20 @@ class BoundJob:
     """The uid of the job itself, which claims carry, or None if the job is gone."""
 
 
+_BOUND: Final = sa.select(jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at).where(
+    jobs.c.namespace == sa.bindparam("b_namespace"),
+    jobs.c.name == sa.bindparam("b_name"),
+    jobs.c.deleted_at.is_(None),
+)
+
+
 def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
     """Return the job of a token with its present state.
 
     The uid in the token may be that of the job or of the Kubernetes object for which the job is registered.
     """
-    job = job_rows.named(conn, identity.namespace, identity.name)
+    # A whole row holds the job's inline tasks, and replicas on PostgreSQL look with each request.
+    job = conn.execute(_BOUND, {"b_namespace": identity.namespace, "b_name": identity.name}).one_or_none()
     if job is None or identity.uid not in (job.uid, job.object_uid):
         return BoundJob(identity, "gone", None, None)
     return BoundJob(identity, "live" if job.finished_at is None else "finished", job.id, job.uid)

@@ -26,8 +26,9 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
     """
     is_path = host.startswith("/")
     family = socket.AF_UNIX if is_path else socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    made: socket.socket | None = None
     try:
+        made = socket.socket(family, socket.SOCK_STREAM)
         if is_path:
             _remove_unused(host)
             made.bind(host)
@@ -37,7 +38,8 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
             made.bind((host, port))
         made.listen(1024)
     except OSError as error:
-        made.close()
+        if made is not None:
+            made.close()
         if error.errno == errno.EADDRINUSE:
             why = f"is in use: stop what listens there, or choose another with {option} (0: any free one)"
         else:

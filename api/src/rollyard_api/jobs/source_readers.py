@@ -215,7 +215,10 @@ async def _answer(
                 raise SourceUnreadable(f"the server answered {answer.status}")
             # Each redirect target is checked against the list as if the job had named it.
             found = (value for name, value in answer.headers if name.lower() == b"location")
-            target = urljoin(source.url, next(found, b"").decode("latin-1"))
+            try:
+                target = urljoin(source.url, next(found, b"").decode("latin-1"))
+            except ValueError as error:
+                raise SourceUnreadable("it redirects to no URL") from error
             source = allowed.source(target, namespace)
         if source.location.kind != "web":
             raise allowed.refusal(source.url, "a redirect leads to no web server")

@@ -148,5 +148,5 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
             "tokenizer: is required: give a folder with tokenizer.json and the chat template"
         )
     if problem := _template_problem(config):
-        raise ProrlConfigError(f"{path}: {problem}")
+        raise ProrlConfigError(f"{path or 'the settings'}: {problem}")
     return config

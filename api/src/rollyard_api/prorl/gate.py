@@ -95,7 +95,7 @@ class BodyGate:
         most = MAX_INSTANCE_BYTES if path == "/process" else MAX_BODY_BYTES
         too_large = TooLarge(f"the body of {path} may have {most} bytes")
         length = headers.get("content-length", "0")
-        if not length.isdigit() or len(length) > 18 or int(length) > most:
+        if not length.isdecimal() or len(length) > 18 or int(length) > most:
             raise too_large
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise BodyPacked("the body must not be compressed")

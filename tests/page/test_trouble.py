@@ -102,11 +102,11 @@ def test_a_store_that_hangs_is_said_to_be_slow_and_is_asked_again(
         path = f"/v1/rolloutjobs/{ENDED}/rollouts"
         rows = http.get(path, params={"slim": "true", "limit": 1}).raise_for_status().json()["items"]
     window = look(served)
-    parts = sorted((own_plane.state / "trajectories").rglob(f"{ENDED}-*/part-*.ndjson"))
+    parts = sorted((own_plane.state / "trajectories").rglob(f"{ENDED}-*/part-*"))
     assert parts
     # A reader of a pipe waits for its writer: the store hangs, as a file system does that has gone away.
     for part in parts:
-        part.rename(part.with_suffix(".kept"))
+        part.rename(part.with_name(f"{part.name}.kept"))
         os.mkfifo(part)
     page = window.at(served.job(ENDED))
     # What needs no record is there all the same.
@@ -123,9 +123,9 @@ def test_a_store_that_hangs_is_said_to_be_slow_and_is_asked_again(
 
 def _restore(part: Path) -> None:
     """Put the file back in the place of the pipe, and let those go that wait for the pipe."""
-    pipe = part.with_suffix(".pipe")
+    pipe = part.with_name(f"{part.name}.pipe")
     part.rename(pipe)
-    part.with_suffix(".kept").rename(part)
+    part.with_name(f"{part.name}.kept").rename(part)
     deadline = time.monotonic() + patience(5)
     while time.monotonic() < deadline:
         try:

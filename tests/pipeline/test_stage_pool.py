@@ -72,3 +72,12 @@ async def test_a_pool_without_other_work_requests_at_once(monkeypatch: pytest.Mo
     async with leasing(places=4, ends_at_once=True) as (_, control):
         await requested(control, 5)
     assert control.free[:5] == [4] * 5
+
+
+async def test_a_pool_whose_work_has_ended_keeps_no_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard_pipeline.worker.stage_pool.PACE_SECONDS", 3600.0)
+    async with leasing(places=1) as (pool, control):
+        for number in range(1, 4):
+            await requested(control, number)
+            pool.release()
+    assert control.free == [1] * 3

@@ -6,14 +6,20 @@ import errno
 import json
 import os
 import signal
+import socket
 import sys
+import threading
+import time
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rollyard_sandbox.execution.launching import launch
 from rollyard_sandbox.isolation import system_calls
 from rollyard_sandbox.isolation.protections import Protections
 from rollyard_sandbox.isolation.system_calls import CallFailed, Calls, Launcher
+from rollyard_testing.pace import patience
 
 LOOK = """
 import json, os, signal
@@ -174,3 +180,59 @@ def test_hundreds_of_starts_leave_nothing(way: str, tmp_path: Path) -> None:
     # What other tests have left in this process may open or close something meanwhile. A start that leaves
     # anything would leave it 200 times.
     assert all(abs(now - then) < 20 for now, then in zip(held(), before, strict=True))
+
+
+def test_a_start_that_a_signal_stops_is_ended_even_after_a_failed_look(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = Launcher(None if way == "fork" else system_calls._machine_code())
+    monkeypatch.setattr(system_calls, "starter", lambda: fresh)
+    monkeypatch.setattr(system_calls, "STOPPED_SECONDS", 0.1)
+    looks: list[int] = []
+    look = system_calls._stopped_children
+
+    def failing_first() -> list[int]:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise FileNotFoundError("a thread has ended meanwhile")
+        return look()
+
+    monkeypatch.setattr(system_calls, "_stopped_children", failing_first)
+    before = children()
+    returned, late = threading.Event(), list[int]()
+
+    def stop() -> None:
+        while not (new := children() - before):
+            time.sleep(0.01)
+        child = int(new.pop())
+        os.kill(child, signal.SIGSTOP)
+        if not returned.wait(patience(10)):
+            late.append(child)
+            os.kill(child, signal.SIGKILL)  # Otherwise the start would never return.
+
+    stopping = threading.Thread(target=stop)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        calls = Calls()
+        calls.add("recvfrom", theirs.fileno(), array("B", [0]), 1, 0, 0, 0)  # Nothing ever comes.
+        calls.add("execve", calls.text("/bin/true"), calls.texts(["true"]), calls.texts([]), may_fail=True)
+        stopping.start()
+        child = calls.start()
+        returned.set()
+        stopping.join()
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not late
+    assert len(looks) > 1
+
+
+def test_a_start_without_room_for_a_thread_is_refused_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(system_calls, "_thread", SimpleNamespace(start_new_thread=refuse))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="can't start new thread"):
+        Launcher(None).prepare()
+    assert os.listdir("/proc/self/fd") == before

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
@@ -22,7 +23,8 @@ GATHER_SECONDS = 0.015
 then leases for all of them."""
 PACE_SECONDS = 0.05
 """The shortest time from an answer to the next request while there is other work in this stage, in seconds.
-Where stages are short, one request then leases for several places."""
+Where stages are short, one request then leases for several places. A pool whose work has ended does not wait
+for it, because its places would stand idle."""
 _ROOM_CHECK = 1.0  # The time between two checks for room that another process may have made, in seconds.
 
 
@@ -61,6 +63,7 @@ class StagePool:
         self._room = room
         self._busy = 0
         self._freed = asyncio.Event()
+        self._idle = asyncio.Event()
         self._answered = -PACE_SECONDS
         self.stage: StageName = stage
         self.places = places
@@ -74,6 +77,8 @@ class StagePool:
         """Free the place of a rollout that has ended."""
         self._busy -= 1
         self._freed.set()
+        if self._busy == 0:
+            self._idle.set()
 
     async def run(self) -> None:
         """Lease rollouts until cancelled, or until the control plane reports that the job is over."""
@@ -111,8 +116,8 @@ class StagePool:
     async def _free(self) -> int:
         while True:
             if self._busy > 0:
-                paced = self._answered + PACE_SECONDS - time.monotonic()
-                await asyncio.sleep(max(GATHER_SECONDS, paced))
+                await asyncio.sleep(GATHER_SECONDS)
+                await self._paced()
             self._freed.clear()
             free = min(self.places - self._busy, MAX_BATCH)
             if free > 0 and self._room is not None:
@@ -124,3 +129,12 @@ class StagePool:
                     await self._freed.wait()
             except TimeoutError:
                 continue
+
+    async def _paced(self) -> None:
+        """Wait until a request may follow the last answer, or no work is left in this stage."""
+        left = self._answered + PACE_SECONDS - time.monotonic()
+        if self._busy > 0 and left > 0:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._idle.wait()

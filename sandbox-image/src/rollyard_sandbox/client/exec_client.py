@@ -70,7 +70,7 @@ class ExecClient:
         With `lease` the lease is renewed for so many seconds, as `renew` does, without a further request.
 
         Raises:
-            BadRequest: The address is neither.
+            BadRequest: The address is neither, or `lease` is not above 0 and up to a week.
             ProtocolError: The server speaks another version of the protocol.
             ConnectionLost: No server answers there within `timeout` seconds.
             Unauthorized: The token is missing or wrong.

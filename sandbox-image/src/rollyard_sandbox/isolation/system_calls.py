@@ -19,7 +19,7 @@ import platform
 import signal
 import time
 from array import array
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 TYPE_CHECKING = False
@@ -312,7 +312,7 @@ class _Watch:
     It must begin while all signals are blocked, because none is to be handled by the thread.
 
     Raises:
-        OSError: There is no room for a timer.
+        OSError: There is no room for a timer or a thread.
     """
 
     def __init__(self) -> None:
@@ -321,7 +321,11 @@ class _Watch:
             number = ctypes.get_errno()
             raise OSError(number, f"timerfd_create: {os.strerror(number)}")
         # An object of the module `threading` would wait for the thread to run, and remake its locks at forks.
-        _thread.start_new_thread(self._run, ())
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError as error:
+            os.close(self._timer)
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def __enter__(self) -> None:
         self._set(STOPPED_SECONDS)
@@ -337,8 +341,10 @@ class _Watch:
 
     def _run(self) -> None:
         while os.read(self._timer, 8):
-            for child in _stopped_children():
-                os.kill(child, signal.SIGKILL)
+            # A child or a thread may end meanwhile, which must not end this one. The timer expires again.
+            with suppress(OSError):
+                for child in _stopped_children():
+                    os.kill(child, signal.SIGKILL)
 
 
 def _stopped_children() -> list[int]:

@@ -45,7 +45,7 @@ def check_results(document: Any) -> tuple[list[ReportedEvent], list[str]]:
         if not problems:
             reports.append(ReportedEvent(result.rollout, _event(result, document["results"][place], carry)))
     if problems:
-        raise Invalid(problems[0], errors=problems[:MAX_PROBLEMS])
+        raise Invalid.of(*problems[:MAX_PROBLEMS])
     return reports, [result.sandbox.id for result in request.results if result.sandbox is not None]
 
 

@@ -129,7 +129,7 @@ def registered(
         if asked != given
     ]
     if problems:
-        raise Invalid(problems[0], reason="InvalidManifest", errors=problems)
+        raise Invalid.of(*problems, reason="InvalidManifest")
     return manifest.model_copy(update={"metadata": registration.of_object(meta)})
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from inspect import getdoc
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from rollyard_api.machine import events
-from rollyard_api.machine.failure_policy import MAX_EVAL_EXPIRIES, MAX_EXPIRIES, MAX_OUTAGES, RULES, Counter
+from rollyard_api.machine.failure_policy import (
+    MAX_EVAL_EXPIRIES,
+    MAX_EXPIRIES,
+    MAX_OUTAGES,
+    RULES,
+    Action,
+    Counter,
+)
 from rollyard_api.machine.states import ENDED, TRANSITIONS, UNFINISHED, RolloutState
 
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
@@ -18,13 +26,40 @@ BOUNDS: Final = {
 }
 """How far each counter may rise, in words."""
 
+SOURCES: Final = {
+    events.Leased: ("leasing",),
+    events.InitDone: ("wire",),
+    events.RunDone: ("wire",),
+    events.Scored: ("wire",),
+    events.Failed: ("wire",),
+    events.LeaseLost: ("sweeps",),
+    events.NodeLost: ("heartbeats",),
+    events.NewWeights: ("staleness",),
+    events.BackendAwaited: ("sweeps", "jobs"),
+    events.Cancelled: ("jobs", "transitions"),
+    events.Moved: ("leasing",),
+    events.Blamed: ("leasing",),
+}
+"""The modules that make each event."""
+
 
 def sections() -> dict[str, str]:
     """Return what stands after each marker of the page, up to the marker of the end."""
     return {
         "<!-- transitions -->\n": f"```mermaid\n{picture()}```\n",
+        "<!-- events -->\n": events_table(),
         "<!-- failure policy -->\n": table(),
     }
+
+
+def events_table() -> str:
+    """Return the events, what each of them means and where it is made, as a table in Markdown."""
+    lines = ["| event | what has happened | made in |", "|---|---|---|"]
+    for event in get_args(events.Event):
+        meaning = " ".join(str(getdoc(event)).split("\n\n")[0].split())
+        modules = " and ".join(f"`{name}.py`" for name in SOURCES[event])
+        lines.append(f"| {event.__name__} | {meaning} | {modules} |")
+    return "\n".join(lines) + "\n"
 
 
 def table() -> str:
@@ -33,8 +68,10 @@ def table() -> str:
         "| rule | what has happened | what follows | counts as an attempt | how often for one rollout |",
         "|---|---|---|---|---|",
     ]
-    for rule in (rule for rules in RULES.values() for rule in rules):
+    for event, rule in ((event, rule) for event, rules in RULES.items() for rule in rules):
         follows = f"{rule.action.value}, and the job with it" if rule.ends_job else rule.action.value
+        if event is events.Failed and rule.action is Action.RETRY:
+            follows = f"{follows}, or start from the earlier one that the report names"
         often = "; ".join(BOUNDS[counter] for counter in rule.raises) or "-"
         counted = "yes" if rule.counted else "no"
         lines.append(f"| {rule.name} | {rule.meaning} | {follows} | {counted} | {often} |")

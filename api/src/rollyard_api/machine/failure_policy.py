@@ -34,7 +34,8 @@ Mishap = Failed | LeaseLost | NodeLost | NewWeights | BackendAwaited
 class Action(StrEnum):
     """What a rule does with a rollout."""
 
-    RETRY = "repeat the stage, or start from the earlier one that the report names"
+    RETRY = "repeat the stage"
+    """Or start from the earlier stage that a report names."""
     RESTART = "start again at Init"
     FAIL = "end as failed"
     CANCEL = "end as cancelled"

@@ -210,7 +210,7 @@ SABOTAGES = (
     Attack(
         name="carry_more_than_fits",
         goal="Turn a bad score into a new try: holes take no room here, and more than the fresh sandbox has.",
-        steps=("truncate -s 12M solution; ls -s solution",),
+        steps=(python("open('solution', 'wb').truncate(12 << 20)") + "\nls -s solution",),
         sandbox={"setup": "head -c 8M /dev/zero > given"},
         shows=("^0 solution",),
         spec=DIFF,

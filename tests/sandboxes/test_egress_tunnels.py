@@ -124,7 +124,11 @@ async def test_an_evaluation_with_a_network_begins_without_the_tunnels_of_before
     reader, writer = await _program(before.port)
     await client.begin_eval(network=True)
     async with asyncio.timeout(patience(10)):
-        assert await reader.read() == b""
+        try:
+            left = await reader.read()
+        except ConnectionResetError:
+            left = b""  # The system says so if the connection was closed with bytes that nobody read.
+    assert left == b""
     writer.close()
     before.close()
     tunnel = await client.tunnel()

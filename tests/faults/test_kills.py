@@ -148,10 +148,7 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
             assert status["counts"]["succeeded"] == len(run.expected)
         if victim == "backend":
             # What was in Run waited for the next one in its place, or returned without using an attempt.
-            counted = {
-                one["counted"] for record in run.ledger.seen.values() for one in record.get("attempts", ())
-            }
-            assert True not in counted, "an outage of the only backend used up an attempt"
+            assert counted_attempts(run) == [], "an outage of the only backend used up an attempt"
         if victim == "control-plane":
             # A worker's sandboxes may go with it, which is one; the control plane takes nothing with it.
             assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
@@ -210,6 +207,12 @@ def test_a_killed_supervisor_is_followed_by_another_that_ends_the_job() -> None:
             assert yard.settled_listing() == []
 
 
+def counted_attempts(run: Run) -> list[str]:
+    """Return the reasons of the attempts that counted."""
+    attempts = [one for record in run.ledger.seen.values() for one in record.get("attempts", ())]
+    return [f"{one['stage']}: {one['reason']}" for one in attempts if one["counted"]]
+
+
 def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -> None:
     rng = random.Random("ctrl-c")
     with a_yard() as yard:
@@ -232,6 +235,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -
             assert run.unfinished > 0
             status = run.wait_finished()
         run.judge(status)
+        assert counted_attempts(run) == [], "a stop used up attempts, though the workers have drained"
         assert yard.stop() in (0, 130)
         with invariant():
             assert yard.settled_listing() == []

@@ -248,6 +248,20 @@ async def test_a_failure_that_is_refused_frees_its_place(handler: type[Steered])
         assert plane.outcomes == []
 
 
+async def test_leases_are_handed_over_at_once_before_the_drain_is_over(handler: type[Steered]) -> None:
+    plane, provider = Plane(spec()), Provider()
+    async with working(plane, handler, provider, drain_seconds=600.0) as (worker, task):
+        plane.offer(lease(1, "run", "box"), lease(2, "eval", "other"))
+        await until(lambda: sorted(handler.entered) == ["r1", "r2"])
+        worker.drain()
+        worker.hand_over()
+        async with asyncio.timeout(patience(30)):
+            await task
+    assert [(outcome.reason, outcome.counts) for outcome in plane.outcomes] == [("WorkerDrained", False)] * 2
+    # An Eval may continue in its sandbox.
+    assert provider.released == ["box"]
+
+
 @pytest.mark.parametrize(("stage", "released"), [("run", ["box"]), ("eval", [])])
 async def test_a_lost_lease_stops_without_a_report(
     handler: type[Steered], stage: str, released: list[str]

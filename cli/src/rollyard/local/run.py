@@ -7,7 +7,9 @@ import contextlib
 import shutil
 import socket
 from collections.abc import Callable
+from functools import partial
 
+from rollyard_crds.lease import HeartbeatRequest
 from rollyard_crds.security.log_text import one_line
 from rollyard_drivers.host.home import Home
 from rollyard_drivers.loop.rest_store import RestStore
@@ -16,31 +18,46 @@ from rollyard.local.options import Options
 from rollyard.local.supervisor import Ready, Supervisor, install_signals, opens_docs
 
 SWEEP_SECONDS = 15.0
+REPORT_SECONDS = 5.0
+"""The time that the control plane has to take note of the sandboxes that end, in seconds."""
 
 
 def make_supervisor(
     options: Options, on_ready: Callable[[Ready], None], say: Callable[[str], None]
 ) -> Supervisor:
-    """Return a supervisor that uses REST and removes its sandboxes when it ends."""
+    """Return a supervisor that uses REST and ends its sandboxes when it ends."""
     return Supervisor(
         options,
         RestStore,
         on_ready=on_ready,
         on_trouble=lambda trouble: say(one_line(f"trouble: {trouble}")),
-        sweep_sandboxes=lambda: remove_sandboxes(Home(options.home), options.sandbox),
+        end_sandboxes=partial(end_sandboxes, Home(options.home), options.sandbox),
     )
 
 
-async def remove_sandboxes(home: Home, provider_name: str) -> None:
-    """Remove every sandbox of this home. A sandbox that cannot be removed ends when its own lease expires."""
+async def end_sandboxes(home: Home, provider_name: str, url: str, token: str) -> None:
+    """End every sandbox of this home, after the control plane has queued the rollouts that need them at Init.
+
+    A sandbox that cannot be removed ends when its own lease expires. A control plane that does not answer is
+    left alone: an attempt fails then for each of these rollouts.
+    """
     if not (home.run / "sandboxes").is_dir():
         return
+    from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+    from rollyard_pipeline.control_plane.rest import RestControlPlane
+    from rollyard_pipeline.errors import ControlPlaneRefused
     from rollyard_pipeline.sandboxes import open_provider
 
-    provider = open_provider(provider_name, run_dir=home.run, node=socket.gethostname())
+    node = socket.gethostname()
+    provider = open_provider(provider_name, run_dir=home.run, node=node)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SWEEP_SECONDS):
-            for sandbox in provider.claimed():
+            sandboxes = provider.claimed()
+            beat = HeartbeatRequest(worker=node, node=node, leases=[], ending=sandboxes)
+            with contextlib.suppress(ControlPlaneUnavailable, ControlPlaneRefused):
+                async with RestControlPlane(url, token) as control, asyncio.timeout(REPORT_SECONDS):
+                    await control.heartbeat(beat)
+            for sandbox in sandboxes:
                 await provider.release(sandbox)
             await provider.sweep()
             await provider.aclose()

@@ -20,12 +20,13 @@ from typing import Any
 import httpx
 from rollyard_crds import BackendPool
 from rollyard_crds.security.job_token import job_token
+from rollyard_crds.workers import WorkerDied
 from rollyard_drivers.host.child import Folders, sweep
 from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
 from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings, ProrlOptions
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
-from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
+from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, unless_stopped
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Owner, Profile
 
@@ -153,7 +154,15 @@ def ready_programs(options: Options) -> tuple[Program, ...]:
 
 
 class Supervisor:
-    """Runs the processes of one home until it is stopped, and leaves no process behind."""
+    """Runs the processes of one home until it is stopped, and leaves no process behind.
+
+    Args:
+        options: The options of `rollyard up`.
+        make_store: Connects to the control plane with this URL and this token of an administrator.
+        on_ready: Called once the control plane is ready.
+        on_trouble: Called with each new trouble.
+        end_sandboxes: Called with the control plane's URL and its workers' token, once the workers have ended.
+    """
 
     def __init__(
         self,
@@ -161,12 +170,12 @@ class Supervisor:
         make_store: Callable[[str, str], Store],
         on_ready: Callable[[Ready], None] = lambda ready: None,
         on_trouble: Callable[[str], None] = lambda trouble: None,
-        sweep_sandboxes: Callable[[], Awaitable[None]] | None = None,
+        end_sandboxes: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
         self._options = options
         self._make_store = make_store
         self._on_ready = on_ready
-        self._sweep_sandboxes = sweep_sandboxes
+        self._end_sandboxes = end_sandboxes
         self._home = Home(options.home)
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
@@ -236,9 +245,7 @@ class Supervisor:
                 keeping.cancel()
                 turning.cancel()
         finally:
-            await self._shut_down(plane, fleet)
-            if store is not None:
-                await store.close()
+            await self._shut_down(plane, fleet, store)
 
     def _worker_token(self, plane: ControlPlaneProcess) -> Callable[[Owner], str]:
         """Return a function that makes the token of the workers of one RolloutJob."""
@@ -259,14 +266,27 @@ class Supervisor:
             self._noted = noted
             write_json(self._home.backends_file, noted)
 
-    async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None) -> None:
+    async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None, store: Store | None) -> None:
         # The workers end first, while the control plane can still take back the rollouts that they hold.
         if fleet is not None:
+            workers = [
+                WorkerDied(namespace=owner.namespace, job=owner.name, worker=seen.worker)
+                for owner in fleet.owners()
+                for seen in fleet.observed(owner)
+                if seen.worker
+            ]
             await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
             await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
+            if store is not None:
+                # A worker had no time to hand over what it was granted while it stopped.
+                with contextlib.suppress(StoreTrouble, TimeoutError):
+                    async with asyncio.timeout(CONTROL_PLANE_GRACE_SECONDS):
+                        await asyncio.gather(*(store.worker_died(worker) for worker in workers))
+            if self._end_sandboxes is not None:
+                await self._end_sandboxes(plane.url, plane.token("worker"))
         await plane.stop(CONTROL_PLANE_GRACE_SECONDS)
-        if self._sweep_sandboxes is not None:
-            await self._sweep_sandboxes()
+        if store is not None:
+            await store.close()
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         while True:

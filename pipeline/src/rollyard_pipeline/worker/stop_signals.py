@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 class StopSignals:
-    """Handles SIGTERM and SIGINT: the first signal drains the worker, the second stops it at once.
+    """Handles SIGTERM and SIGINT.
 
-    The signals are handled from before the first sandbox starts until after the last one ends, because an
+    The first signal drains the worker, the second has it hand over its rollouts at once, and the third stops
+    it. The signals are handled from before the first sandbox starts until after the last one ends, because an
     unhandled signal during the clean-up would leave sandboxes behind.
     """
 
@@ -42,12 +43,11 @@ class StopSignals:
         """Run the worker until it ends."""
         self._worker = worker
         self._running = asyncio.ensure_future(worker.run())
-        if self._asked:
-            worker.drain()
+        self._pass_on(worker)
         try:
             await self._running
         except asyncio.CancelledError:
-            if self._asked < 2:
+            if self._asked < 3:
                 raise
 
     async def wait(self, idle: Coroutine[Any, Any, T]) -> T | None:
@@ -69,7 +69,13 @@ class StopSignals:
         self._asked += 1
         if self._idle is not None:
             self._idle.cancel()
-        if self._asked == 1 and self._worker is not None:
-            self._worker.drain()
-        elif self._asked > 1 and self._running is not None:
+        if self._worker is not None:
+            self._pass_on(self._worker)
+
+    def _pass_on(self, worker: Worker) -> None:
+        if self._asked == 1:
+            worker.drain()
+        elif self._asked == 2:
+            worker.hand_over()
+        elif self._asked > 2 and self._running is not None:
             self._running.cancel()

@@ -131,6 +131,7 @@ class Worker:
         )
         self._trouble = ""
         self._draining = asyncio.Event()
+        self._handing_over = asyncio.Event()
         self._polls: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
         identity = WorkerIdentity(options.worker, options.node, options.job, options.namespace)
@@ -154,6 +155,11 @@ class Worker:
         self._stop_polls()
         if self._provider is not None:
             self._provider.drain()
+
+    def hand_over(self) -> None:
+        """Drain, and hand over the held leases at once."""
+        self._handing_over.set()
+        self.drain()
 
     async def run(self) -> None:
         """Work until the job is over or the worker is drained."""
@@ -191,17 +197,22 @@ class Worker:
     async def _finish(self) -> None:
         """Let held leases finish: within `drain_seconds` in a drain, without a limit if the job is over."""
         drained = asyncio.ensure_future(self._draining.wait())
+        enough = asyncio.ensure_future(self._handing_over.wait())
         empty = asyncio.ensure_future(self._table.empty())
         try:
             await asyncio.wait((drained, empty), return_when=asyncio.FIRST_COMPLETED)
             if not empty.done():
                 log.info("draining: %d rollouts held", len(self._table))
-                await asyncio.wait((empty,), timeout=self._options.drain_seconds)
+                await asyncio.wait(
+                    (empty, enough),
+                    timeout=self._options.drain_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             for held in self._table:
                 held.end("drained")
         finally:
-            drained.cancel()
-            empty.cancel()
+            for waiting in (drained, enough, empty):
+                waiting.cancel()
 
     async def _last_reports(self) -> None:
         """Wait for the last reports.

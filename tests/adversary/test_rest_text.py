@@ -29,6 +29,7 @@ from rollyard_testing.pace import patience
 
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
 HOSTILE = f"x\n{FORGED}\r\n\x1b[2K\x1b]0;title\x07\x9b31m"
+MARKUP = "[/blue] :smile: [bold]x[/bold], [file_text]"
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \S+: |  \| ")
 
 
@@ -88,10 +89,13 @@ def test_no_text_of_a_server_moves_the_cursor_of_a_terminal(capsys: pytest.Captu
     screen = terminal.console(file=out, width=200, color_system=None, force_terminal=True)
     table = Table("name")
     table.add_row(HOSTILE)
+    table.add_row(MARKUP)
     screen.print(table)
+    screen.print(MARKUP)
     screen.print(Text(f"a turn: {HOSTILE}"), soft_wrap=True)
     terminal.echo(HOSTILE)
     terminal.echo_line(HOSTILE)
+    assert out.getvalue().count(MARKUP) == 2, "what looks like markup is neither a style nor an error"
     told = capsys.readouterr().out
     for text in (out.getvalue(), told):
         assert not set(text) & set("\r\x1b\x07\x9b")

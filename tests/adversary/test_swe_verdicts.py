@@ -252,8 +252,9 @@ passes in its place."""
 
 
 @pytest.fixture
-async def lab(bubblewrap_works: None, tmp_path: Path) -> AsyncIterator[SweLab]:
-    async with swe_lab("bubblewrap", tmp_path) as found:
+async def lab(bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SweLab]:
+    # A folder with the name of the test can be too long for sockets.
+    async with swe_lab("bubblewrap", tmp_path_factory.mktemp("s")) as found:
         yield found
 
 

@@ -36,7 +36,8 @@ async def test_they_are_refused_and_counted_as_before(
         assert seen, "a request was made of it"
         assert seen[-1] is app._DIRECT["POST", path]
         assert (await served.worker.post(path, content=b"{")).status_code == 400
-        assert (await served.admin.get(path)).status_code == 405
+        wrong = await served.admin.get(path)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
         assert (await served.anonymous.post(path, json={})).status_code == 401
         metrics = (await served.admin.get("/metrics")).text
     assert f'route="{path}",status="{refused.status_code}"' in metrics

@@ -539,7 +539,7 @@ def test_why_names_each_reason_that_there_is() -> None:
     assert said == "reward 0: TestTimeout; 2 tool calls failed, last: second"
     silent = {"reward": 0.0, "turns": [turn]}
     assert why(record(**silent, tool_parser="hermes")) == "reward 0: it never called a tool"
-    assert why(record(**silent)) == "reward 0: not solved in 1 turns", "it had no tools"
+    assert why(record(**silent)) == "reward 0: not solved in 1 turn", "it had no tools"
 
 
 def test_the_most_telling_rollout_is_solved_and_then_has_turns() -> None:

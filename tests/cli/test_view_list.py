@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,28 @@ def test_the_client_searches_and_reads_statistics(started: StartedControlPlane) 
         (failure,) = statistics["failures"]
         assert (failure["reason"], failure["message"], failure["n"]) == ("TestBroken", "it broke", 1)
         assert client.overview()["phases"]
+
+
+def test_a_job_that_is_submitted_again_is_unchanged_and_one_that_is_deleted_is_gone(
+    started: StartedControlPlane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ROLLYARD_TOKEN", started.tokens["admin"])
+    file, arguments = tmp_path / "job.json", ["--url", started.url]
+    file.write_text(json.dumps(MANIFEST | {"metadata": {"name": "again"}}))
+    for expected in ("again submitted (4 rollouts)", "again unchanged (Pending, 4 rollouts)"):
+        assert main(["submit", "-f", str(file), *arguments]) == 0
+        assert f"rolloutjob/{expected}" in capsys.readouterr().out
+    assert main(["delete", "rj", *arguments]) == 2
+    assert "give the NAME too" in capsys.readouterr().err
+    assert main(["delete", "again", *arguments]) == 0
+    assert capsys.readouterr().out == "rolloutjob/again deleted\n"
+    assert main(["delete", "again", *arguments]) == 1
+    assert "again" in capsys.readouterr().err
+    assert main(["delete", "bp", "nowhere", *arguments]) == 1
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_describe_reads_failures_from_the_statistics(

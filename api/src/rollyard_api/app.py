@@ -184,7 +184,8 @@ async def _problem(request: Request, error: Exception) -> Response:
         case HTTPException(status_code=404):
             return response(NotFound(f"there is no {request.url.path}"))
         case HTTPException(status_code=405):
-            return response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+            refused = f"{request.url.path} does not take {request.method}"
+            return response(MethodNotAllowed(refused, headers=error.headers))
         case HTTPException():
             return response(ApiError(str(error.detail)))
         case _:  # Starlette raises it again after the answer.

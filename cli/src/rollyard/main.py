@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "view": "Read a trajectory turn by turn, sampled tokens marked",
     "open": "Print a link that opens the page in a browser, signed in",
     "cancel": "Cancel a job, a group or a rollout",
+    "delete": "Delete a job or a pool",
     "weights": "Update a pool's weights, list its updates, pause or resume it",
     "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
     "validate": "Check manifests and the tasks they name, without a server",

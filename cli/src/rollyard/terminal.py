@@ -45,4 +45,5 @@ def console(**options: Any) -> Console:
                 text, style, control = segment
                 yield segment if control else Segment(lines(text), style)
 
-    return Terminal(highlight=False, **options)
+    # What looks like markup is text of a policy, a task or a person.
+    return Terminal(highlight=False, markup=False, emoji=False, **options)

@@ -30,7 +30,7 @@ def command(
         local_path,
         read_manifests,
     )
-    from rollyard.jobs.submission import submit
+    from rollyard.jobs.submission import phase_of, submit
     from rollyard.jobs.watching import leaving, require_success, watch
 
     manifests = read_manifests(path)
@@ -47,8 +47,13 @@ def command(
                 client.create_pool(manifest)
                 click.echo(f"backendpool/{manifest.metadata.name} submitted")
             else:
+                before = phase_of(client, manifest)
                 job = submit(client, manifest)
-                click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
+                rollouts = f"{job.status.counts.total} rollouts"
+                if before is None:
+                    click.echo(f"rolloutjob/{job.metadata.name} submitted ({rollouts})")
+                else:
+                    click.echo(f"rolloutjob/{job.metadata.name} unchanged ({before}, {rollouts})")
                 if job.status.skipped_rows is not None:
                     for line in job.status.skipped_rows.lines():
                         click.echo(f"rollyard: {line}", err=True)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollyard_client import Client, Invalid
+from rollyard_client import Client, Invalid, NotFound
 from rollyard_crds import RolloutJob, TaskListError
 
 from rollyard.errors import InvalidInput
 from rollyard.jobs.manifests import local_path, packed
+
+
+def phase_of(client: Client, job: RolloutJob) -> str | None:
+    """Return the phase of the job that has this job's name already, or None if there is none.
+
+    Raises:
+        RollyardError: The server refuses the call.
+    """
+    try:
+        return client.job(job.metadata.name, job.metadata.namespace).status.phase
+    except NotFound:
+        return None
 
 
 def submit(client: Client, job: RolloutJob) -> RolloutJob:

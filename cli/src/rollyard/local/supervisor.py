@@ -161,7 +161,7 @@ class Supervisor:
         make_store: Connects to the control plane with this URL and this token of an administrator.
         on_ready: Called once the control plane is ready.
         on_trouble: Called with each new trouble.
-        end_sandboxes: Called with the control plane's URL and its workers' token, once the workers have ended.
+        end_sandboxes: Called with the control plane's URL and its workers' token, once these have ended.
     """
 
     def __init__(

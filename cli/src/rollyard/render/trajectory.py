@@ -87,7 +87,8 @@ def why(trajectory: Trajectory) -> str:
         parts.append(f"{len(errors)} tool calls failed, last: {errors[-1]}")
     if trajectory.tool_parser and not any(turn.tool_calls for turn in trajectory.turns):
         parts.append("it never called a tool")
-    return "reward 0: " + ("; ".join(parts) if parts else f"not solved in {len(trajectory.turns)} turns")
+    turns = len(trajectory.turns)
+    return "reward 0: " + ("; ".join(parts) or f"not solved in {turns} turn{'' if turns == 1 else 's'}")
 
 
 def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:

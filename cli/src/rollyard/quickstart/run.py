@@ -233,7 +233,9 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
             if servers is not None:
                 policies = servers.summarize(client, files)
     except KeyboardInterrupt:
-        console.print("Interrupted; everything was stopped.")
+        console.print(
+            "Interrupted; everything was stopped. Trajectories are written at the end, and the next run starts over."
+        )
         raise
     conclude(console, options.out, files, wall, policies)
     return ended

@@ -234,7 +234,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
                 policies = servers.summarize(client, files)
     except KeyboardInterrupt:
         console.print(
-            "Interrupted; everything was stopped. Trajectories are written at the end, and the next run starts over."
+            "Interrupted; everything was stopped. No trajectories are kept; the next run starts over."
         )
         raise
     conclude(console, options.out, files, wall, policies)

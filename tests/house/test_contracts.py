@@ -60,7 +60,12 @@ def _modules(package: str) -> list[str]:
 
 
 PURE_MODULES = sorted(
-    {module for one in _pure_contracts() for name in one["source_modules"].split() for module in _modules(name)}
+    {
+        module
+        for one in _pure_contracts()
+        for name in one["source_modules"].split()
+        for module in _modules(name)
+    }
 )
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from rollyard_crds.fields.swe_tests import DROPPED_TESTS
+from rollyard_crds.fields.swe_tests import DROPPED_TESTS, LogParser
 
 from rollyard_tasks.formats.ids import task_id
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
-from rollyard_tasks.formats.swebench import scripts
 from rollyard_tasks.formats.swebench.diffs import changed_files, files_to_test
-from rollyard_tasks.formats.swebench.parsers import parser
 
 _REQUEST: Final = (
     "Change the repository in {folder} so that this is resolved. Tests that you cannot see will check it.\n\n"
@@ -38,6 +37,17 @@ _UNREPORTED: Final = re.compile(
 )
 """Names that no test runner reports, without white space. They come from logs in which another word stood in
 the place of a name: `PASSED [100%]` and `PASSED [ 50%]` after a test that prints, `SKIPPED [1]`, headings."""
+_KNOWN: Final = frozenset(get_args(LogParser))
+_OTHERS: Final = {
+    "pytest_with_options": "pytest_options", "gotest": "go", "go_test": "go", "rust": "cargo",
+    "cargo_test": "cargo", "vitest": "jest", "python_unittest": "unittest", "tap_node": "tap",
+}  # fmt: skip
+"""The names of log parsers in other projects' rows, and what they are called here."""
+_ACTIVATE: Final = "source /opt/miniconda3/bin/activate\nconda activate testbed"
+"""The commands that make ready the environment of an image of SWE-bench."""
+_START: Final = ">>>>> Start Test Output"
+_END: Final = ">>>>> End Test Output"
+"""The lines around the output of the tests, as SWE-bench's scripts print them."""
 
 
 class SweBenchFormat(TaskFormat):
@@ -123,8 +133,8 @@ class SweBenchFormat(TaskFormat):
         each = spec.row("versions").row(version, optional=True)
         if not each.values:
             raise RowRefused("version", "has no entry for this repository in tasks.specs")
-        files = scripts.labels(repo, files_to_test(row.text("test_patch")))
-        before = [scripts.ACTIVATE, f"cd {_TESTBED}", *_texts(each, "eval_commands")]
+        files = _labels(repo, files_to_test(row.text("test_patch")))
+        before = [_ACTIVATE, f"cd {_TESTBED}", *_texts(each, "eval_commands")]
         install = each.text("install", "")
         if install:
             before.append(install)
@@ -132,14 +142,14 @@ class SweBenchFormat(TaskFormat):
         image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
         if "environment_setup_commit" not in row.values:
             image = f"xingyaoww/sweb.eval.x86_64.{name.lower().replace('__', '_s_')}:latest"
-        script = scripts.script_of(_TESTBED, before, [each.text("test_cmd")], files)
-        log_parser = parser(row, spec.text("log_parser"), "repo")
+        script = _script_of(_TESTBED, before, [each.text("test_cmd")], files)
+        log_parser = _parser(row, spec.text("log_parser"), "repo")
         return _task(row, row.text("image", image), _TESTBED, script, log_parser, row.text("test_patch"))
 
 
 def _version_5(row: Row) -> dict[str, Any]:
     script = row.text("eval_script")
-    log_parser = parser(row, row.text("log_parser"), "log_parser")
+    log_parser = _parser(row, row.text("log_parser"), "log_parser")
     kind = row.text("eval_type", "pass_and_fail")
     if kind not in ("pass_and_fail", "fail_only"):
         raise RowRefused("eval_type", "must be pass_and_fail or fail_only")
@@ -156,7 +166,7 @@ def _rebench(row: Row) -> dict[str, Any]:
     commands = _texts(config, "test_cmd") if listed else [config.text("test_cmd")]
     if not commands:
         raise RowRefused(config.name("test_cmd"), "must not be empty")
-    log_parser = parser(config, config.text("log_parser", "pytest"), "log_parser")
+    log_parser = _parser(config, config.text("log_parser", "pytest"), "log_parser")
     patch = row.text("test_patch")
     folder, name = _TESTBED, row.text("instance_id")
     if listed:
@@ -164,14 +174,14 @@ def _rebench(row: Row) -> dict[str, Any]:
         folder, before, files = f"/{row.text('repo').split('/')[-1]}", [], []
         image = row.text("image_name", "" if "repository" in row.values else None)
     else:
-        before, files = [scripts.ACTIVATE], files_to_test(patch)
+        before, files = [_ACTIVATE], files_to_test(patch)
         image = f"swerebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
         image = "" if "repository" in row.values else image
         for column in ("image", "image_name", "docker_image"):
             image = row.text(column, image)
     if "repository" in row.values:
         before, folder = [], "."
-    script = scripts.script_of(folder, before, commands, files)
+    script = _script_of(folder, before, commands, files)
     found = _task(row, image, folder, script, log_parser, patch)
     if len(commands) > 1:
         found["swe"]["verdict"] = "log"  # A report is that of one run of pytest.
@@ -182,9 +192,9 @@ def _smith(row: Row) -> dict[str, Any]:
     bug = row.text("patch")
     wanted = _names(row, "FAIL_TO_PASS")[0] + _names(row, "PASS_TO_PASS")[0]
     command = "python -m pytest -rA --color=no --tb=short -p no:cacheprovider"
-    script = scripts.script_of(_TESTBED, [scripts.ACTIVATE], [command], scripts.files_of(wanted))
+    script = _script_of(_TESTBED, [_ACTIVATE], [command], _files_of(wanted))
     found = _task(row, row.text("image_name"), _TESTBED, script, "pytest", "", bug=bug)
-    found["swe"]["protected"] = scripts.files_of(wanted)
+    found["swe"]["protected"] = _files_of(wanted)
     return found
 
 
@@ -305,3 +315,47 @@ def _texts(row: Row, field: str) -> list[str]:
         if not isinstance(each, str) or not each:
             raise RowRefused(f"{row.name(field)}[{place}]", "must be a text that is not empty")
     return found
+
+
+def _parser(row: Row, name: str, field: str) -> str:
+    """Return the name of a parser, such as `pytest` for `parse_log_pytest`.
+
+    Raises:
+        RowRefused: There is no such parser.
+    """
+    short = name.removeprefix("parse_log_").removeprefix("parse_").lower()
+    short = _OTHERS.get(short, short)
+    if short not in _KNOWN:
+        raise RowRefused(row.name(field), f"no such log parser; known are: {', '.join(sorted(_KNOWN))}")
+    return short
+
+
+def _script_of(folder: str, before: Sequence[str], commands: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return a script that runs the test commands in a folder, and exits with the status of the last one.
+
+    Args:
+        folder: The absolute path of the repository.
+        before: Commands that prepare the tests. They may fail, as reinstalling does without a network.
+        commands: The test commands.
+        arguments: The files or labels that are added to each command.
+    """
+    added = "".join(f" {shlex.quote(argument)}" for argument in arguments)
+    lines = [*before, f"cd {shlex.quote(folder)}", f"echo '{_START}'"]
+    lines += [f"{command}{added}" for command in commands]
+    return "\n".join([*lines, "rollyard_status=$?", f"echo '{_END}'", "exit $rollyard_status", ""])
+
+
+def _labels(repository: str, files: Sequence[str]) -> list[str]:
+    """Return what the test command of a repository takes for these files: Django takes modules."""
+    if repository != "django/django":
+        return list(files)
+    return [
+        file.removesuffix(".py").removeprefix("tests/").replace("/", ".")
+        for file in files
+        if file.endswith(".py")
+    ]
+
+
+def _files_of(tests: Sequence[str]) -> list[str]:
+    """Return the files of pytest's test names, each once and in their order."""
+    return list(dict.fromkeys(test.split("::")[0] for test in tests if "::" in test))

@@ -11,7 +11,7 @@ import pytest
 from rollyard_client import Invalid
 from rollyard_crds import RolloutJob
 from rollyard_crds.fields.annotations import OBJECT_UID
-from rollyard_crds.fields.counts import MalformedCalls
+from rollyard_crds.rolloutjob import MalformedCalls
 from rollyard_operator.kube.errors import KubeError
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, Object
 from rollyard_testing.operator.operatorlab import (

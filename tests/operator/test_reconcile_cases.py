@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Condition, RolloutCounts, RolloutJob
-from rollyard_crds.fields.counts import MalformedCalls
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.fields.skipped_rows import SkippedRows
+from rollyard_crds.rolloutjob import MalformedCalls
 from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
 from rollyard_drivers.reconcile.plan import (
     ObservedJob,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_crds.telemetry.options import TraceOptions
+from rollyard_process.telemetry.options import TraceOptions
 
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.quotas import Room

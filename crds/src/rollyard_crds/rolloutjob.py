@@ -22,18 +22,15 @@ from rollyard_crds.base import (
 from rollyard_crds.base import EntryPointName as EntryPointName
 from rollyard_crds.fields import reward as reward_rules
 from rollyard_crds.fields.allowed_hosts import MAX_HOSTS, AllowedHost, HostRule
-from rollyard_crds.fields.counts import MalformedCalls
-from rollyard_crds.fields.counts import RolloutCounts as RolloutCounts
-from rollyard_crds.fields.counts import StageCounts as StageCounts
 from rollyard_crds.fields.dynamic_sampling import JOB_RULES, DynamicSampling, DynamicSamplingStatus
 from rollyard_crds.fields.eval_carry import EvalCarry
+from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.sandbox import HOSTS_NEED_ALLOWLIST, HOSTS_NEED_ALLOWLIST_RULE
 from rollyard_crds.fields.sandbox import SandboxResources as SandboxResources
 from rollyard_crds.fields.sandbox import SandboxSpec as SandboxSpec
 from rollyard_crds.fields.skipped_rows import SkippedRows as SkippedRows
-from rollyard_crds.harbor.options import HarborOptions
 from rollyard_crds.names import STAGES as STAGES
 from rollyard_crds.names import StageName as StageName
 from rollyard_crds.task import Task
@@ -417,6 +414,43 @@ class WorkerJobSpec(RolloutJobSpec):
 
 
 Phase = Literal["Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled"]
+
+
+class StageCounts(Model):
+    """Rollouts of one stage: waiting in its queue, and leased by a worker."""
+
+    queued: Annotated[int, Field(ge=0)] = 0
+    """Waiting."""
+    active: Annotated[int, Field(ge=0)] = 0
+    """Leased by a worker."""
+
+
+class MalformedCalls(Model):
+    """Tool calls of a job, none of which the parser could read."""
+
+    rollouts: Annotated[int, Field(ge=0)] = 0
+    """Rollouts that have made calls."""
+    calls: Annotated[int, Field(ge=0)] = 0
+    """Their calls."""
+
+
+class RolloutCounts(Model):
+    """Counts of a job's rollouts; `total` is the sum of all the others."""
+
+    total: Annotated[int, Field(ge=0)] = 0
+    """All rollouts so far."""
+    init: StageCounts = Field(default_factory=StageCounts)
+    """In Init."""
+    run: StageCounts = Field(default_factory=StageCounts)
+    """In Run."""
+    eval: StageCounts = Field(default_factory=StageCounts)
+    """In Eval."""
+    succeeded: Annotated[int, Field(ge=0)] = 0
+    """Ended with a reward, whatever the reward."""
+    failed: Annotated[int, Field(ge=0)] = 0
+    """Ended for infrastructure reasons; their reward is null."""
+    cancelled: Annotated[int, Field(ge=0)] = 0
+    """Ended because somebody asked, the deadline passed, or the target of dynamic sampling was met."""
 
 
 class RolloutJobStatus(Model):

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 
 from rollyard_crds.lease import HeartbeatRequest
-from rollyard_crds.security.log_text import one_line
 from rollyard_drivers.host.home import Home
 from rollyard_drivers.loop.rest_store import RestStore
+from rollyard_process.log_text import one_line
 
 from rollyard.local.options import Options
 from rollyard.local.supervisor import Ready, Supervisor, install_signals, opens_docs

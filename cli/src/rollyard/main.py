@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "open": "Print a link that opens the page in a browser, signed in",
     "cancel": "Cancel a job, a group or a rollout",
     "weights": "Update a pool's weights, list its updates, pause or resume it",
+    "control-plane": "Run a control plane of your own, without workers and backends",
     "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
     "validate": "Check manifests and the tasks they name, without a server",
     "images": "Build images of sandboxes from Dockerfiles, for Apptainer",

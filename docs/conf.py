@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pygments.lexers.special import TextLexer
-from rollyard_crds.version import installed_version
+from rollyard_process.version import installed_version
 from sphinx.application import Sphinx
 
 project = "Rollyard"

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rollyard_crds import RolloutJobSpec, Task, parse_lines
+from rollyard_crds import RolloutJobSpec, Task
 from rollyard_crds.lease import SandboxHandle
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers.base import ANSWER, StageContext
@@ -21,6 +21,7 @@ from rollyard_pipeline.handlers.code.programs import program_of
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.starters.base import SANDBOX_ENV
 from rollyard_pipeline.stages.evaluation import evaluate
+from rollyard_tasks.task_list import parse_lines
 
 from rollyard_bench.processes import Missing, ProgramFailed
 from rollyard_bench.registry import Measurement, Settings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds import RolloutJobSpec, Task, TaskListError, parse_lines
+from rollyard_crds import RolloutJobSpec, Task
 from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers import StageContext
@@ -22,6 +22,7 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_sandbox.client import ExecClient
+from rollyard_tasks.task_list import TaskListError, parse_lines
 from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pace import patience
 

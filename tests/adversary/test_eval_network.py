@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from rollyard_crds.harbor.archive import pack
-from rollyard_crds.harbor.options import HarborOptions
+from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_crds.lease import StageResult
 from rollyard_crds.task import Task
-from rollyard_crds.task_formats.harbor import HarborFormat
-from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.errors import RewardUnusable, TaskInvalid
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.stages.inert_files import read_by_itself
+from rollyard_tasks.formats.harbor import HarborFormat
+from rollyard_tasks.formats.interface import Row
+from rollyard_tasks.harbor.archive import pack
 from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.outside import HOST, Outside

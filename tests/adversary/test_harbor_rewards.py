@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from rollyard_crds import Task
-from rollyard_crds.harbor.archive import pack
-from rollyard_crds.harbor.options import HarborOptions
-from rollyard_crds.task_formats.harbor import HarborFormat
-from rollyard_crds.task_formats.interface import Row
+from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_pipeline.errors import TaskInvalid
+from rollyard_tasks.formats.harbor import HarborFormat
+from rollyard_tasks.formats.interface import Row
+from rollyard_tasks.harbor.archive import pack
 from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.outside import HOST, PUBLIC, Outside

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-from rollyard_crds.task_formats.swebench.diffs import changed_files
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
 from rollyard_pipeline.handlers.code.programs import program_of, whole_program
@@ -15,6 +14,7 @@ from rollyard_pipeline.handlers.stem import letter
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, parse_head
+from rollyard_tasks.formats.swebench.diffs import changed_files
 from rollyard_testing.pace import patience
 
 MANY = 200_000

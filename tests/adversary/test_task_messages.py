@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rollyard_crds import Task, TaskListError
-from rollyard_crds.reading.file_rows import json_row
-from rollyard_crds.reading.task_list import TaskLines
+from rollyard_crds import Task
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_tasks.file_rows import json_row
+from rollyard_tasks.task_list import TaskLines, TaskListError
 
 SECRET = "hunter2-is-the-secret"
 Wrap = Callable[[list[dict[str, Any]]], dict[str, Any]]

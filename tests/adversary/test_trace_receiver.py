@@ -14,17 +14,17 @@ from rollyard_api.settings import Settings
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
-from rollyard_crds.telemetry.export import MAX_TEXT, SpanExport
-from rollyard_crds.telemetry.identity import root_span_id, span_id, trace_id
-from rollyard_crds.telemetry.options import TraceOptions
-from rollyard_crds.telemetry.scope import RolloutScope, entered
-from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_operator.pods.template_check import job_violations
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
 from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_process.telemetry.export import MAX_TEXT, SpanExport
+from rollyard_process.telemetry.identity import root_span_id, span_id, trace_id
+from rollyard_process.telemetry.options import TraceOptions
+from rollyard_process.telemetry.scope import RolloutScope, entered
+from rollyard_process.telemetry.spans import TraceSpan
 from rollyard_testing.adversary.restplane import Yard
 from rollyard_testing.operator.operatorlab import settings_in
 from rollyard_testing.pace import patience

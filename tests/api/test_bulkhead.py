@@ -13,7 +13,7 @@ from rollyard_api.core.bulkhead import SPARE, Bulkhead
 from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
 from rollyard_api.core.quotas import Quota, Turns
 from rollyard_api.core.wakeups import Idle
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from rollyard_crds.reading import file_rows, row_texts, task_file
+from rollyard_tasks import file_rows, row_texts, task_file
 
 
 def line(name: str) -> str:

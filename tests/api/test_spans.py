@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import rollouts
-from rollyard_crds.telemetry.identity import is_sampled, trace_id
-from rollyard_crds.telemetry.options import TraceOptions
+from rollyard_process.telemetry.identity import is_sampled, trace_id
+from rollyard_process.telemetry.options import TraceOptions
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
 PATH = "/v1/rolloutjobs/job"

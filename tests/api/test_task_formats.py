@@ -20,9 +20,9 @@ from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.jobs.tasks import read_lines
 from rollyard_crds import Task
-from rollyard_crds.harbor.archive import pack
-from rollyard_crds.harbor.options import HarborOptions
+from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_tasks.harbor.archive import pack
 
 BLOB = f"blob:sha256:{'0' * 64}"
 PIECE = 700

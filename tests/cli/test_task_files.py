@@ -24,8 +24,9 @@ from rollyard_api.core.codec import unpack
 from rollyard_api.core.problems import Invalid
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
 from rollyard_api.jobs.task_sources import AllowList
-from rollyard_crds import Task, TaskListError
+from rollyard_crds import Task
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_tasks.task_list import TaskListError
 
 BLOB = f"blob:sha256:{'0' * 64}"
 BOM = b"\xef\xbb\xbf"

@@ -15,9 +15,10 @@ from rollyard.jobs.manifests import folder_warnings, read_manifests
 from rollyard.jobs.submission import submit
 from rollyard.main import main
 from rollyard_client import Client
-from rollyard_crds import RolloutJob, TaskListError, parse_lines
+from rollyard_crds import RolloutJob
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_tasks.task_list import TaskListError, parse_lines
 from rollyard_testing.sandboxes.rootfolder import make_image
 
 EXAMPLES = Path(__file__).parents[2] / "examples/harbor"

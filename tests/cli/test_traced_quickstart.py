@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rollyard.connection import connect
-from rollyard_crds.telemetry.identity import trace_id
+from rollyard_process.telemetry.identity import trace_id
 from rollyard_testing.pace import patience
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 

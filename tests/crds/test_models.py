@@ -11,11 +11,11 @@ from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.dynamic_sampling import MAX_IN_FLIGHT_ROLLOUTS, DynamicSampling
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, Repository, SweTests
-from rollyard_crds.reading.task_list import TaskListError, parse_lines
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import MAX_ANSWERS, MAX_DEPTH, Task, folder_problem
 from rollyard_crds.trajectory import Segment
 from rollyard_crds.weights import LogprobReference, WeightSource
+from rollyard_tasks.task_list import TaskListError, parse_lines
 
 PROGRAM = {"program": "assert f()"}
 PRINTS = {"input": "", "output": ""}

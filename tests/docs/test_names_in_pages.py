@@ -73,6 +73,6 @@ def test_what_looks_like_a_path() -> None:
     assert not is_path("docs/a page")
     assert is_there("tests/docs/test_*.py")
     assert not is_there("tests/docs/test_nothing.py")
-    assert is_defined("rollyard_crds.version.installed_version")
-    assert not is_defined("rollyard_crds.version.nothing")
+    assert is_defined("rollyard_process.version.installed_version")
+    assert not is_defined("rollyard_process.version.nothing")
     assert not is_defined("rollyard_crds.nothing")

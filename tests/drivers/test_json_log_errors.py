@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 
-from rollyard_crds.security.log_text import JsonFormatter
 from rollyard_drivers.reconcile.log_errors import last_line, telling
+from rollyard_process.log_text import JsonFormatter
 
 
 def _log() -> str:

@@ -11,7 +11,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
 from rollyard_crds import Condition, RolloutJob
-from rollyard_crds.backoff import Backoff
 from rollyard_operator.__main__ import main
 from rollyard_operator.controllers.admission import Admissions
 from rollyard_operator.kube.client import ATTEMPTS, KubeClient
@@ -20,6 +19,7 @@ from rollyard_operator.kube.event_messages import notes
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache
 from rollyard_operator.pods.status import observed_workload
+from rollyard_process.backoff import Backoff
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

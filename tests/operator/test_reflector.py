@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
-from rollyard_crds.backoff import Backoff
 from rollyard_operator.kube import reflector
 from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeError
@@ -20,6 +19,7 @@ from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache
 from rollyard_operator.kube.reflector import Reflector
 from rollyard_operator.kube.watch import KubeWatch
+from rollyard_process.backoff import Backoff
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS, until
 
 Answer = Callable[["Stream"], Awaitable[None]]

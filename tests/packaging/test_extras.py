@@ -171,9 +171,10 @@ class TestWithoutExtras:
 
     def test_the_client_and_every_module_of_it(self, base: Path, tmp_path: Path) -> None:
         code = (
-            "import importlib, pkgutil, rollyard, rollyard_client, rollyard_crds\n"
+            "import importlib, pkgutil\n"
             "from rollyard import AsyncClient, Client\n"
-            "for package in rollyard_client, rollyard_crds:\n"
+            "names = 'rollyard_client', 'rollyard_crds', 'rollyard_process', 'rollyard_tasks'\n"
+            "for package in map(importlib.import_module, names):\n"
             "    for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
             "        if not found.name.endswith('__main__'):\n"
             "            importlib.import_module(found.name)\n"

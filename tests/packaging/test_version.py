@@ -11,7 +11,7 @@ import rollyard
 import yaml
 from click.testing import CliRunner
 from rollyard.main import cli
-from rollyard_crds import version
+from rollyard_process import version
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from rollyard_crds import Task, TaskListError, parse_lines
+from rollyard_crds import Task
 from rollyard_crds.fields.code_tests import CodeTests
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
@@ -21,6 +21,7 @@ from rollyard_pipeline.handlers.code.compare import same_result, same_text
 from rollyard_pipeline.handlers.code.programs import program_of
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.handlers.swe.diffs import patch_of
+from rollyard_tasks.task_list import TaskListError, parse_lines
 
 P = "print(1)"
 F = "def f(x):\n    return x"

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds import RolloutJobSpec, Task, TaskListError, parse_lines
+from rollyard_crds import RolloutJobSpec, Task
 from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import TaskSource
-from rollyard_crds.task_formats.contests import CONTEST_PREFIX
 from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import ANSWER
 from rollyard_pipeline.handlers.code import handler as handler_module
@@ -29,6 +28,8 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_sandbox.client import ExecClient
+from rollyard_tasks.formats.contests import CONTEST_PREFIX
+from rollyard_tasks.task_list import TaskListError, parse_lines
 
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}

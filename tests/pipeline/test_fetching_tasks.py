@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from rollyard_crds import Task
-from rollyard_crds.harbor.archive import pack, read_folder
-from rollyard_crds.task_formats.harbor import HarborFormat
-from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.sandboxes.egress.addresses import why_refused
+from rollyard_tasks.formats.harbor import HarborFormat
+from rollyard_tasks.formats.interface import Row
+from rollyard_tasks.harbor.archive import pack, read_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.stagelab import StageLab, stage_lab
 

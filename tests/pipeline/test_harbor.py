@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from rollyard_crds import Task
-from rollyard_crds.harbor.archive import pack, read_folder
-from rollyard_crds.harbor.options import HarborOptions
-from rollyard_crds.task_formats.harbor import HarborFormat
-from rollyard_crds.task_formats.interface import Row
+from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_pipeline.errors import PipelineError, RewardUnusable, SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers.harbor.handler import HarborHandler
 from rollyard_pipeline.handlers.harbor.rewards import below, combined, read_rewards
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
+from rollyard_tasks.formats.harbor import HarborFormat
+from rollyard_tasks.formats.interface import Row
+from rollyard_tasks.harbor.archive import pack, read_folder
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.harbor.archive import pack, read_folder
 from rollyard_crds.task import Task
-from rollyard_crds.task_formats.harbor import HarborFormat
-from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers import Handler
 from rollyard_pipeline.handlers.code.handler import CodeHandler
@@ -20,6 +17,9 @@ from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.handlers.stem import StemHandler
 from rollyard_pipeline.handlers.swe.handler import SweHandler
+from rollyard_tasks.formats.harbor import HarborFormat
+from rollyard_tasks.formats.interface import Row
+from rollyard_tasks.harbor.archive import pack, read_folder
 from rollyard_testing.pipeline import swelab
 from rollyard_testing.pipeline.stagelab import StageLab, stage_lab
 from rollyard_testing.pipeline.swelab import FIXING, swe_task

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds import Task, parse_lines
+from rollyard_crds import Task
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_tasks.task_list import parse_lines
 from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.swelab import SweLab, swe_lab

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rollyard_crds.lease import RouteResponse
-from rollyard_crds.telemetry.identity import NOT_SAMPLED, stage_span_id, trace_id
-from rollyard_crds.telemetry.scope import RolloutScope, entered
-from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_inference.errors import BackendRefused
 from rollyard_pipeline.backends import BackendClient, Sampling
+from rollyard_process.telemetry.identity import NOT_SAMPLED, stage_span_id, trace_id
+from rollyard_process.telemetry.scope import RolloutScope, entered
+from rollyard_process.telemetry.spans import TraceSpan
 
 ROLLOUT = "job-0a1b2c3d-0-0"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle, StageFailure, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline import registry
@@ -23,6 +22,7 @@ from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.stage_pool import PACE_SECONDS
+from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
     Answer,

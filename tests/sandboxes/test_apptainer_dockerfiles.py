@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.harbor.archive import pack, read_folder
 from rollyard_crds.task import Task
-from rollyard_crds.task_formats.harbor import HarborFormat
-from rollyard_crds.task_formats.interface import Row
 from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import Image, dockerfile_image
 from rollyard_pipeline.sandboxes.apptainer.program import find_program
@@ -23,6 +20,9 @@ from rollyard_pipeline.sandboxes.dockerfiles.context import HeldContext
 from rollyard_pipeline.sandboxes.dockerfiles.recipe import make_recipe
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_tasks.formats.harbor import HarborFormat
+from rollyard_tasks.formats.interface import Row
+from rollyard_tasks.harbor.archive import pack, read_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.stagelab import SMALL, stage_lab
 from rollyard_testing.sandboxes.rootfolder import make_image

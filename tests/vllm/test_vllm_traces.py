@@ -11,10 +11,10 @@ import httpx
 import pytest
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
-from rollyard_crds.telemetry.identity import trace_id
-from rollyard_crds.telemetry.scope import RolloutScope, entered
-from rollyard_crds.telemetry.spans import TraceSpan
 from rollyard_pipeline.backends import BackendClient, BackendSession
+from rollyard_process.telemetry.identity import trace_id
+from rollyard_process.telemetry.scope import RolloutScope, entered
+from rollyard_process.telemetry.spans import TraceSpan
 from rollyard_testing.pace import patience
 from rollyard_testing.traces.receiver import GotSpan, Receiver, receiving
 from rollyard_testing.vllm.servers import SERVED, VllmServer

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
-from rollyard_crds.telemetry.export import DROP_REASONS, SpanExport
+from rollyard_process.telemetry.export import DROP_REASONS, SpanExport
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools

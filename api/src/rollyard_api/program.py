@@ -17,9 +17,9 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from rollyard_crds.security.log_text import log_to
-from rollyard_crds.telemetry.options import trace_options
-from rollyard_crds.telemetry.variables import TraceOptionError
+from rollyard_process.log_text import log_to
+from rollyard_process.telemetry.options import trace_options
+from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
 from rollyard_api.browsers.config import BrowserSettings

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Final, TypeVar
 
 import httpx
-from rollyard_crds.telemetry.export import SpanExport, exporting
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_process.telemetry.export import SpanExport, exporting
 from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens

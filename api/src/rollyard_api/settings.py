@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import Field
-from rollyard_crds.telemetry.options import TraceOptions
+from rollyard_process.telemetry.options import TraceOptions
 
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.quotas import Room

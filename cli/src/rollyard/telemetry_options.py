@@ -14,8 +14,8 @@ def speaker(text: Callable[[str], None], logger: str) -> Callable[[str], None]:
 
     In the latter case, this also sends all log records of this process to standard error.
     """
-    from rollyard_crds.security.log_text import log_to
-    from rollyard_crds.telemetry.options import log_form
+    from rollyard_process.log_text import log_to
+    from rollyard_process.telemetry.options import log_form
 
     if log_form() == "text":
         return text
@@ -35,8 +35,8 @@ def set_telemetry(endpoint: str, sample: float | None, form: str | None) -> dict
         UsageProblem: A value cannot be used.
         MissingExtra: A flag asks for traces, and the extra `traces` is not installed.
     """
-    from rollyard_crds.telemetry.options import log_form, trace_options
-    from rollyard_crds.telemetry.variables import (
+    from rollyard_process.telemetry.options import log_form, trace_options
+    from rollyard_process.telemetry.variables import (
         LOG_FORMAT,
         SAMPLE,
         TRACES_ENDPOINT,

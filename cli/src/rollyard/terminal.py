@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print text of several lines, with control characters escaped."""
-    from rollyard_crds.security.log_text import (
+    from rollyard_process.log_text import (
         lines,
     )
 
@@ -23,7 +23,7 @@ def echo(text: str, *, err: bool = False) -> None:
 
 def echo_line(text: str, *, err: bool = False) -> None:
     """Print text as one line, with control characters and line breaks escaped."""
-    from rollyard_crds.security.log_text import one_line
+    from rollyard_process.log_text import one_line
 
     click.echo(one_line(text), err=err)
 
@@ -35,7 +35,7 @@ def console(**options: Any) -> Console:
     """
     from rich.console import Console
     from rich.segment import Segment
-    from rollyard_crds.security.log_text import lines
+    from rollyard_process.log_text import lines
 
     class Terminal(Console):
         def render(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 import orjson
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 from rollyard_client.errors import RollyardError, ServerUnavailable, TooMany, from_answer
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rollyard_crds.base import API_VERSION, GROUP, VERSION, Condition, Model, ObjectMeta
     from rollyard_crds.claims import Claim, ClaimList
     from rollyard_crds.reading.manifest import Manifest, ManifestError, load, parse
-    from rollyard_crds.reading.task_list import TaskListError, parse_lines
     from rollyard_crds.rolloutjob import (
         STAGES,
         AgentSpec,
@@ -83,7 +82,6 @@ __all__ = [
     "StageName",
     "StageSpec",
     "Task",
-    "TaskListError",
     "TaskSandbox",
     "ToolCall",
     "Trajectory",
@@ -96,7 +94,6 @@ __all__ = [
     "WorkerJobSpec",
     "load",
     "parse",
-    "parse_lines",
 ]
 
 __getattr__ = lazily(
@@ -106,7 +103,6 @@ __getattr__ = lazily(
         "base": "API_VERSION GROUP VERSION Condition Model ObjectMeta",
         "claims": "Claim ClaimList",
         "reading.manifest": "Manifest ManifestError load parse",
-        "reading.task_list": "TaskListError parse_lines",
         "rolloutjob": "STAGES AgentSpec RolloutCounts RolloutJob RolloutJobSpec RolloutJobStatus "
         "SamplingSpec SandboxResources SandboxSpec StageCounts StageName StageSpec WorkerJobSpec",
         "task": "FunctionCall Message Task TaskSandbox ToolCall",

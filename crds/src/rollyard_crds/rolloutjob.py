@@ -27,13 +27,13 @@ from rollyard_crds.fields.counts import RolloutCounts as RolloutCounts
 from rollyard_crds.fields.counts import StageCounts as StageCounts
 from rollyard_crds.fields.dynamic_sampling import JOB_RULES, DynamicSampling, DynamicSamplingStatus
 from rollyard_crds.fields.eval_carry import EvalCarry
+from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.sandbox import HOSTS_NEED_ALLOWLIST, HOSTS_NEED_ALLOWLIST_RULE
 from rollyard_crds.fields.sandbox import SandboxResources as SandboxResources
 from rollyard_crds.fields.sandbox import SandboxSpec as SandboxSpec
 from rollyard_crds.fields.skipped_rows import SkippedRows as SkippedRows
-from rollyard_crds.harbor.options import HarborOptions
 from rollyard_crds.names import STAGES as STAGES
 from rollyard_crds.names import StageName as StageName
 from rollyard_crds.task import Task

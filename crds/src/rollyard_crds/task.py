@@ -12,9 +12,9 @@ from rollyard_crds.base import CheckedEnv, Model, Path, cel
 from rollyard_crds.fields.allowed_hosts import MAX_HOSTS, AllowedHost, HostRule
 from rollyard_crds.fields.chat_messages import MessageRefused, plain_messages
 from rollyard_crds.fields.code_tests import CodeTests
-from rollyard_crds.fields.nesting import HALF_CHARACTER, deeper_than, lone_surrogate
+from rollyard_crds.fields.harbor import HarborFolder
+from rollyard_crds.fields.json_values import HALF_CHARACTER, deeper_than, lone_surrogate
 from rollyard_crds.fields.swe_tests import SweTests
-from rollyard_crds.harbor.folder import HarborFolder
 
 MAX_DEPTH = 100
 """How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollyard_crds.security.log_text import log_to
-from rollyard_crds.telemetry.options import add_log_option
-from rollyard_crds.telemetry.variables import TraceOptionError
+from rollyard_process.log_text import log_to
+from rollyard_process.telemetry.options import add_log_option
+from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_engine.errors import EngineError
 from rollyard_engine.settings import EngineSettings

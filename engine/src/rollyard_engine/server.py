@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
-from rollyard_crds.telemetry.options import log_form
+from rollyard_process.telemetry.options import log_form
 
 from rollyard_engine.errors import StartupFailed
 from rollyard_engine.folder import ModelFolder, read_folder

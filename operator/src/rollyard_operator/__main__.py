@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 from rollyard_client import DriverClient, Retry
 from rollyard_client.environment import CA_FILE
-from rollyard_crds.security.log_text import log_to
-from rollyard_crds.telemetry.options import add_log_option
-from rollyard_crds.telemetry.variables import TraceOptionError
 from rollyard_drivers.reconcile.plan import Profile
+from rollyard_process.log_text import log_to
+from rollyard_process.telemetry.options import add_log_option
+from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_operator.installation import Operator
 from rollyard_operator.kopf_shell import LIVENESS, login_of, run_under_kopf

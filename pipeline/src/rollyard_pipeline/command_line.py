@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
-from rollyard_crds.telemetry.options import add_log_option, add_trace_options
+from rollyard_process.telemetry.options import add_log_option, add_trace_options
 
 from rollyard_pipeline.errors import OptionError
 from rollyard_pipeline.sandboxes import PROVIDERS

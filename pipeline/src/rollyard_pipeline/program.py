@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import uvloop
 from rollyard_crds.names import PROVIDER, StageName
 from rollyard_crds.rolloutjob import StagesSpec
-from rollyard_crds.security.log_text import log_to
-from rollyard_crds.telemetry.export import SpanExport, TraceLibrariesMissing, exporting
-from rollyard_crds.telemetry.options import TraceOptions, trace_options
-from rollyard_crds.telemetry.variables import TraceOptionError
+from rollyard_process.log_text import log_to
+from rollyard_process.telemetry.export import SpanExport, TraceLibrariesMissing, exporting
+from rollyard_process.telemetry.options import TraceOptions, trace_options
+from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.command_line import (

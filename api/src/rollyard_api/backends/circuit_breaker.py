@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rollyard_crds.backendpool import Circuit
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 THRESHOLD = 3
 """The number of failures in a row that open a circuit."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgpack
 import orjson
 from pydantic import BaseModel, ValidationError
-from rollyard_crds.fields.nesting import HALF_CHARACTER, lone_surrogate
+from rollyard_crds.fields.json_values import HALF_CHARACTER, lone_surrogate
 from rollyard_crds.reading.manifest import describe
 
 from rollyard_api.core.problems import Invalid, Malformed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_crds.task_formats import registry
+from rollyard_tasks.formats import registry
 
 GROUPS = {
     "handler": "rollyard.handlers",

@@ -8,7 +8,7 @@ from typing import Any, Final
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, OBJECT_UID
-from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
+from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of, unpack

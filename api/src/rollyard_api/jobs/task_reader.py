@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any, Final
 
 from rollyard_crds.fields.skipped_rows import SkippedRows
-from rollyard_crds.reading.row_texts import FileRefused
-from rollyard_crds.reading.task_file import MAX_FILE_BYTES, KeptTasks, TaskFile
-from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
-from rollyard_crds.task_formats.parquet_rows import MAGIC, PIECE_BYTES, check_exit, command
+from rollyard_tasks.formats.parquet_rows import MAGIC, PIECE_BYTES, check_exit, command
+from rollyard_tasks.row_texts import FileRefused
+from rollyard_tasks.task_file import MAX_FILE_BYTES, KeptTasks, TaskFile
+from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 
 from rollyard_api.core.codec import pack, unpack
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable

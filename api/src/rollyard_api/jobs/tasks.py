@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.reading.row_texts import FileRefused
-from rollyard_crds.reading.task_file import task_json
-from rollyard_crds.reading.task_list import MAX_PROBLEMS, TaskListError, parse_lines, select
-from rollyard_crds.reading.task_selection import TaskSelection
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import Task
+from rollyard_tasks.row_texts import FileRefused
+from rollyard_tasks.task_file import task_json
+from rollyard_tasks.task_list import MAX_PROBLEMS, TaskListError, parse_lines, select
+from rollyard_tasks.task_selection import TaskSelection
 
 from rollyard_api.core.codec import pack
 from rollyard_api.core.problems import Invalid

@@ -14,7 +14,7 @@ from rollyard_crds.base import Path as FilePath
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_crds.task_formats.registry import task_format
+from rollyard_tasks.formats.registry import task_format
 
 from rollyard_api.core import entrypoints
 from rollyard_api.core.errors import ControlPlaneError

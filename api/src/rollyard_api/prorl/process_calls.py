@@ -9,8 +9,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
-from rollyard_crds.task_formats.interface import RowRefused
-from rollyard_crds.task_formats.registry import task_format
+from rollyard_tasks.formats.interface import RowRefused
+from rollyard_tasks.formats.registry import task_format
 
 from rollyard_api.backends.pools import merge
 from rollyard_api.core.codec import validated

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
-from rollyard_crds.telemetry.spans import TraceSpan
+from rollyard_process.telemetry.spans import TraceSpan
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError

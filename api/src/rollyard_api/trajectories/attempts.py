@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from rollyard_crds.rolloutjob import StageName
-from rollyard_crds.security.log_text import one_line
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Attempt
+from rollyard_process.log_text import one_line
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 

@@ -8,9 +8,15 @@ rollout follow each other without a gap.
 
 from __future__ import annotations
 
-from rollyard_crds.telemetry import conventions as names
-from rollyard_crds.telemetry.identity import is_sampled, queue_span_id, root_span_id, stage_span_id, trace_id
-from rollyard_crds.telemetry.spans import TraceSpan, Value
+from rollyard_process.telemetry import conventions as names
+from rollyard_process.telemetry.identity import (
+    is_sampled,
+    queue_span_id,
+    root_span_id,
+    stage_span_id,
+    trace_id,
+)
+from rollyard_process.telemetry.spans import TraceSpan, Value
 
 from rollyard_api.machine.rollout import Rollout, Transition
 from rollyard_api.machine.states import RolloutState

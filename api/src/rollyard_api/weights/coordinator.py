@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from rollyard_crds.backendpool import BackendPoolSpec
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.weights import UNVERIFIED
 from rollyard_inference.capabilities import FIRST_LABEL
 from rollyard_inference.errors import BackendError, BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.weights.connect import weight_control
 from rollyard_inference.weights.control import WeightCallLimits, WeightControl
+from rollyard_process.backoff import Backoff
 
 from rollyard_api.core.codec import loads
 from rollyard_api.core.errors import ControlPlaneError

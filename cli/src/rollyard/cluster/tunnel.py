@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Final
 
-from rollyard_crds.backoff import Backoff
 from rollyard_drivers.host import launcher
+from rollyard_process.backoff import Backoff
 
 from rollyard.cluster.installations import Installation
 from rollyard.cluster.kubectl import ClusterProblem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import click
-from rollyard_crds.version import installed_version
+from rollyard_process.version import installed_version
 
 
 @click.command()

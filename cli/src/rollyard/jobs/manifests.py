@@ -20,22 +20,21 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 from pydantic_core import from_json
-from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load
+from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, load
 from rollyard_crds.fields import signals
+from rollyard_crds.fields.harbor import IGNORED_KEYS, UNKNOWN_KEYS
 from rollyard_crds.fields.skipped_rows import SkippedRows
-from rollyard_crds.harbor.archive import FolderRefused
-from rollyard_crds.harbor.options import IGNORED_KEYS, UNKNOWN_KEYS
-from rollyard_crds.harbor.plan import harbor_plan
-from rollyard_crds.harbor.resources import resource_problems
-from rollyard_crds.reading.file_rows import FileRow, header, is_text
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.reading.row_texts import FileRefused
-from rollyard_crds.reading.task_file import MAX_FILE_BYTES, TaskFile
-from rollyard_crds.reading.task_list import MAX_SPECS_BYTES, TaskLines, parse_specs
 from rollyard_crds.rolloutjob import TaskSource
-from rollyard_crds.task_formats.harbor import folder_rows
-from rollyard_crds.task_formats.parquet_rows import MAGIC, PIECE_BYTES, converted
-from rollyard_crds.task_formats.registry import DEFAULT
+from rollyard_tasks.file_rows import FileRow, header, is_text
+from rollyard_tasks.formats.harbor import folder_rows
+from rollyard_tasks.formats.parquet_rows import MAGIC, PIECE_BYTES, converted
+from rollyard_tasks.formats.registry import DEFAULT
+from rollyard_tasks.harbor.archive import FolderRefused
+from rollyard_tasks.harbor.plan import harbor_plan, resource_problems
+from rollyard_tasks.row_texts import FileRefused
+from rollyard_tasks.task_file import MAX_FILE_BYTES, TaskFile
+from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskLines, TaskListError, parse_specs
 
 from rollyard.errors import InvalidInput, LookupFailed
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollyard_client import Client, Invalid
-from rollyard_crds import RolloutJob, TaskListError
+from rollyard_crds import RolloutJob
+from rollyard_tasks.task_list import TaskListError
 
 from rollyard.errors import InvalidInput
 from rollyard.jobs.manifests import local_path, packed

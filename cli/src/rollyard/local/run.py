@@ -8,9 +8,9 @@ import shutil
 import socket
 from collections.abc import Callable
 
-from rollyard_crds.security.log_text import one_line
 from rollyard_drivers.host.home import Home
 from rollyard_drivers.loop.rest_store import RestStore
+from rollyard_process.log_text import one_line
 
 from rollyard.local.options import Options
 from rollyard.local.supervisor import Ready, Supervisor, install_signals, opens_docs

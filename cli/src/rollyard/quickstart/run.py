@@ -71,8 +71,9 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
         InvalidInput: The manifest is not a single RolloutJob with a task file, or it has too few tasks.
         HomeUnusable: The output folder cannot be written.
     """
-    from rollyard_crds import RolloutJob, TaskListError
-    from rollyard_crds.reading.task_file import task_json
+    from rollyard_crds import RolloutJob
+    from rollyard_tasks.task_file import task_json
+    from rollyard_tasks.task_list import TaskListError
 
     from rollyard.jobs.manifests import local_path, read_manifests, read_tasks
 

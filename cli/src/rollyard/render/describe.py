@@ -12,7 +12,7 @@ from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.fields.signals import warnings_of
-from rollyard_crds.security.log_text import one_line
+from rollyard_process.log_text import one_line
 
 from rollyard.render.progress import stage_progress
 from rollyard.render.tables import (

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from rich.table import Table
 from rollyard_client import RolloutRow
-from rollyard_crds.security.log_text import one_line
+from rollyard_process.log_text import one_line
 
 from rollyard.render.tables import age, plain_table
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Message
-from rollyard_crds.telemetry.identity import trace_id
 from rollyard_crds.trajectory import Attempt, Segment, Trajectory, Turn
+from rollyard_process.log_text import one_line
+from rollyard_process.telemetry.identity import trace_id
 
 Decode = Callable[[Sequence[int]], str]
 

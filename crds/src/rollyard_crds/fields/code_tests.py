@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rollyard_crds.base import Model
+from rollyard_crds.fields.json_values import MAX_VALUES, too_many_values
 from rollyard_crds.fields.quantity import Quantity
-from rollyard_crds.reading.file_rows import MAX_VALUES, too_many_values
 
 Code = Annotated[str, Field(max_length=1 << 20)]
 Input = Annotated[str, Field(max_length=16 << 20)]

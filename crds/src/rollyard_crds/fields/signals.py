@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.fields.dynamic_sampling import MIN_STD, REWARD
+from rollyard_crds.fields.harbor import IGNORED_KEYS, UNKNOWN_KEYS
 from rollyard_crds.fields.reward import HANDLER, OVERLONG, RESERVED, RewardSpec
 from rollyard_crds.fields.swe_tests import DROPPED_TESTS
-from rollyard_crds.harbor.options import IGNORED_KEYS, UNKNOWN_KEYS
 from rollyard_crds.trajectory import MAX_REWARD
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import httpx
 from rollyard_client.unixsocket import base_of, socket_of, socket_url
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.errors import StartFailed

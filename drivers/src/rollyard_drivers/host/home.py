@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollyard_crds.security.private_folder import make_private_folder
+from rollyard_process.private_folder import make_private_folder
 
 from rollyard_drivers.host.errors import HomeInUse, HomeUnusable
 from rollyard_drivers.host.processes import ProcessIdentity, identify, is_alive

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 from rollyard_drivers.host import ready_process
 from rollyard_drivers.host.child import Child, Folders

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, get_args
 
-from rollyard_crds.version import installed_version
+from rollyard_process.version import installed_version
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from rollyard_crds.telemetry.identity import NOT_SAMPLED
+from rollyard_process.telemetry.identity import NOT_SAMPLED
 
 from rollyard_inference.errors import BackendMismatch
 

@@ -14,7 +14,6 @@ from rollyard_crds import RolloutJob, RolloutJobStatus
 from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import ManifestError
-from rollyard_crds.reading.task_list import TaskListError, parse_lines
 from rollyard_crds.task import Task
 from rollyard_drivers.loop.deaths import Deaths
 from rollyard_drivers.loop.passes import job_pass
@@ -24,6 +23,7 @@ from rollyard_drivers.reconcile.naming import owner_of
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Plan, PoolState
 from rollyard_drivers.reconcile.workloads import earliest
+from rollyard_tasks.task_list import TaskListError, parse_lines
 
 from rollyard_operator.controllers.children import Children
 from rollyard_operator.controllers.context import DRIVER, OperatorContext

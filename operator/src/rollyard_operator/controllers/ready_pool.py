@@ -17,9 +17,9 @@ from typing import Final
 
 from rollyard_client import RollyardError
 from rollyard_crds import RolloutJob
-from rollyard_crds.backoff import Backoff
 from rollyard_drivers.reconcile.plan import Launch
 from rollyard_drivers.reconcile.ready_workers import JOB_OVER, ReadyWorker, choose, plan_ready
+from rollyard_process.backoff import Backoff
 
 from rollyard_operator.controllers.control_plane_view import ControlPlaneClient
 from rollyard_operator.controllers.worker_token import WorkerToken

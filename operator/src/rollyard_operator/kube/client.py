@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 from kubernetes.aio import client, config
 from kubernetes.aio.client import rest
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 from rollyard_operator.kube.errors import KubeError, refusal
 from rollyard_operator.kube.labels import MANAGER, Object

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Final, Protocol
 
 from rollyard_client import NotFound, RollyardError
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, WarmWant
+from rollyard_process.backoff import Backoff
 
 POLL_SECONDS = 30.0
 """The longest time that one long poll waits for a change of claims, in seconds."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 CONNECT_SECONDS = 0.5
 _PAUSES: Final = Backoff(first=0.01, longest=0.5, factor=1.25)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from rollyard_crds.backoff import Backoff
+from rollyard_process.backoff import Backoff
 
 from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.pods.trouble import Trouble

@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.lease import BackendAssignment, RouteResponse, RunStats
 from rollyard_crds.names import UNVERIFIED
 from rollyard_crds.rolloutjob import SamplingSpec
@@ -24,6 +23,7 @@ from rollyard_inference.errors import (
     WeightsChanged,
 )
 from rollyard_inference.sampling.request import Sampling
+from rollyard_process.backoff import Backoff
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
 from rollyard_pipeline.backends.outage import Outage

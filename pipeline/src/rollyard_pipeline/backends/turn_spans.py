@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from rollyard_crds.telemetry import conventions as names
-from rollyard_crds.telemetry.scope import RolloutScope, current
-from rollyard_crds.telemetry.spans import Value
+from rollyard_process.telemetry import conventions as names
+from rollyard_process.telemetry.scope import RolloutScope, current
+from rollyard_process.telemetry.spans import Value
 
 from rollyard_pipeline.trajectories.recorder import Sample
 

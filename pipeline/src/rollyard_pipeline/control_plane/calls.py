@@ -10,7 +10,6 @@ from urllib.parse import quote, urlencode
 
 import orjson
 from pydantic import BaseModel
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.claims import Claim, ClaimRequest
 from rollyard_crds.lease import (
     CompleteRequest,
@@ -27,6 +26,7 @@ from rollyard_crds.lease import (
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec, WorkerJobSpec
 from rollyard_crds.workers import Assignment, AssignmentRequest, WaitingImages
+from rollyard_process.backoff import Backoff
 
 from rollyard_pipeline.errors import PipelineError
 

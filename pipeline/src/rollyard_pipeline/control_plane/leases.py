@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from rollyard_crds.lease import Lease, LeaseRef, LiveTurn, SandboxHandle
 
 if TYPE_CHECKING:
-    from rollyard_crds.telemetry.scope import RolloutScope
+    from rollyard_process.telemetry.scope import RolloutScope
 
 Stop = Literal["cancelled", "lost", "drained"]
 

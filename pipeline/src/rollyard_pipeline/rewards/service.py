@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.fields.reward import RewardServiceSpec
 from rollyard_crds.lease import Lease, RewardRequest
+from rollyard_process.backoff import Backoff
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import RewardServiceFailed

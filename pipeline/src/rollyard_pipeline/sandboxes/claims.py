@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeVar
 
 from rollyard_crds.claims import Claim, ClaimRequest, SandboxShape
-from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
 from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.proof import PROVEN
+from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere

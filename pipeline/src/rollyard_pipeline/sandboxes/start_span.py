@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from rollyard_crds.lease import LeaseRef
-from rollyard_crds.telemetry import conventions as names
-from rollyard_crds.telemetry.scope import current
-from rollyard_crds.telemetry.spans import Value
+from rollyard_process.telemetry import conventions as names
+from rollyard_process.telemetry.scope import current
+from rollyard_process.telemetry.spans import Value
 
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_crds.backoff import Backoff
-from rollyard_crds.telemetry.scope import outside
+from rollyard_process.backoff import Backoff
+from rollyard_process.telemetry.scope import outside
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 

@@ -6,9 +6,9 @@ import time
 from types import TracebackType
 from typing import Final
 
-from rollyard_crds.telemetry import conventions as names
-from rollyard_crds.telemetry.scope import current
-from rollyard_crds.telemetry.spans import Value
+from rollyard_process.telemetry import conventions as names
+from rollyard_process.telemetry.scope import current
+from rollyard_process.telemetry.spans import Value
 
 TOOL_ERROR: Final = "ToolError"
 """The error of a call whose observation is an error, such as one with malformed arguments."""

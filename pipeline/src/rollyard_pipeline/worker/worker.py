@@ -11,8 +11,8 @@ from typing import Final
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
-from rollyard_crds.telemetry.export import SpanExport
-from rollyard_crds.telemetry.scope import RolloutScope, entered
+from rollyard_process.telemetry.export import SpanExport
+from rollyard_process.telemetry.scope import RolloutScope, entered
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollyard_client.environment import CA_FILE
-from rollyard_crds.telemetry.variables import LOG_FORMAT
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
 from rollyard_drivers.commands.worker import WORKER_MODULE, ready_arguments, worker_arguments
 from rollyard_drivers.reconcile.plan import Workload
+from rollyard_process.telemetry.variables import LOG_FORMAT
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity

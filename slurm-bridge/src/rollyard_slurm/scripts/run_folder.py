@@ -1,6 +1,6 @@
 """The bash lines that make the run folder of a node, which no other user of the node can reach or replace.
 
-`rollyard_crds.security.private_folder` does the same in Python for the worker. The script removes the folder
+`rollyard_process.private_folder` does the same in Python for the worker. The script removes the folder
 after a worker was killed. Therefore it must check the folder before it starts a worker. This module is pure.
 """
 

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime, timedelta
 from typing import Final
 
-from rollyard_crds.backoff import Backoff
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.workers import AssignmentOffer
 from rollyard_drivers.commands.worker import work_arguments
@@ -21,6 +20,7 @@ from rollyard_drivers.loop.driver import StoreTrouble
 from rollyard_drivers.reconcile.naming import made_of
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
 from rollyard_drivers.reconcile.ready_workers import ReadyState, ReadyWorker, choose, plan_ready
+from rollyard_process.backoff import Backoff
 
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.readers import reasons

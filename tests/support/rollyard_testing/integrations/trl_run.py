@@ -13,7 +13,7 @@ from rollyard_testing.pace import patience
 
 ENVIRONMENT_SECONDS = 900.0
 RUN_SECONDS = 1200.0
-PACKAGES = ("crds/src", "client/src", "cli/src", "drivers/src")
+PACKAGES = ("crds/src", "process/src", "tasks/src", "client/src", "cli/src", "drivers/src")
 """The folders of the packages that a trainer imports."""
 
 

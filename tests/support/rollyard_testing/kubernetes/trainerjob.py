@@ -213,7 +213,7 @@ def manifests(release: Release, images: str, arguments: tuple[str, ...]) -> list
     for one in trainer["env"]:
         if one["name"] == "ROLLYARD_URL":
             one["value"] = f"http://{release.name}-rollyard-api.{release.name}.svc.cluster.local:8765"
-    path = f"{CHECKOUT}/client/src:{CHECKOUT}/crds/src:{PACKAGES}"
+    path = f"{CHECKOUT}/client/src:{CHECKOUT}/crds/src:{CHECKOUT}/process/src:{PACKAGES}"
     trainer["env"].append({"name": "PYTHONPATH", "value": path})
     for name, where in (("packages", PACKAGES), ("checkout", CHECKOUT)):
         claim = {"claimName": name, "readOnly": True}

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_crds.backoff import Backoff
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_operator.installation import Operator
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
+from rollyard_process.backoff import Backoff
 
 from rollyard_testing.inference.in_memory import completion
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, stamp

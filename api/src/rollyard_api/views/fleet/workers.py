@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.rolloutjob import STAGES, StageName
-from rollyard_crds.security.log_text import one_line
+from rollyard_process.log_text import one_line
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 

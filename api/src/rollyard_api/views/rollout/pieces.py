@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
-from rollyard_crds.telemetry.identity import trace_id
+from rollyard_process.telemetry.identity import trace_id
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads

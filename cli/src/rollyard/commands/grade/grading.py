@@ -20,12 +20,12 @@ from pydantic import BeforeValidator, Field, ValidationError
 from rich.text import Text
 from rollyard_crds.base import Model
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.reading.task_list import TaskListError
 from rollyard_crds.rolloutjob import RolloutJobSpec, TaskSource
-from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Choice, Message, NumericAnswer, Task
-from rollyard_crds.task_formats.ids import task_id
 from rollyard_crds.trajectory import Trajectory
+from rollyard_process.log_text import one_line
+from rollyard_tasks.formats.ids import task_id
+from rollyard_tasks.task_list import TaskListError
 
 from rollyard import terminal
 from rollyard.errors import CliError, InvalidInput, LookupFailed

@@ -9,9 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from rollyard_crds.fields.eval_carry import MAX_CARRY_BYTES
-from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
-from rollyard_crds.harbor.folder import HarborFolder
-from rollyard_crds.harbor.plan import (
+from rollyard_crds.fields.harbor import HarborFolder
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import FunctionCall, Task, TaskSandbox
+from rollyard_sandbox.errors import SandboxError as ExecError
+from rollyard_sandbox.errors import SandboxSabotaged
+from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
+from rollyard_tasks.harbor.plan import (
     ARTIFACTS,
     LOGS,
     SOLUTION,
@@ -21,14 +25,10 @@ from rollyard_crds.harbor.plan import (
     HarborStep,
     Healthcheck,
     harbor_plan,
+    resource_problems,
     solution_calls,
 )
-from rollyard_crds.harbor.resources import resource_problems
-from rollyard_crds.harbor.table import HarborRefused
-from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_crds.task import FunctionCall, Task, TaskSandbox
-from rollyard_sandbox.errors import SandboxError as ExecError
-from rollyard_sandbox.errors import SandboxSabotaged
+from rollyard_tasks.harbor.table import HarborRefused
 
 from rollyard_pipeline.errors import RewardUnusable, SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext

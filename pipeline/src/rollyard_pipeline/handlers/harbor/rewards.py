@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from rollyard_crds.harbor.options import MAX_KEY
+from rollyard_crds.fields.harbor import MAX_KEY
 from rollyard_crds.trajectory import MAX_REWARD
 
 from rollyard_pipeline.errors import RewardUnusable

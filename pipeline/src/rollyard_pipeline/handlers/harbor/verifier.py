@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_crds.harbor.folder import HarborFolder
-from rollyard_crds.harbor.plan import LOGS, TESTS, WORKDIR, HarborPlan, HarborStep
+from rollyard_crds.fields.harbor import HarborFolder
 from rollyard_sandbox.client import EvalPlace, ExecClient
 from rollyard_sandbox.errors import FileError
+from rollyard_tasks.harbor.plan import LOGS, TESTS, WORKDIR, HarborPlan, HarborStep
 
 from rollyard_pipeline.errors import RewardUnusable
 from rollyard_pipeline.handlers.environment import evaluation_environment

@@ -8,8 +8,8 @@ from typing import Final
 
 from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.fields.swe_tests import SweTests
-from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Task
+from rollyard_process.log_text import one_line
 from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.errors import TaskInvalid

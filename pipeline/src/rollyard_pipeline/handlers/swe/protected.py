@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from rollyard_crds.fields.swe_tests import SweTests
-from rollyard_crds.task_formats.swebench.diffs import changed_files
+from rollyard_tasks.formats.swebench.diffs import changed_files
 
 from rollyard_pipeline.handlers.swe.results import in_a_function
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, SweTests
-from rollyard_crds.security.log_text import one_line
+from rollyard_process.log_text import one_line
 
 from rollyard_pipeline.handlers.swe.report_plugin import plain
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
+from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 
 from rollyard_pipeline.sandboxes.allowed_images import AllowedImages
 from rollyard_pipeline.sandboxes.dockerfiles.context import HeldContext

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_crds.security.log_text import one_line
+from rollyard_process.log_text import one_line
 
 from rollyard_pipeline.errors import WorkerError
 

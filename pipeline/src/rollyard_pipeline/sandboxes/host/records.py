@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from rollyard_crds.security.private_folder import make_private_folder
+from rollyard_process.private_folder import make_private_folder
 from rollyard_sandbox import folders
 from rollyard_sandbox.proof import SECRET_BYTES
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rollyard_crds.harbor.dockerfiles import DOCKERFILE_IMAGE
+from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import SandboxKey

@@ -1,5 +1,0 @@
-"""Task formats, which make tasks of the rows of known data sets. Entry points of `rollyard.task_formats`."""
-
-from rollyard_crds.task_formats.interface import Row, RowRefused, TaskFormat
-
-__all__ = ["Row", "RowRefused", "TaskFormat"]

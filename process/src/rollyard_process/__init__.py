@@ -1,0 +1,1 @@
+"""What every process of Rollyard does in the same way: its logs, traces, private folders and pauses."""

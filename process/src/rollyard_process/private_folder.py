@@ -1,0 +1,139 @@
+"""Folders that nobody but their owner can read, write or replace, such as those that hold sockets and tokens.
+
+A folder in a place that others can write to, such as `/tmp`, is private only if nobody else can have made it
+beforehand and nobody else can move it away later. Both are checked here from the root folder on, one open
+descriptor after the other, so that a link that is put in the way between two steps is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from rollyard_process.errors import ProcessError
+
+_MAX_LINKS = 40  # as the kernel itself allows in one path
+_ALL_USERS = "4294967295"
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotPrivateError(ProcessError, OSError):
+    """Another user can read, change or replace the folder, or something on the way to it."""
+
+    reason = "NotPrivate"
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that is private to this user, with the folders on the way to it; see the other function.
+
+    Raises:
+        NotPrivateError: another user could reach or replace it; the message names the folder at fault.
+        OSError: it cannot be made.
+    """
+    os.close(open_private_folder(path))
+
+
+def open_private_folder(path: Path) -> int:
+    """Return a descriptor of a folder of mode 0700 that belongs to this user, and make it if it is missing.
+
+    Every folder on the way must belong to root or to this user. It may be writable by others only if it is
+    sticky, as `/tmp` is, so that they cannot move what is not theirs. Symbolic links on the way must belong
+    to root or to this user, and the folder itself must be no link. A folder of this user that others may
+    enter becomes mode 0700.
+
+    Raises:
+        NotPrivateError: another user could reach or replace it; the message names the folder at fault.
+        OSError: it cannot be made or opened.
+    """
+    trusted = _trusted()
+    waiting = list(path.absolute().parts[1:])
+    links = 0
+    where, at = Path("/"), os.open("/", _OPEN)
+    try:
+        _check(os.fstat(at), where, trusted)
+        while waiting:
+            name = waiting.pop(0)
+            found = _made(name, at)
+            if not stat.S_ISLNK(found.st_mode):
+                below = os.open(name, _OPEN, dir_fd=at)
+                os.close(at)
+                at, where = below, where.parent if name == ".." else where / name
+                _check(os.fstat(at), where, trusted)
+                continue
+            links += 1
+            if found.st_uid not in trusted or not waiting or links > _MAX_LINKS:
+                raise NotPrivateError(
+                    f"{where / name} is a symbolic link of user {found.st_uid}; choose another folder"
+                )
+            target = Path(os.readlink(name, dir_fd=at))
+            waiting = [*(target.parts[1:] if target.is_absolute() else target.parts), *waiting]
+            if target.is_absolute():
+                os.close(at)
+                where, at = Path("/"), os.open("/", _OPEN)
+        status = os.fstat(at)
+        if status.st_uid != os.geteuid():
+            raise NotPrivateError(f"{where} belongs to user {status.st_uid}; choose another folder")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            os.fchmod(at, 0o700)
+        return at
+    except BaseException:
+        os.close(at)
+        raise
+
+
+def _made(name: str, at: int) -> os.stat_result:
+    """Return what has this name. Where there is nothing, a folder is made."""
+    try:
+        return os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        # Another process of this user may be faster, or somebody else, which the checks tell.
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=at)
+        return os.stat(name, dir_fd=at, follow_symlinks=False)
+
+
+def _check(status: os.stat_result, where: Path, trusted: frozenset[int]) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in trusted:
+        raise NotPrivateError(
+            f"{where} belongs to user {status.st_uid}, who could replace what is in it; choose a folder "
+            "whose whole path belongs to root or to you"
+        )
+    if mode & stat.S_ISVTX:
+        return
+    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _own_group(status.st_gid)):
+        raise NotPrivateError(
+            f"{where} can be written by others (mode {mode:04o}), who could replace what is in it; choose "
+            "another folder, or take their right away with chmod go-w"
+        )
+
+
+def _own_group(group: int) -> bool:
+    """Return whether it is the group that many systems make for each user, with that user as only member."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    members = set(found.gr_mem)
+    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and members <= {user.pw_name}
+
+
+def _trusted() -> frozenset[int]:
+    """Return the numbers of this user and of root.
+
+    In a user namespace without a root of its own, root is seen as the overflow user.
+    """
+    trusted = {0, os.geteuid()}
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            if file.read().split()[2:] != [_ALL_USERS]:
+                with open("/proc/sys/kernel/overflowuid", encoding="ascii") as overflow:
+                    trusted.add(int(overflow.read()))
+    except (OSError, ValueError):
+        return frozenset(trusted)
+    return frozenset(trusted)

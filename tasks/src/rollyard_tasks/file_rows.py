@@ -1,0 +1,274 @@
+"""The rows of a task file whose bytes come in pieces. The content decides what kind of file it is.
+
+A file has JSON lines, a JSON list of objects, or a table in CSV. It may be compressed, and begin with a byte
+order mark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic_core import from_json
+from rollyard_crds.fields.json_values import MAX_VALUES, too_many_values
+
+from rollyard_tasks.decompression import COMPRESSED, Damaged, Decompressor, TooLong
+from rollyard_tasks.row_texts import (
+    MAX_ROW_BYTES,
+    FileRefused,
+    LineTexts,
+    ListTexts,
+    RowText,
+    RowTexts,
+    TableTexts,
+)
+
+MAX_COLUMNS: Final = 1024
+"""The largest number of columns of a table in CSV."""
+_EXPLAINED_BYTES: Final = 8 << 20
+"""The largest JSON text that the standard library reads to find its fault, for which it needs more memory."""
+_HEADER_BYTES: Final = 64 << 10
+"""The largest header of a table in CSV."""
+_STARTS: Final = {
+    b"\xff\xfe": "is UTF-16 text: write it as UTF-8",
+    b"\xfe\xff": "is UTF-16 text: write it as UTF-8",
+    b"\x28\xb5\x2f\xfd": "is compressed by Zstandard: use gzip, bzip2 or xz",
+    b"PK\x03\x04": "is a ZIP archive: give the file in it, plain or compressed by gzip, bzip2 or xz",
+    b"PAR1": "is a Parquet file that was compressed as a whole: give it as it was before",
+}
+"""What is wrong with a text that begins with these bytes."""
+_NO_TABLE: Final = "; a table in CSV begins with a line of two names or more, with commas between them"
+_BOM: Final = b"\xef\xbb\xbf"
+_CELL: Final = re.compile(rb'(?:"((?:[^"]++|"")*+)"|([^",\r\n]*+))(,|(?:\r\n|\n|\r)?\Z)')
+_COLUMN: Final = re.compile(r'[^"{}\[\]:]*')
+
+
+@dataclass(slots=True)
+class FileRow:
+    """A row of a file."""
+
+    number: int
+    """The number of the row; the first is 1."""
+    document: Any = None
+    """What was read, which may be any JSON value. Who uses it takes it away, because it may be large."""
+    problem: str = ""
+    """Why nothing was read, or "" if something was. It shows nothing of the content."""
+    unit: str = "line"
+    """What `number` counts."""
+
+
+def json_value(text: str | bytes | bytearray) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not valid JSON, or has more than `MAX_VALUES` values.
+    """
+    if too_many_values(text):
+        raise ValueError(f"holds more than {MAX_VALUES} values")
+    try:
+        return from_json(text)
+    except ValueError as error:
+        problem = str(error)
+    # The standard library reads halves of characters as well, so that they can be refused by their field.
+    if len(text) <= _EXPLAINED_BYTES:
+        try:
+            return json.loads((text if isinstance(text, str) else text.decode()).rstrip())
+        except UnicodeDecodeError as error:
+            raise ValueError("not UTF-8 text") from error
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+    raise ValueError(f"not valid JSON: {problem}")
+
+
+def json_row(number: int, text: str | bytes | bytearray, unit: str = "line") -> FileRow:
+    """Return the row of a JSON text."""
+    try:
+        return FileRow(number, json_value(text), unit=unit)
+    except ValueError as error:
+        return FileRow(number, problem=str(error), unit=unit)
+
+
+def line_rows(lines: Iterable[str]) -> Iterator[FileRow]:
+    """Yield the rows of JSON lines. Blank lines are skipped."""
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_ROW_BYTES:
+            yield _too_long(number, "line")
+        elif line.strip():
+            yield json_row(number, line)
+
+
+class FileRows:
+    """The rows of a file.
+
+    Args:
+        max_bytes: The largest size of the file after decompression, in bytes.
+        unit: What the numbers of rows count; the default is what the file has.
+    """
+
+    def __init__(self, max_bytes: int, unit: str = "") -> None:
+        self._max_bytes = max_bytes
+        self._decompressor = Decompressor(max_bytes)
+        self._unit = unit
+        # The beginning of the text, until it is known what it holds.
+        self._start = b""
+        self._texts: RowTexts | None = None
+        self._parse: Callable[[RowText], FileRow | None] = self._of_json
+
+    def feed(self, data: bytes) -> Iterator[FileRow | None]:
+        """Yield the rows that these bytes complete, and None from time to time.
+
+        Raises:
+            FileRefused: Nothing more can be read.
+        """
+        for piece in self._checked(self._decompressor.feed(data)):
+            yield from self._rows(piece, last=False)
+
+    def end(self) -> Iterator[FileRow | None]:
+        """Yield the rows that the end of the file completes, and None from time to time.
+
+        Raises:
+            FileRefused: The file is damaged, or was cut.
+        """
+        for piece in self._checked(self._decompressor.end()):
+            yield from self._rows(piece, last=False)
+        yield from self._rows(b"", last=True)
+        if self._texts is not None:
+            yield from self._parsed(self._texts.end())
+
+    def _checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        try:
+            yield from pieces
+        except TooLong as error:
+            raise FileRefused(f"holds more than {self._max_bytes} bytes of text") from error
+        except Damaged as error:
+            raise FileRefused("the compressed file is damaged") from error
+
+    def _rows(self, piece: bytes, *, last: bool) -> Iterator[FileRow | None]:
+        if self._texts is None:
+            self._start += piece
+            self._texts = self._kind(last)
+            if self._texts is None:
+                yield None
+                return
+            piece, self._start = self._start.removeprefix(_BOM), b""
+        yield from self._parsed(self._texts.feed(piece))
+
+    def _kind(self, last: bool) -> RowTexts | None:
+        """Return what cuts this kind of file, or None if too little has arrived to know."""
+        for start, problem in _STARTS.items():
+            if self._start.startswith(start):
+                raise FileRefused(problem)
+        text = self._start.removeprefix(_BOM).lstrip()
+        known = last or len(self._start) > _HEADER_BYTES
+        if not known and (len(self._start) < len(_BOM) or not text):
+            return None
+        if text.startswith(b"["):
+            self._unit = self._unit or "item"
+            return ListTexts()
+        if text.startswith(b"{"):
+            rest = text[1:].lstrip(b" \t")
+            if not rest and not known:
+                return None
+            if rest.startswith((b"\n", b"\r")):
+                raise FileRefused("an object has several lines: write each on one line, or all in one list")
+        else:
+            ends = [at for at in map(text.find, (b"\n", b"\r")) if at >= 0]
+            if not ends and not known:
+                return None
+            names = header(text[: min(ends, default=len(text))]) if ends or last else []
+            if names:
+                self._unit = self._unit or "row"
+                self._parse = _Table(names, self._unit).row
+                return TableTexts()
+        self._unit = self._unit or "line"
+        return LineTexts()
+
+    def _parsed(self, texts: Iterator[RowText | None]) -> Iterator[FileRow | None]:
+        for text in texts:
+            if text is None:
+                yield None
+            elif text.text is None:
+                yield _too_long(text.number, self._unit)
+            else:
+                row = self._parse(text)
+                text.text.clear()
+                yield row
+                del row  # This row may be large, and the next one as well.
+
+    def _of_json(self, text: RowText) -> FileRow:
+        assert text.text is not None
+        row = json_row(text.number, text.text, self._unit)
+        if row.problem and text.number == 1 and not text.text[:64].lstrip().startswith((b"{", b"[")):
+            row.problem += _NO_TABLE
+        return row
+
+
+def _too_long(number: int, unit: str) -> FileRow:
+    return FileRow(number, problem=f"longer than {MAX_ROW_BYTES} bytes", unit=unit)
+
+
+def is_text(start: bytes) -> bool:
+    """Return whether a file that begins so is a text, and neither compressed nor in UTF-16."""
+    return not start.startswith((*COMPRESSED, *_STARTS))
+
+
+def header(line: bytes) -> list[str]:
+    """Return the names of the columns if the first line of a text is the header of a table, else [].
+
+    A text that was meant to be JSON lines, and begins with a broken one, is none: names have no brackets,
+    colons or quotes. The first column may have no name, as the index of pandas.
+    """
+    try:
+        names = [(cell or b"").decode().strip() for cell in _cells(line) or ()]
+    except UnicodeDecodeError:
+        return []
+    if len(names) < 2 or not all(names[1:]):
+        return []
+    return names if all(map(_COLUMN.fullmatch, names)) else []
+
+
+class _Table:
+    """A table in CSV: its cells are texts, and empty ones are absent."""
+
+    def __init__(self, names: list[str], unit: str) -> None:
+        if len(names) > MAX_COLUMNS:
+            raise FileRefused(f"the header names {len(names)} columns, and {MAX_COLUMNS} are allowed")
+        if len(set(names)) < len(names):
+            raise FileRefused("the header names a column twice")
+        self._names = names
+        self._unit = unit
+
+    def row(self, text: RowText) -> FileRow | None:
+        """Return a row, or None for the header."""
+        assert text.text is not None
+        if text.number == 0:
+            return None
+        found = _cells(text.text)
+        if found is None:
+            problem = "a quote is not closed, or stands in a cell that is not in quotes as a whole"
+        elif len(found) != len(self._names):
+            problem = f"has {len(found)} cells, and the header names {len(self._names)} columns"
+        else:
+            pairs = zip(self._names, found, strict=True)
+            try:
+                cells = {name: cell.decode() for name, cell in pairs if name and cell}
+                return FileRow(text.number, cells, unit=self._unit)
+            except UnicodeDecodeError:
+                problem = "not UTF-8 text"
+        return FileRow(text.number, problem=problem, unit=self._unit)
+
+
+def _cells(text: bytes | bytearray) -> list[bytes] | None:
+    """Return the cells of a row in CSV, or None if its quotes are wrong."""
+    found: list[bytes] = []
+    at = 0
+    while (cell := _CELL.match(text, at)) is not None and len(found) <= 2 * MAX_COLUMNS:
+        quoted, plain, separator = cell.groups()
+        found.append(plain if quoted is None else quoted.replace(b'""', b'"') if b'""' in quoted else quoted)
+        if separator != b",":
+            return found
+        at = cell.end()
+    return None if len(found) <= 2 * MAX_COLUMNS else found

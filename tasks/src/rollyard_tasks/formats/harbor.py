@@ -1,0 +1,113 @@
+"""The format `harbor`: task folders with task.toml, instruction.md, tests and a solution.
+
+A row is `path`, which names the task, and `task_binary`, the folder as a tar archive. `rollyard submit` and
+`rollyard validate` make such rows of a folder of task folders. Data sets on Hugging Face have the same rows.
+The row of a folder that cannot be packed says why, as `refused`, in place of the archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+from rollyard_crds.fields.harbor import HarborFolder
+from rollyard_crds.reading.manifest import describe
+
+from rollyard_tasks.formats.ids import task_id
+from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
+from rollyard_tasks.harbor.archive import FolderRefused, pack, read_folder, unpack
+from rollyard_tasks.harbor.plan import harbor_plan, solution_calls
+from rollyard_tasks.harbor.table import HarborRefused
+
+MAX_TASK_FOLDERS: Final = 100_000
+
+
+class HarborFormat(TaskFormat):
+    """Reads task folders; the handler is `harbor`."""
+
+    columns = (("path", "task_binary"),)
+
+    def task(self, row: Row) -> dict[str, Any]:
+        """Return the task of a row, with the reference solution for the agent `oracle`."""
+        path = row.text("path")
+        if refused := row.text("refused", ""):
+            raise _refused(path, shown(refused))
+        try:
+            folder = HarborFolder.of(_contents(_archive(row)), self.harbor)
+            plan = harbor_plan(folder)
+        except (FolderRefused, HarborRefused) as error:
+            raise _refused(path, str(error)) from error
+        except ValidationError as error:
+            raise _refused(path, describe(error, model=HarborFolder)[0]) from error
+        found: dict[str, Any] = {
+            "id": task_id(*path.strip("/").split("/")),
+            "prompt": plan.steps[0].instruction,
+            "harbor": folder.model_dump(mode="json", exclude_defaults=True),
+            "sandbox": plan.sandbox().model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+            "metadata": dict(plan.metadata),
+        }
+        solution = solution_calls(plan, plan.steps[0])
+        if solution:
+            found["solution"] = solution
+        return found
+
+
+def _archive(row: Row) -> str:
+    """Return the archive in base64: a text, or what a binary column of Parquet becomes."""
+    binary = isinstance(row.values.get("task_binary"), dict)
+    return row.row("task_binary").text("base64") if binary else row.text("task_binary")
+
+
+def _contents(text: str) -> dict[str, tuple[bytes, bool]]:
+    """Return the files of an archive. A folder that holds everything else is left out of their paths."""
+    found = unpack(text)
+    tops = {path.partition("/")[0] for path in found}
+    if len(tops) == 1 and "task.toml" not in found:
+        top = next(iter(tops))
+        return {path[len(top) + 1 :]: content for path, content in found.items() if path != top}
+    return found
+
+
+def _refused(path: str, problem: str) -> RowRefused:
+    words = "holds no task folder that can be run here"
+    return RowRefused("task_binary", words, quoting=f"{shown(path)}: {problem}")
+
+
+def shown(text: str) -> str:
+    """Return the path of a task folder, or what is wrong with it, for a message."""
+    return text if text.isprintable() and len(text) <= 800 else ascii(text[:800])
+
+
+def folder_rows(top: Path) -> Iterator[dict[str, str]]:
+    """Yield a row for each task folder below `top`, or the row of `top` if it is a task folder itself.
+
+    Task folders are those with a `task.toml`, at any depth. Symbolic links are not followed. A task folder
+    that cannot be read, or that holds a link or too much, is a row that says so.
+
+    Raises:
+        FolderRefused: There are too many folders, or one above them cannot be read.
+    """
+    for count, folder in enumerate(_task_folders(top)):
+        if count >= MAX_TASK_FOLDERS:
+            raise FolderRefused(f"{top}: holds more than {MAX_TASK_FOLDERS} task folders")
+        name = folder.name if folder == top else folder.relative_to(top).as_posix()
+        try:
+            row = {"path": name, "task_binary": pack(read_folder(folder))}
+        except FolderRefused as error:
+            row = {"path": name, "refused": str(error)}
+        yield row
+
+
+def _task_folders(folder: Path) -> Iterator[Path]:
+    if (folder / "task.toml").is_file():
+        yield folder
+        return
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError as error:
+        raise FolderRefused(f"{folder}: {error.strerror}") from error
+    for path in below:
+        if not path.name.startswith("."):
+            yield from _task_folders(path)

@@ -69,9 +69,9 @@ def _option(model: type[DeclaredOptions], name: str, field: FieldInfo) -> Callab
     option, key = option_of(field), key_of(name, field)
     kind, more = _kind(field)
     flag = f"--{key}/--no-{key}" if kind is bool else f"--{key}"
-    usual = option.default or _usual(field)
+    default = option.default or usual(field)
     variables = " or ".join(f"${each}" for each in (option.variable, *option.elsewhere) if each)
-    words = ", else ".join(each for each in (variables, usual) if each)
+    words = ", else ".join(each for each in (variables, default) if each)
     text = f"{option.help} [{words}]." if words else f"{option.help}."
     if option.metavar:
         more["metavar"] = option.metavar
@@ -80,7 +80,7 @@ def _option(model: type[DeclaredOptions], name: str, field: FieldInfo) -> Callab
     return click.option(flag, name, cls=DeclaredOption, group=option.group, default=None, help=text, **more)
 
 
-def _usual(field: FieldInfo) -> str:
+def usual(field: FieldInfo) -> str:
     """Return the default of a field in words, or "" if it is the natural one."""
     value = field.get_default(call_default_factory=True)
     if value is True:

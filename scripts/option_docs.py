@@ -55,33 +55,38 @@ def values() -> dict[str, str]:
     found = dict(VALUES)
     for before, line in zip(lines[begin - 1 : end], lines[begin:end], strict=False):
         option = re.match(r'- (?:\{\{ printf ")?--([\w-]+)', line)
-        value = re.search(r"(\$api|\.Values)\.([\w.]+)", line) or re.search(r"(\$api|\.Values)\.([\w.]+)", before)
+        # An option has its value from its own line, or from that of the condition or the loop around it.
+        around = before if before.startswith("{{") else ""
+        value = next(
+            filter(None, (re.search(r"(\$api|\.Values)\.([\w.]+)", each) for each in (line, around))), None
+        )
         if option is not None and value is not None:
             found.setdefault(option[1], "api." * (value[1] == "$api") + value[2])
     return found
 
 
 def table(model: type[DeclaredOptions], without: type[DeclaredOptions] | None = None) -> str:
-    """Return the options of a model as a table in Markdown, in groups, without those of another model."""
+    """Return the options of a model as a table in Markdown, by group, without those of another model."""
     mine = {
         name: field
         for name, field in model.model_fields.items()
         if without is None or name not in without.model_fields
     }
     groups: dict[str, list[str]] = {}
-    chart = values()
+    chart = values() if issubclass(model, ControlPlaneOptions) else None
+    columns = ["option", "what", "default", "variable", *(() if chart is None else ("chart",))]
     for name, field in mine.items():
         option, key = option_of(field), key_of(name, field)
         variables = [variable_of(model, name), *option.elsewhere]
-        row = [f"`--{key}`", option.help.replace("|", "\\|"), option.default or usual(field) or _natural(field)]
+        row = [f"`--{key}`", option.help.replace("|", "\\|")]
+        row.append(option.default or usual(field) or _natural(field))
         row.append(" or ".join(f"`{each}`" for each in variables if each))
-        if issubclass(model, ControlPlaneOptions):
-            row.append(_in_chart(key, chart))
+        row += [] if chart is None else [_in_chart(key, chart)]
         groups.setdefault(option.group, []).append(f"| {' | '.join(row)} |")
-    columns = ["option", "what", "default", "variable"]
-    columns += ["chart"] if issubclass(model, ControlPlaneOptions) else []
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    return "\n".join(f"**{title}**\n\n{head}" + "\n".join(rows) + "\n" for title, rows in groups.items())
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for title, rows in groups.items():
+        lines += [f"| **{title}** {'| ' * len(columns)}".rstrip(), *rows]
+    return "\n".join(lines) + "\n"
 
 
 def _natural(field: FieldInfo) -> str:

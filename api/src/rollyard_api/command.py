@@ -12,7 +12,7 @@ import click
 
 from rollyard_api.options.command_line import GroupedCommand, declared_options, on_command_line
 from rollyard_api.options.declared import ControlPlaneOptions
-from rollyard_api.options.sources import OptionError, drop_variables, load
+from rollyard_api.options.sources import OptionInvalid, drop_variables, load
 
 NAME = "rollyard control-plane"
 EXIT_USAGE = 2
@@ -28,7 +28,7 @@ def command(config: Path | None, **given: Any) -> int:
     """
     try:
         options = load(ControlPlaneOptions, on_command_line(given), config, NAME)
-    except OptionError as error:
+    except OptionInvalid as error:
         click.echo(error, err=True)
         return EXIT_USAGE
     drop_variables(ControlPlaneOptions, os.environ)

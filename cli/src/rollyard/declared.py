@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from rollyard_api.options.command_line import on_command_line
 from rollyard_api.options.declared import DeclaredOptions
-from rollyard_api.options.sources import OptionError, load
+from rollyard_api.options.sources import OptionInvalid, load
 
 from rollyard.errors import UsageProblem
 
@@ -31,7 +31,7 @@ def load_options(model: type[T], values: Mapping[str, Any], config: Path | None,
     declared = {name: value for name, value in values.items() if name in model.model_fields}
     try:
         return load(model, on_command_line(declared), config, program)
-    except OptionError as error:
+    except OptionInvalid as error:
         raise UsageProblem(str(error)) from None
 
 

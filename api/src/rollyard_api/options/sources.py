@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import parse_qsl, urlsplit
 
+import yaml
 from pydantic import ValidationError
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
@@ -38,7 +39,7 @@ _MESSAGES: Final = {
 T = TypeVar("T", bound=DeclaredOptions)
 
 
-class OptionError(ControlPlaneError, ValueError):
+class OptionInvalid(ControlPlaneError, ValueError):
     """An option cannot be used. The message names the option, variable or key, and what would be right."""
 
     reason = "InvalidOption"
@@ -54,18 +55,19 @@ def load(model: type[T], given: Mapping[str, Any], file: Path | None, program: s
         program: The command, for messages.
 
     Raises:
-        OptionError: A source names no option of the program, or a value cannot be used.
+        OptionInvalid: A source names no option of the program, or a value cannot be used.
     """
     from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
     from pydantic_settings import PydanticBaseSettingsSource as Source
 
     _refuse_passwords(model, given)
     _refuse_unknown_variables(model, program)
+    variables = {name: _from_variable(model, name) for name in model.model_fields}
     values = {} if file is None else _from_file(model, file, program)
 
     class Variables(EnvSettingsSource):
         def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-            return _from_variable(model, field_name), field_name, False
+            return variables[field_name], field_name, False
 
         def prepare_field_value(self, field_name: str, field: Any, value: Any, value_is_complex: bool) -> Any:
             return value
@@ -87,7 +89,7 @@ def load(model: type[T], given: Mapping[str, Any], file: Path | None, program: s
     try:
         layered = Layered(**given)
     except ValidationError as error:
-        raise OptionError(_problem(error, model, given, file, values)) from None
+        raise OptionInvalid(_problem(error, model, given, file, values)) from None
     # The sources have done their work; later copies are made of the values alone.
     values = {name: getattr(layered, name) for name in model.model_fields}
     return cast(T, model.model_construct(layered.model_fields_set, **values))
@@ -122,7 +124,7 @@ def _refuse_passwords(model: type[DeclaredOptions], given: Mapping[str, Any]) ->
         secret = option_of(model.model_fields[name]).secret
         value = given.get(name)
         if secret and isinstance(value, str) and holds_password(value):
-            raise OptionError(
+            raise OptionInvalid(
                 f"--{key}: has a password, and every user of this machine can read command lines; give it as "
                 f"{variable_of(model, name)}, or as `{key}` in the file of --config"
             )
@@ -132,7 +134,7 @@ def _refuse_unknown_variables(model: type[DeclaredOptions], program: str) -> Non
     known = {variable_of(model, name) for name in model.model_fields}
     for name in sorted(os.environ):
         if name.startswith(_prefixes(model)) and name not in known:
-            raise OptionError(f"{name}: {_unknown(name, known, program)}")
+            raise OptionInvalid(f"{name}: {_unknown(name, known, program)}")
 
 
 def _unknown(name: str, known: set[str], program: str) -> str:
@@ -159,34 +161,34 @@ def _from_variable(model: type[DeclaredOptions], name: str) -> Any:
         return text.split()
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise OptionError(f"{variable}: must be words with spaces between them, or a JSON list") from error
+    except ValueError:
+        raise OptionInvalid(f"{variable}: must be words with spaces between them, or a JSON list") from None
 
 
 def _from_file(model: type[DeclaredOptions], path: Path, program: str) -> dict[str, Any]:
     """Return the values of a file, by field. Those that a variable of another reader overrides are absent.
 
     Raises:
-        OptionError: The file cannot be read or used, or has a key that no option has.
+        OptionInvalid: The file cannot be read or used, or has a key that no option has.
     """
     text, status = _read(path)
     try:
         document = load_one(text)
     except YamlError as error:
-        raise OptionError(f"{path}: is no YAML that is taken: {error}") from None
+        raise OptionInvalid(f"{path}: is no YAML that is taken: {_without_content(error)}") from None
     document = {} if document is None else document
     if not isinstance(document, dict):
-        raise OptionError(f"{path}: must be a mapping of options to values")
+        raise OptionInvalid(f"{path}: must be a mapping of options to values")
     known = keys(model)
     values: dict[str, Any] = {}
     for key, value in document.items():
         if key not in known:
             shown = str(key)[:_SHOWN]
-            raise OptionError(f"{path}: {shown}: {_unknown(shown, set(known), program)}")
+            raise OptionInvalid(f"{path}: {shown}: {_unknown(shown, set(known), program)}")
         field = model.model_fields[known[key]]
         option = option_of(field)
         if isinstance(value, bool) and field.annotation is not bool:
-            raise OptionError(f"{path}: {key}: must not be true or false; quote it if it is a text")
+            raise OptionInvalid(f"{path}: {key}: must not be true or false; quote it if it is a text")
         if option.secret and isinstance(value, str) and holds_password(value):
             _check_secrecy(path, key, status)
         if value is not None and not any(os.environ.get(name) for name in option.elsewhere):
@@ -194,34 +196,44 @@ def _from_file(model: type[DeclaredOptions], path: Path, program: str) -> dict[s
     return values
 
 
+def _without_content(error: YamlError) -> str:
+    """Return why a text is no YAML, without the line of the text, which may hold a password."""
+    cause = error.__cause__
+    if not isinstance(cause, yaml.MarkedYAMLError) or cause.problem_mark is None:
+        return str(error) if cause is None else "a value cannot be read"
+    mark = cause.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {cause.problem}"
+
+
 def _read(path: Path) -> tuple[bytes, os.stat_result]:
     """Return the content of a file that no other user can have written, and its status.
 
     Raises:
-        OptionError: The file cannot be read, is too large, or another user can change it.
+        OptionInvalid: The file cannot be read, is too large, or another user can change it.
     """
     try:
         # With O_NONBLOCK, a pipe is refused below instead of waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise OptionError(f"--config {path}: cannot be read: {error.strerror}") from error
+        raise OptionInvalid(f"--config {path}: cannot be read: {error.strerror}") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OptionInvalid(f"--config {path}: is no file")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OptionError(f"--config {path}: is no file")
         if status.st_uid not in (0, os.geteuid()):
-            raise OptionError(
+            raise OptionInvalid(
                 f"--config {path}: belongs to user {status.st_uid}, who could choose what runs here; it must "
                 "be your own, or root's"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise OptionError(
+            raise OptionInvalid(
                 f"--config {path}: other users can write it (mode {stat.S_IMODE(status.st_mode):04o}), and "
                 f"choose what runs here: chmod go-w {path}"
             )
         text = file.read(MAX_FILE_BYTES + 1)
     if len(text) > MAX_FILE_BYTES:
-        raise OptionError(f"--config {path}: has more than {MAX_FILE_BYTES} bytes")
+        raise OptionInvalid(f"--config {path}: has more than {MAX_FILE_BYTES} bytes")
     return text, status
 
 
@@ -232,7 +244,7 @@ def _check_secrecy(path: Path, key: str, status: os.stat_result) -> None:
     """
     readers = stat.S_IROTH | (stat.S_IRGRP if status.st_uid else 0)
     if status.st_mode & readers:
-        raise OptionError(
+        raise OptionInvalid(
             f"{path}: {key}: has a password, and other users can read the file (mode "
             f"{stat.S_IMODE(status.st_mode):04o}): chmod 600 {path}"
         )

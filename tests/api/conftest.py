@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def serving() -> Serve:
     """Return a starter of a control plane with settings: `async with serving(settings, **changes)`."""
 
     def make(settings: Settings, **changes: Any) -> Any:
-        return serve(replace(settings, **changes))
+        return serve(settings.model_copy(update=changes))
 
     return make
 

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 
 import rollyard_api
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 
 
 def exceptions() -> set[type[BaseException]]:

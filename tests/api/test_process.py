@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.core.sockets import NoSocket, listening_socket
+from rollyard_testing.api.control_plane import self_signed
 from rollyard_testing.pace import patience
 
 
@@ -351,12 +352,7 @@ def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
     """Return a self-signed certificate of 127.0.0.1 and its key."""
     if shutil.which("openssl") is None:
         missing("openssl is not installed")
-    made = tmp_path / "tls.crt", tmp_path / "tls.key"
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-out", str(made[0]), "-keyout", str(made[1])]
-    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=patience(30))
-    return made
+    return self_signed(tmp_path)
 
 
 async def test_https(

@@ -131,4 +131,4 @@ def test_an_entry_that_is_no_host_stops_the_start(tmp_path: Path) -> None:
         [*command, "--allow-sandbox-host", "10.0.0.0/8"], capture_output=True, text=True, timeout=patience(60)
     )
     assert ended.returncode == 2
-    assert "--allow-sandbox-host, --allow-eval-host: '10.0.0.0/8' is no host" in ended.stderr
+    assert "--allow-sandbox-host: '10.0.0.0/8' is no host" in ended.stderr

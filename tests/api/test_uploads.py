@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -194,6 +193,6 @@ async def test_a_malformed_reference(served: Any, make_manifest: Any, url: str) 
 async def test_an_upload_outlives_the_process(serving: Any, settings: Any, make_manifest: Any) -> None:
     async with serving(settings) as served:
         await upload(served, TEXT)
-    async with serving(replace(settings, sweep_seconds=1800.0)) as served:
+    async with serving(settings, sweep_seconds=1800.0) as served:
         made = await submit(served, make_manifest(tasks={"url": f"blob:sha256:{digest_of(TEXT)}"}))
         assert made.json()["status"]["counts"]["total"] == len(LINES)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import option_docs
 import pytest
 import yaml
-from rollyard_api.program import parser
+from rollyard_api.command import command
+from rollyard_api.options.declared import ControlPlaneOptions, keys
 from rollyard_crds import schema
 from rollyard_operator.pods.parts import APP_USER, pod_security, restricted
 from rollyard_operator.settings import OperatorSettings
@@ -61,6 +63,9 @@ def test_schema_and_values_name_the_same_fields() -> None:
             return
         assert node["additionalProperties"] is False, path
         # `global` is what a parent chart passes on.
+        if path == ".api.options":  # Those of them that nobody sets have the control plane's own defaults.
+            assert values == {}
+            return
         assert set(values) == set(node["properties"]) - {"global"}, path
         for name, value in values.items():
             if isinstance(value, dict):
@@ -94,6 +99,13 @@ def test_every_value_is_explained() -> None:
         ({"api": {"replicas": 0}}, "replicas"),
         ({"api": {"replicas": "2"}}, "replicas"),
         ({"api": {"noBackendSeconds": 0}}, "noBackendSeconds"),
+        ({"api": {"options": {"max-poll": 8}}}, "max-poll"),
+        ({"api": {"options": {"lease-seconds": 8}}}, "lease-seconds"),
+        ({"api": {"options": {"max-polls": 0}}}, "max-polls"),
+        ({"api": {"options": {"max-polls": "many"}}}, "max-polls"),
+        ({"api": {"options": {"db": "postgresql://a:b@c/d"}}}, "db"),
+        ({"api": {"extraArgs": ["max-polls"]}}, "extraArgs"),
+        ({"api": {"extraArgs": "--max-polls=8"}}, "extraArgs"),
         ({"api": {"persistence": {"type": "tape"}}}, "type"),
         ({"api": {"resources": {"limits": {"memory": "lots"}}}}, "memory"),
         ({"api": {"service": {"port": 70000}}}, "port"),
@@ -163,6 +175,11 @@ def expressions() -> dict[str, str]:
     return found
 
 
+def flags() -> set[str]:
+    """Return every option of the control plane."""
+    return {flag for parameter in command.params for flag in parameter.opts}
+
+
 @pytest.mark.parametrize("where", sorted(expressions()))
 def test_alerts_and_panels_ask_for_metrics_that_exist(where: str, exported: set[str]) -> None:
     expression = expressions()[where]
@@ -176,11 +193,10 @@ def test_the_control_plane_knows_every_option_of_the_prorl_calls_and_they_are_of
     text = (CHART / "templates" / "api.yaml").read_text()
     given = re.findall(r"- (--prorl\S*?)(?:=.*)?$", text, re.MULTILINE)
     assert given[0] == "--prorl"
-    actions = parser()._option_string_actions
-    assert set(given) <= set(actions)
+    assert set(given) <= flags()
     assert VALUES["api"]["prorl"]["enabled"] is False
-    assert VALUES["api"]["prorl"]["listen"] == actions["--prorl-host"].default == "127.0.0.1"
-    assert VALUES["api"]["prorl"]["port"] == actions["--prorl-port"].default
+    assert VALUES["api"]["prorl"]["listen"] == ControlPlaneOptions.model_fields["prorl_host"].default
+    assert VALUES["api"]["prorl"]["port"] == ControlPlaneOptions.model_fields["prorl_port"].default
     lines = text.splitlines()
     place = next(at for at, line in enumerate(lines) if line.strip() == "- --prorl")
     assert lines[place - 1].strip() == "{{- if $prorl.enabled }}"
@@ -366,7 +382,6 @@ def test_the_control_plane_gets_each_option_from_the_value_of_the_same_meaning()
         "--max-blob-bytes": "$api.blobs.maxBytes",
         "--max-namespace-blob-bytes": "$api.blobs.namespaceBytes",
         "--max-namespace-blobs": "$api.blobs.namespaceCount",
-        "--db": "if not $sqlite",
         "--trajectories": "with $api.trajectories.url",
         "--prorl": "if $prorl.enabled",
         "--prorl-host": "$prorl.listen",
@@ -375,4 +390,38 @@ def test_the_control_plane_gets_each_option_from_the_value_of_the_same_meaning()
         "--tls-cert": "if .Values.tls.enabled",
         "--tls-key": "",
     }
-    assert found.keys() <= parser()._option_string_actions.keys()
+    assert found.keys() <= flags()
+
+
+def test_every_option_of_the_control_plane_can_be_set() -> None:
+    """It has a value of its own, or is one of `api.options`, or the chart decides it. Each exists once."""
+    of_values = set(option_docs.values())
+    free = set(SCHEMA["properties"]["api"]["properties"]["options"]["properties"])
+    decided = set(option_docs.DECIDED)
+    assert of_values | free | decided == set(keys(ControlPlaneOptions))
+    assert not of_values & free
+    assert not (of_values | free) & decided
+    for path in option_docs.values().values():
+        value: Any = VALUES
+        for name in path.split("."):
+            assert name in value, path
+            value = value[name]
+
+
+def test_the_schema_of_the_options_is_current() -> None:
+    text = (CHART / "values.schema.json").read_text()
+    assert text == option_docs.current_schema(text), "run `make docs`, or scripts/option_docs.py alone"
+
+
+def test_no_password_is_an_argument() -> None:
+    text = (CHART / "templates" / "api.yaml").read_text()
+    arguments = text[text.index("args:") : text.index("env:")]
+    assert "existingSecret" not in arguments
+    assert "$(" not in arguments
+    lines = [line.strip() for line in text.splitlines()]
+    place = lines.index("- name: ROLLYARD_CONTROL_PLANE_DB")
+    assert "database.existingSecret" in "".join(lines[place : place + 3])
+    # The last of two arguments decides, so the installer's own come after the chart's.
+    assert lines.index("{{- range $api.extraArgs }}") > lines.index(
+        "{{- range $name, $value := $api.options }}"
+    )

@@ -432,3 +432,29 @@ def names_of(cluster: Cluster, kinds: str, namespace: str) -> list[str]:
 def secrets_of(cluster: Cluster, namespace: str) -> dict[str, dict[str, str]]:
     found = cluster.items("secrets", namespace, "app.kubernetes.io/instance=yard")
     return {one["metadata"]["name"]: one["data"] for one in found}
+
+
+def test_further_options_become_arguments(cluster: Cluster, values: Any) -> None:
+    document = {
+        "api": {
+            "database": {"existingSecret": "pg"},
+            "options": {"max-polls": 8_000_000, "store-seconds": 2.5, "verify-python": "/opt/a b"},
+            "extraArgs": ["--stall-seconds=30", "--no-open-docs"],
+        }
+    }
+    shown = cluster.run(
+        "helm", "template", "yard", CHART, "-s", "templates/api.yaml", *values(document)
+    ).stdout
+    (deployment,) = [each for each in yaml.safe_load_all(shown) if each["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "rollyard", "control-plane"]
+    assert container["args"][-5:] == [
+        "--max-polls=8000000",
+        "--store-seconds=2.5",
+        "--verify-python=/opt/a b",
+        "--stall-seconds=30",
+        "--no-open-docs",
+    ]
+    assert not [each for each in container["args"] if each.startswith("--db")]
+    (database,) = [each for each in container["env"] if each["name"] == "ROLLYARD_CONTROL_PLANE_DB"]
+    assert database["valueFrom"]["secretKeyRef"] == {"name": "pg", "key": "url"}

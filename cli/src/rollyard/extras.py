@@ -15,7 +15,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "parquet": ("pyarrow",),
     "api": (
         "alembic", "fastapi", "fastapi_swagger", "fsspec", "httptools", "msgpack", "msgspec",
-        "prometheus_client", "pyarrow", "sqlalchemy", "uvicorn", "uvloop",
+        "prometheus_client", "pyarrow", "pydantic_settings", "sqlalchemy", "uvicorn", "uvloop",
     ),
     "worker": ("aiohttp", "jinja2", "markdown_it", "math_verify", "spython", "tokenizers", "uvloop"),
     "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "cancel": "Cancel a job, a group or a rollout",
     "delete": "Delete a job or a pool",
     "weights": "Update a pool's weights, list its updates, pause or resume it",
+    "control-plane": "Run a control plane of your own, without workers and backends",
     "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
     "validate": "Check manifests and the tasks they name, without a server",
     "images": "Build images of sandboxes from Dockerfiles, for Apptainer",

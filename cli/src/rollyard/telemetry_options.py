@@ -5,38 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TypeVar
-
-import click
 
 from rollyard.errors import UsageProblem
-
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def telemetry_options(function: F) -> F:
-    """Add `--otlp-endpoint`, `--trace-sample` and `--log-format` to a command."""
-    for option in (
-        click.option(
-            "--log-format",
-            type=click.Choice(["text", "json"]),
-            help="Form of all log lines [$ROLLYARD_LOG_FORMAT, else text].",
-        ),
-        click.option(
-            "--trace-sample",
-            type=click.FloatRange(0.0, 1.0),
-            help="Fraction of groups whose rollouts are traced [$ROLLYARD_TRACE_SAMPLE, else 1].",
-        ),
-        click.option(
-            "--otlp-endpoint",
-            default="",
-            metavar="URL",
-            help="OpenTelemetry receiver, as http://127.0.0.1:4318: send it a trace of each rollout "
-            "[$OTEL_EXPORTER_OTLP_ENDPOINT, else none].",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 def speaker(text: Callable[[str], None], logger: str) -> Callable[[str], None]:

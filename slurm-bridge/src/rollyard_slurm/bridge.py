@@ -175,7 +175,8 @@ class Bridge:
         try:
             if not await unless_stopped(plane.start(), self._stop):
                 return
-            url = plane.url if not advertised else base_url(advertised, plane.port)
+            scheme = plane.url.partition(":")[0]
+            url = plane.url if not advertised else base_url(advertised, plane.port, scheme)
             known_next: dict[str, Any] = {
                 "instance": instance,
                 "url": url,
@@ -197,8 +198,8 @@ class Bridge:
             store = self._make_store(plane.url, token, trusted)
             for pool in options.pools:
                 await replace_pool(store, pool)
-            if not options.join:
-                self._home.write_context(plane.url)
+            if isinstance(plane, ControlPlaneProcess):
+                self._home.write_context(plane.url, plane.tokens_file)
             write_json(self._home.root / "bridge.json", {**known_next, "pid": os.getpid()})
             self._on_ready(BridgeReady(plane.url, self._home, len(workloads.jobs)))
             profile = reconcile_profile(site, options.max_jobs)
@@ -265,17 +266,7 @@ class Bridge:
 
     def _own_plane(self, listen: str, port: int, http: httpx.AsyncClient) -> ControlPlaneProcess:
         """Return a control plane that this bridge starts."""
-        options = self._options
-        settings = ControlPlaneSettings(
-            listen,
-            port,
-            options.lease_seconds,
-            no_backend_seconds=options.no_backend_seconds,
-            allow_sandbox_hosts=options.allow_sandbox_hosts,
-            allow_eval_hosts=options.allow_eval_hosts,
-            allow_rewards_from=options.allow_rewards_from,
-            allow_rewards_networks=options.allow_rewards_networks,
-        )
+        settings = ControlPlaneSettings(listen, port, self._options.plane)
         return ControlPlaneProcess(self._home, settings, http)
 
     def _site(self, instance: str, url: str) -> Site:

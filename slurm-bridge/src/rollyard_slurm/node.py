@@ -56,9 +56,9 @@ def command_for(command: list[str], host: str, port: int) -> tuple[list[str], in
     return filled, chosen
 
 
-def base_url(host: str, port: int) -> str:
-    """Return the `http:` URL of a server. An IPv6 address gets brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def base_url(host: str, port: int, scheme: str = "http") -> str:
+    """Return the URL of a server. An IPv6 address gets brackets."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rollyard_crds import BackendPool, RolloutJob
-from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Profile
 
@@ -22,7 +22,6 @@ SOCKET_NAME = "api.sock"
 """The name of the socket in the state folder. Only the user of the bridge can reach this folder."""
 CA_NAME = "ca.crt"
 """The name of the file in the home into which the certificates are copied."""
-DEFAULT_LEASE_SECONDS = 30.0
 DEFAULT_TIMEOUT = 20.0
 
 
@@ -39,10 +38,7 @@ class BridgeOptions:
     namespaces: tuple[str, ...] = ()
     """The namespaces whose jobs and pools run here, with `join`. An empty tuple stands for all namespaces."""
     ca_file: Path | None = None
-    """A PEM file with the certificate authorities to trust for `https:`, if they are not public.
-
-    It is used with `join`.
-    """
+    """A PEM file with the certificate authorities to trust for `https:`, if they are not public."""
     listen: str = ""
     """The address on which the control plane listens.
 
@@ -60,23 +56,8 @@ class BridgeOptions:
     """The variables of the jobs for traces and log lines."""
     pools: tuple[BackendPool, ...] = ()
     """The pools that the bridge creates or replaces when it starts."""
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
-    no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
-    """The time in seconds for which rollouts of a job without a deadline wait for a ready backend.
-
-    It applies to a control plane that the bridge starts.
-    """
-    allow_sandbox_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.sandbox.allowedHosts` of a job may name.
-
-    It applies to a control plane that the bridge starts.
-    """
-    allow_eval_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.stages.eval.allowedHosts` of a job may name, likewise."""
-    allow_rewards_from: tuple[str, ...] = ()
-    """The URL prefixes that reward services of jobs may have, with a control plane that the bridge starts."""
-    allow_rewards_networks: tuple[str, ...] = ()
-    """The networks in which these services may be, in addition to public addresses."""
+    plane: Mapping[str, Any] = field(default_factory=dict)
+    """The options of a control plane that the bridge starts, by their names in files."""
     timeout: float = DEFAULT_TIMEOUT
     """The time limit of one Slurm command or one call of slurmrestd, in seconds."""
     max_jobs: int = 16

@@ -34,7 +34,8 @@ def _url(options: BridgeOptions) -> str:
         return options.join.rstrip("/")
     if options.listen == UNIX:
         return socket_url(str(options.home / "state" / SOCKET_NAME))
-    return base_url(options.advertise or options.listen or "BRIDGE-ADDRESS", options.port or 8765)
+    scheme = "https" if options.plane.get("tls-cert") else "http"
+    return base_url(options.advertise or options.listen or "BRIDGE-ADDRESS", options.port or 8765, scheme)
 
 
 def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[BatchScript]:

@@ -20,7 +20,8 @@ from typing import Final, Literal, get_args
 from rollyard_crds.security.job_token import JobIdentity, job_of
 from rollyard_crds.security.ready_token import ReadyIdentity, ready_worker_of
 
-from rollyard_api.core.problems import ControlPlaneError, Unauthorized
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import Unauthorized
 
 Role = Literal["admin", "worker", "driver", "metrics", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)

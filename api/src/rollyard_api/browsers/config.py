@@ -1,15 +1,14 @@
-"""The settings of what browsers see, and their options on the command line."""
+"""The settings of what browsers see, and the checks of the options about them."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.hosts import MAX_HOST, NAME, HostCheck, address_of
-from rollyard_api.core.problems import ControlPlaneError
 
 MAX_PREFIX: Final = 200
 """The largest number of characters of a path prefix."""
@@ -18,8 +17,8 @@ _OWN: Final = frozenset({"assets", "docs", "healthz", "jobs", "metrics", "openap
 """What paths of the control plane itself begin with."""
 
 
-class BrowserOptionInvalid(ControlPlaneError):
-    """An option of the page or of sign-in cannot be used."""
+class BrowserOptionInvalid(ControlPlaneError, ValueError):
+    """An option of the page or of sign-in cannot be used. The message says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,13 @@ def path_prefix(text: str) -> str:
         return ""
     if len(prefix) > MAX_PREFIX or not _PREFIX.fullmatch(prefix):
         raise BrowserOptionInvalid(
-            "--path-prefix must be a path such as /rollyard, of letters, digits and '-._~', "
+            "must be a path such as /rollyard, of letters, digits and '-._~', "
             f"with at most {MAX_PREFIX} characters (got {text[:MAX_PREFIX]!r})"
         )
     first = prefix.split("/")[1]
     if first in _OWN:
         raise BrowserOptionInvalid(
-            f"--path-prefix must not begin with /{first}, which is a path of the control plane itself"
+            f"must not begin with /{first}, which is a path of the control plane itself"
         )
     return prefix
 
@@ -76,56 +75,11 @@ def host_name(text: str) -> str:
     name = text.strip().removesuffix(".").lower()
     if address_of(name) is not None:
         raise BrowserOptionInvalid(
-            f"--allowed-host is for DNS names, and {name} is an address; addresses are accepted without it"
+            f"is for DNS names, and {name} is an address; addresses are accepted without it"
         )
     if len(name) > MAX_HOST or not NAME.fullmatch(name):
         raise BrowserOptionInvalid(
-            "--allowed-host must be a DNS name such as rollyard.example.org, without a scheme and a port "
+            "must be a DNS name such as rollyard.example.org, without a scheme and a port "
             f"(got {text[:MAX_HOST]!r})"
         )
     return name
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the page and of sign-in."""
-    group = parser.add_argument_group("the page and sign-in")
-    group.add_argument(
-        "--path-prefix",
-        default="",
-        metavar="PATH",
-        help="path below which browsers find the page, as /rollyard; calls are answered below it, too, and "
-        "without it (default: none)",
-    )
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="DNS name under which browsers may open the page, beside localhost and the address of --host; "
-        "may be given several times",
-    )
-    usual = BrowserSettings()
-    for option, seconds, text in (
-        ("--session-idle-seconds", usual.idle_seconds, "a session that nobody uses ends after so long"),
-        ("--session-seconds", usual.session_seconds, "every session ends after so long"),
-    ):
-        group.add_argument(option, type=float, default=seconds, help=f"{text} (default: %(default)s)")
-
-
-def parsed(given: argparse.Namespace) -> BrowserSettings:
-    """Return the settings that the command line gives.
-
-    Raises:
-        BrowserOptionInvalid: An option cannot be used. The message names it.
-    """
-    for name in ("session_idle_seconds", "session_seconds"):
-        if not 0 < getattr(given, name) <= 366 * 86400.0:
-            option = f"--{name.replace('_', '-')}"
-            raise BrowserOptionInvalid(f"{option} must be more than 0, and at most a year")
-    return BrowserSettings(
-        bound=given.host,
-        path_prefix=path_prefix(given.path_prefix),
-        allowed_hosts=tuple(host_name(text) for text in given.allowed_host),
-        idle_seconds=given.session_idle_seconds,
-        session_seconds=given.session_seconds,
-    )

@@ -24,7 +24,8 @@ from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.browsers.origins import BrowserHeaders
 from rollyard_api.browsers.page import DATA_HEADERS
 from rollyard_api.browsers.sessions import SECRET, BrowserSession, Sessions
-from rollyard_api.core.problems import ControlPlaneError, Forbidden, Unauthorized
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import Forbidden, Unauthorized
 
 MAX_HEADER: Final = 16 << 10
 """The largest number of characters of a Cookie header that is read."""

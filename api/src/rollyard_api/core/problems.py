@@ -1,4 +1,4 @@
-"""The root of the package's exceptions, and those that answer requests, as problem+json (RFC 9457)."""
+"""The errors that answer requests, as problem+json (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from typing import Any, ClassVar, Self
 import orjson
 from starlette.responses import Response
 
+from rollyard_api.core.errors import ControlPlaneError
+
 TYPE_BASE = "https://rollyard.dev/problems/"
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER = {"Retry-After": "2"}
 """The header of refusals that are over soon."""
-
-
-class ControlPlaneError(Exception):
-    """The root of all exceptions of `rollyard_api`. The `reason` is stable, and the message is for people.
-
-    The reason is the name of the class, unless the class has another one.
-    """
-
-    reason: str = "InternalError"
-
-    def __init_subclass__(cls) -> None:
-        if "reason" not in vars(cls):
-            cls.reason = cls.__name__
 
 
 class ApiError(ControlPlaneError):

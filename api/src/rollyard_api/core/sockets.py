@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 
 
 class NoSocket(ControlPlaneError):

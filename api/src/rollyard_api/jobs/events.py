@@ -13,7 +13,7 @@ from typing import Any
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
 MAX_JOBS = 1024

@@ -17,7 +17,7 @@ from urllib.parse import urljoin
 import fsspec
 import httpcore
 
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.jobs.task_sources import Address, AllowList, Source
 
 T = TypeVar("T")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
 
-from rollyard_api.core.problems import ControlPlaneError, Invalid
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import Invalid
 
 FIELD: Final = "spec.tasks.url"
 NAMESPACE: Final = "{namespace}"

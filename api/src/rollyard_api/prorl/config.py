@@ -17,8 +17,8 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_tasks.formats.registry import task_format
 
 from rollyard_api.core import entrypoints
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.hosts import MAX_HOST, NAME
-from rollyard_api.core.problems import ControlPlaneError
 from rollyard_api.prorl.process_calls import FORMATS, RolloutParams, job_spec
 
 MAX_CONFIG_BYTES = 4 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import socket
@@ -15,12 +14,11 @@ from typing import Final
 import uvicorn
 
 from rollyard_api.core.sockets import listening_socket, write_port
+from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl.app import ProrlCalls
 from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
 from rollyard_api.service import ControlPlane
 
-DEFAULT_PORT: Final = 8006
-"""The port of ProRL Agent's server."""
 FURTHER_CONNECTIONS: Final = 256
 """The connections beside those of waiting /process calls."""
 SHUTDOWN_SECONDS: Final = 2
@@ -44,42 +42,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the listener to a command line."""
-    group = parser.add_argument_group(
-        "the calls of ProRL Agent's server (see docs/prorl.md); they need no token"
-    )
-    group.add_argument("--prorl", action="store_true", help="offer them, on a port of their own")
-    group.add_argument(
-        "--prorl-host", default="127.0.0.1", help="address of that port (default: %(default)s)"
-    )
-    group.add_argument(
-        "--prorl-port", type=int, default=DEFAULT_PORT, help="0: any free port (default: %(default)s)"
-    )
-    group.add_argument("--prorl-port-file", type=Path, help="written with that port once it is open")
-    group.add_argument("--prorl-config", type=Path, metavar="FILE", help="YAML file with their settings")
-    group.add_argument(
-        "--prorl-tokenizer",
-        default="",
-        metavar="DIR",
-        help="the setting `tokenizer`, where the file has none",
-    )
-
-
-def opened(given: argparse.Namespace) -> ProrlListener | None:
+def opened(options: ControlPlaneOptions) -> ProrlListener | None:
     """Return the listener of the ProRL calls, or None if they are off.
 
     Raises:
         ProrlConfigError: A setting is wrong.
         NoSocket: The address is not available.
     """
-    if not given.prorl:
-        if given.prorl_config is not None:
+    if not options.prorl:
+        if options.prorl_config is not None:
             raise ProrlConfigError("--prorl-config goes with --prorl")
         return None
-    config = read_config(given.prorl_config, given.prorl_tokenizer)
-    sock = listening_socket(given.prorl_host, given.prorl_port, "--prorl-port")
-    return ProrlListener(sock, config, given.prorl_host, given.prorl_port_file)
+    config = read_config(options.prorl_config, options.prorl_tokenizer)
+    sock = listening_socket(options.prorl_host, options.prorl_port, "--prorl-port")
+    return ProrlListener(sock, config, options.prorl_host, options.prorl_port_file)
 
 
 @asynccontextmanager

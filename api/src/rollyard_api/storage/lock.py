@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 
 FILE_NAME = "lock"
 

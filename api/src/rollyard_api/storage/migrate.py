@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage import view_tables  # noqa: F401  It adds tables to the metadata.
 from rollyard_api.storage.schema import metadata
 

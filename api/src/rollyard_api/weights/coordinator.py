@@ -33,7 +33,8 @@ from rollyard_inference.weights.control import WeightCallLimits, WeightControl
 from rollyard_process.backoff import Backoff
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.problems import ApiError, ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import ApiError
 from rollyard_api.storage.database import Database
 from rollyard_api.weights import checkpoints, records, steps, verification
 from rollyard_api.weights.checkpoints import Forward

@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from rollyard_crds.weights import PauseMode, WeightUpdateRequest
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core.problems import Conflict, ControlPlaneError, NotFound
+from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.rollouts import staleness
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction

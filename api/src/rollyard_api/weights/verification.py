@@ -14,7 +14,7 @@ from typing import Final, Literal
 from rollyard_crds.backendpool import EngineSpec
 from rollyard_crds.reading.engine_arguments import given
 
-from rollyard_api.core.problems import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError
 
 PROMPT_TOKENS: Final = 48
 """The largest number of ids of a fixed prompt."""

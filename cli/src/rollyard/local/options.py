@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Annotated, ClassVar, Final, Literal
 
+from pydantic import AfterValidator, Field
+from rollyard_api.options.declared import STATE, LeaseSeconds, ListeningOptions, Option, TaskPrefixes
 from rollyard_crds.reading.engine_arguments import is_given
-from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
+from rollyard_drivers.host.home import default_home
 
 from rollyard.errors import LookupFailed, UsageProblem
 
-DEFAULT_PORT = 8765
-DEFAULT_PRORL_PORT = 8006
 DEFAULT_POOL = "default"
-DEFAULT_READY_WORKERS = 1
-DEFAULT_LEASE_SECONDS = 15.0
-"""The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for a
-network."""
+BACKENDS: Final = "Backends"
+SANDBOXES: Final = "Sandboxes"
 _WEIGHTS: Final = "*.safetensors, *.bin or *.pt"
 _MODEL_FILES: Final = {
     "embedded": ("genai_config.json", "tokenizer.json", "*.onnx"),
@@ -29,76 +26,135 @@ _MODEL_FILES: Final = {
 """The files that a model folder needs, by engine: names or patterns, of which one must be there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The settings of one supervisor."""
+def whole_path(path: Path) -> Path:
+    """Return a path of the command line or of a file, without `~` and links."""
+    return path.expanduser().resolve()
 
-    home: Path
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    """The port of the control plane. 0 selects a free one."""
-    backend_url: str = ""
+
+def _pair(text: str) -> str:
+    name, equals, _ = text.partition("=")
+    if not name or not equals:
+        raise ValueError("must be NAME=VALUE")
+    return text
+
+
+HOME_OPTION: Final = Option(
+    "State folder", STATE, metavar="DIR", elsewhere=("ROLLYARD_HOME",), default="~/.local/state/rollyard"
+)
+Replicas = Annotated[int, Field(ge=0, le=1024), Option("Backends to start", BACKENDS)]
+Gpus = Annotated[
+    int, Field(ge=0, le=64), Option("vLLM: GPUs of each server", BACKENDS, default="not restricted")
+]
+EngineArgs = Annotated[
+    tuple[str, ...],
+    Option("Argument of the engine; repeatable", BACKENDS, flag="--engine-arg", metavar="ARG"),
+]
+EngineEnv = Annotated[
+    tuple[Annotated[str, AfterValidator(_pair)], ...],
+    Field(repr=False),
+    Option(
+        "Environment of the engine; repeatable", BACKENDS, flag="--engine-env", metavar="K=V", secret=True
+    ),
+]
+"""Variables of an engine, as NAME=VALUE."""
+SandboxTemplates = Annotated[
+    bool,
+    Option(
+        "bubblewrap: fork sandboxes from a template; without, each one's server is started alone, with an "
+        "address layout and a hash seed of its own",
+        SANDBOXES,
+    ),
+]
+"""Whether bubblewrap sandboxes are forked from a template. Otherwise each one is started alone."""
+
+
+class Options(ListeningOptions):
+    """The options of `rollyard up`, which are the settings of its supervisor, too."""
+
+    prefix: ClassVar[str] = "ROLLYARD_UP_"
+
+    home: Annotated[Path, AfterValidator(whole_path), HOME_OPTION] = Field(default_factory=default_home)
+    backend_url: Annotated[
+        str, Option("Use a running vLLM-compatible server", BACKENDS, flag="--backend", metavar="URL")
+    ] = ""
     """The URL of a running vLLM-compatible server. If it is empty, the supervisor starts backends itself."""
-    engine: str = "embedded"
-    """The engine of the backends that the supervisor starts: `embedded` or `vllm`."""
-    replicas: int = 1
-    """The number of backends that the supervisor starts."""
-    vllm_python: str = ""
-    """The Python of an environment with vLLM. If it is empty, the command `vllm` is run."""
-    engine_args: tuple[str, ...] = ()
-    engine_env: tuple[tuple[str, str], ...] = ()
-    gpus: int = 0
-    """The number of GPUs of each vLLM server. With 0, GPUs are neither requested nor restricted."""
-    model: str = ""
+    engine: Annotated[
+        Literal["embedded", "vllm"], Option("What to start in the place of --backend", BACKENDS)
+    ] = "embedded"
+    """The engine of the backends that the supervisor starts."""
+    model: Annotated[
+        str,
+        Option(
+            "Model folder; with --backend: the name it is served under",
+            BACKENDS,
+            metavar="DIR",
+            default="the shipped model",
+        ),
+    ] = ""
     """The model folder for the engines `embedded` and `vllm`, or the name that an external server serves."""
-    tokenizer: str = ""
+    replicas: Replicas = 1
+    """The number of backends that the supervisor starts."""
+    gpus: Gpus = 0
+    """The number of GPUs of each vLLM server. With 0, GPUs are neither requested nor restricted."""
+    vllm_python: Annotated[
+        str, Option("vLLM: Python of its environment", BACKENDS, metavar="PY", default="`vllm` on PATH")
+    ] = ""
+    """The Python of an environment with vLLM. If it is empty, the command `vllm` is run. It verifies weight
+    updates as well, if no other Python is given for that."""
+    engine_args: EngineArgs = ()
+    engine_env: EngineEnv = ()
+    tokenizer: Annotated[
+        str, Option("With --backend: folder with tokenizer.json and chat template", BACKENDS, metavar="DIR")
+    ] = ""
     """The folder with tokenizer.json and the chat template, for an external server."""
-    verify_python: str = ""
-    """A Python with torch and transformers, which verifies weight updates. If it is empty, `vllm_python` is
-    used, if given."""
-    sandbox: str = "bubblewrap"
-    default_image: str = ""
-    """The image of jobs that name none, for Apptainer."""
-    image_cache: str = ""
-    """The folder for built images, for Apptainer. If it is empty, the images are in the home."""
-    fakeroot: bool = False
-    build_dockerfiles: bool = False
-    """Whether programs inside a sandbox are root of their image, for Apptainer."""
-    sandbox_templates: bool = True
-    """Whether bubblewrap sandboxes are forked from a template. Otherwise each one is started alone."""
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
-    """The seconds that a stage worker may be silent before its rollouts go to another one."""
-    no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
-    """The time in seconds for which rollouts of a job without a deadline wait for a ready backend."""
-    allow_sandbox_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.sandbox.allowedHosts` of a job may name. By default no sandbox gets a network."""
-    allow_eval_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.stages.eval.allowedHosts` of a job may name."""
-    prorl: bool = False
-    """Whether the control plane offers the calls of ProRL Agent's server, on a port of their own."""
-    prorl_host: str = "127.0.0.1"
-    prorl_port: int = DEFAULT_PRORL_PORT
-    """The port of the ProRL calls. 0 selects a free one."""
-    prorl_config: str = ""
-    """The file with the settings of the ProRL calls, or "" for the defaults."""
-    path_prefix: str = ""
-    """The path below which browsers find the page, or "" for the root."""
-    allowed_hosts: tuple[str, ...] = ()
-    """The DNS names under which browsers may open the page, in addition to `localhost`."""
-    allow_rewards_from: tuple[str, ...] = ()
-    """The URL prefixes that reward services of jobs may have."""
-    allow_rewards_networks: tuple[str, ...] = ()
-    """The networks in which these services may be, in addition to public addresses."""
-    ready_workers: int = DEFAULT_READY_WORKERS
+
+    sandbox: Annotated[
+        Literal["bubblewrap", "apptainer", "process"],
+        Option("What isolates rollouts; `process` isolates nothing", SANDBOXES),
+    ] = "bubblewrap"
+    default_image: Annotated[
+        str,
+        Option(
+            "Apptainer: the image of jobs that name none (a SIF file, docker://NAME, …)",
+            SANDBOXES,
+            metavar="IMAGE",
+        ),
+    ] = ""
+    image_cache: Annotated[
+        Annotated[Path, AfterValidator(whole_path)] | None,
+        Option("Apptainer: where built images are kept", SANDBOXES, metavar="DIR", default="in the home"),
+    ] = None
+    fakeroot: Annotated[bool, Option("Apptainer: programs inside are root of their image", SANDBOXES)] = False
+    build_dockerfiles: Annotated[
+        bool,
+        Option(
+            "Apptainer: build the images of tasks' Dockerfiles; their commands run here, as you", SANDBOXES
+        ),
+    ] = False
+    sandbox_templates: SandboxTemplates = True
+    ready_workers: Annotated[
+        int,
+        Field(ge=0, le=64),
+        Option(
+            "Processes that stand ready for the workers of jobs; 0: no process of any kind stands ready",
+            "Workers",
+        ),
+    ] = 1
     """The number of processes that stand ready to become stage workers. With 0, none stands ready, and no
     other process does either."""
+
+    lease_seconds: LeaseSeconds = 15.0
+    """The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for
+    a network."""
+    allow_tasks_from: TaskPrefixes = ("file:///",)
+    """The control plane runs as the user who calls it, and only holders of that user's token submit jobs."""
 
     def sandbox_arguments(self) -> tuple[str, ...]:
         """Return the sandbox options for the command lines of stage workers and of a supervisor."""
         return (
             *("--sandbox", self.sandbox),
             *(("--default-image", self.default_image) if self.default_image else ()),
-            *(("--image-cache", self.image_cache) if self.image_cache else ()),
+            *(("--image-cache", str(self.image_cache)) if self.image_cache else ()),
             *(("--fakeroot",) if self.fakeroot else ()),
             *(("--build-dockerfiles",) if self.build_dockerfiles else ()),
             *(() if self.sandbox_templates else ("--no-sandbox-templates",)),

@@ -18,12 +18,15 @@ from functools import partial
 from typing import Any
 
 import httpx
+from rollyard_api.options.declared import document
+from rollyard_client.context import Context
+from rollyard_client.tls import verify
 from rollyard_crds import BackendPool
 from rollyard_crds.security.job_token import job_token
 from rollyard_crds.workers import WorkerDied
 from rollyard_drivers.host.child import Folders, sweep
 from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
-from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings, ProrlOptions
+from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, unless_stopped
@@ -79,7 +82,7 @@ def default_pool(options: Options) -> BackendPool:
     else:
         spec = {"model": options.model or str(shipped_model()), "replicas": options.replicas}
     if options.engine == "vllm":
-        env = dict(options.engine_env)
+        env = {name: value for name, _, value in (pair.partition("=") for pair in options.engine_env)}
         spec["engine"] = {"type": "vllm", "args": list(options.engine_args), "env": env}
         if options.vllm_python:
             spec["engine"]["command"] = [options.vllm_python, "-m", API_SERVER]
@@ -89,40 +92,24 @@ def default_pool(options: Options) -> BackendPool:
 
 
 def opens_docs(options: Options) -> bool:
-    """Return whether `/docs` needs no token, which is so on loopback, where only this machine reaches it."""
+    """Return whether `/docs` needs no token.
+
+    If no option decides it, this is so on loopback, where only this machine reaches it.
+    """
+    if "open_docs" in options.model_fields_set:
+        return options.open_docs
     return options.host in ("127.0.0.1", "::1", "localhost")
 
 
 def plane_settings(options: Options) -> ControlPlaneSettings:
     """Return the settings of the control plane for these options."""
-    # Without either option, the control plane reads ROLLYARD_VERIFY_PYTHON from the environment that it
-    # inherits.
-    verify = options.verify_python
-    if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
-        verify = options.vllm_python
-    return ControlPlaneSettings(
-        options.host,
-        options.port,
-        options.lease_seconds,
-        verify,
-        open_docs=opens_docs(options),
-        # The control plane runs as the user who calls it, and only holders of that user's token submit jobs.
-        allow_tasks_from=("file:///",),
-        allow_sandbox_hosts=options.allow_sandbox_hosts,
-        allow_eval_hosts=options.allow_eval_hosts,
-        allow_rewards_from=options.allow_rewards_from,
-        allow_rewards_networks=options.allow_rewards_networks,
-        no_backend_seconds=options.no_backend_seconds,
-        prorl=_prorl(options),
-        path_prefix=options.path_prefix,
-        allowed_hosts=options.allowed_hosts,
-    )
-
-
-def _prorl(options: Options) -> ProrlOptions | None:
-    if not options.prorl:
-        return None
-    return ProrlOptions(options.prorl_host, options.prorl_port, _tokenizer(options), options.prorl_config)
+    changes: dict[str, Any] = {
+        "open_docs": opens_docs(options),
+        "verify_python": options.verify_python or options.vllm_python,
+    }
+    if options.prorl:
+        changes["prorl_tokenizer"] = options.prorl_tokenizer or _tokenizer(options)
+    return ControlPlaneSettings(options.host, options.port, document(options.model_copy(update=changes)))
 
 
 def _tokenizer(options: Options) -> str:
@@ -202,16 +189,23 @@ class Supervisor:
             self._home.backends_file.unlink(missing_ok=True)
             self._home.write_supervisor(os.getpid())
             try:
-                async with httpx.AsyncClient(trust_env=False) as http:
-                    await self._serve(http, pool, tuple(swept))
+                # Its own control plane may have a certificate that ROLLYARD_CA_FILE vouches for.
+                trusted = verify(Context("https:" if self._options.tls_cert else "http:", ""))
+                async with (
+                    httpx.AsyncClient(trust_env=False) as http,
+                    httpx.AsyncClient(trust_env=False, verify=trusted) as own,
+                ):
+                    await self._serve(http, own, pool, tuple(swept))
             finally:
                 self._home.remove_context()
                 self._home.backends_file.unlink(missing_ok=True)
                 self._home.supervisor_file.unlink(missing_ok=True)
 
-    async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
+    async def _serve(
+        self, http: httpx.AsyncClient, own: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]
+    ) -> None:
         ready = ReadyProcesses(Folders(self._home.logs, self._home.pids), ready_programs(self._options))
-        plane = ControlPlaneProcess(self._home, plane_settings(self._options), http, ready)
+        plane = ControlPlaneProcess(self._home, plane_settings(self._options), own, ready)
         fleet: Fleet | None = None
         store: Store | None = None
         try:
@@ -222,7 +216,7 @@ class Supervisor:
             )
             store = self._make_store(plane.url, plane.token("admin"))
             await replace_pool(store, pool)
-            self._home.write_context(plane.url)
+            self._home.write_context(plane.url, plane.tokens_file)
             self._on_ready(
                 Ready(
                     plane.url,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import httpx
 from rollyard_client.unixsocket import base_of, socket_of, socket_url
@@ -15,6 +16,7 @@ from rollyard_process.backoff import Backoff
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json
+from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.host.ready_processes import ReadyProcesses
 
 NAME = "control-plane"
@@ -25,20 +27,6 @@ POLL_SECONDS = 0.05
 _RESTARTS: Final = Backoff(first=0.5, longest=15.0)
 USEFUL_SECONDS = 3.0
 """A control plane that was ready for this many seconds has done useful work, and is restarted at once."""
-DEFAULT_NO_BACKEND_SECONDS = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProrlOptions:
-    """The options of the ProRL calls, which a control plane offers on a port of their own."""
-
-    host: str
-    port: int
-    """The port to listen on. The value 0 selects a free port."""
-    tokenizer: str
-    """The folder of the tokenizer, where the file of settings names none."""
-    config: str = ""
-    """The path of the file of settings, or "" for the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +38,27 @@ class ControlPlaneSettings:
     Unix socket."""
     port: int
     """The port to listen on. The value 0 selects a free port."""
-    lease_seconds: float
-    verify_python: str = ""
-    """The path of a Python with torch and transformers. If it is empty, ROLLYARD_VERIFY_PYTHON applies, if it
-    is set."""
-    open_docs: bool = False
-    """Whether `/docs` can be read without a token."""
-    allow_tasks_from: tuple[str, ...] = ()
-    """The URL prefixes that `spec.tasks.url` of a job may begin with, in addition to uploads."""
-    allow_sandbox_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.sandbox.allowedHosts` of a job may name."""
-    allow_eval_hosts: tuple[str, ...] = ()
-    """The hosts that `spec.stages.eval.allowedHosts` of a job may name."""
-    allow_rewards_from: tuple[str, ...] = ()
-    """The URL prefixes that `spec.reward.service.url` of a job may begin with."""
-    allow_rewards_networks: tuple[str, ...] = ()
-    """The networks in which hosts of these prefixes may be, in addition to public addresses."""
-    no_backend_seconds: float = DEFAULT_NO_BACKEND_SECONDS
-    """The time in seconds for which rollouts of a job without a deadline wait while their pool has no ready
-    backend. Then they end as failed with the reason NoBackend."""
-    prorl: ProrlOptions | None = None
-    """The options of the ProRL calls, or None if they are off."""
-    path_prefix: str = ""
-    """The path below which browsers find the page, or "" for the root."""
-    allowed_hosts: tuple[str, ...] = ()
-    """The DNS names under which browsers may open the page, in addition to `localhost`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Its further options, by their names in files, as `rollyard_api.options.declared.document` returns them.
+    They may hold passwords."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of its URL, `https` if it has a certificate."""
+        return "https" if self.options.get("tls-cert") else "http"
+
+    @property
+    def tokens_file(self) -> Path | None:
+        """The file of tokens, if it is not the one in the state folder."""
+        file = self.options.get("tokens")
+        return None if file is None else Path(str(file))
+
+    @property
+    def prorl(self) -> tuple[str, int] | None:
+        """The address and the port of the ProRL calls, or None if they are off. Port 0 selects a free one."""
+        if not self.options.get("prorl"):
+            return None
+        return str(self.options["prorl-host"]), int(self.options["prorl-port"])
 
 
 class HostedControlPlane(Protocol):
@@ -179,7 +163,7 @@ class ControlPlaneProcess:
         self._settings = settings
         self._http = http
         self._port = settings.port
-        self._prorl_port = 0 if settings.prorl is None else settings.prorl.port
+        self._prorl_port = 0 if settings.prorl is None else settings.prorl[1]
         self._child: Child | None = None
         self._ended = asyncio.Event()
         self.restarts = 0
@@ -190,7 +174,8 @@ class ControlPlaneProcess:
         host = self._settings.host
         if host.startswith("/"):
             return socket_url(host)
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        scheme = self._settings.scheme
+        return f"{scheme}://[{host}]:{self._port}" if ":" in host else f"{scheme}://{host}:{self._port}"
 
     @property
     def port(self) -> int:
@@ -202,7 +187,7 @@ class ControlPlaneProcess:
         """The base URL of the ProRL calls once the process has started, or "" if they are off."""
         if self._settings.prorl is None:
             return ""
-        host = self._settings.prorl.host
+        host, _ = self._settings.prorl
         return f"http://[{host}]:{self._prorl_port}" if ":" in host else f"http://{host}:{self._prorl_port}"
 
     def token(self, role: str) -> str:
@@ -211,7 +196,12 @@ class ControlPlaneProcess:
         Raises:
             StartFailed: The file tokens.json cannot be read, or holds no token for the role.
         """
-        return token_in(self._home.state / "tokens.json", role)
+        return token_in(self.tokens_file, role)
+
+    @property
+    def tokens_file(self) -> Path:
+        """The file of the tokens."""
+        return self._settings.tokens_file or self._home.state / "tokens.json"
 
     async def start(self) -> None:
         """Start the control plane and wait until it is ready.
@@ -223,25 +213,15 @@ class ControlPlaneProcess:
         port_file = self._home.pids / f"{NAME}.port"
         port_file.unlink(missing_ok=True)
         self._ended.clear()
+        # No password is in a command line, which every user of this machine can read.
+        file = self._home.state / "control-plane.json"
         arguments = [
-            *("--state-dir", str(self._home.state), "--host", self._settings.host),
+            *("--config", str(file), "--state-dir", str(self._home.state), "--host", self._settings.host),
             *("--port", str(self._port), "--port-file", str(port_file)),
-            *("--lease-seconds", f"{self._settings.lease_seconds:g}"),
-            *("--no-backend-seconds", f"{self._settings.no_backend_seconds:.10g}"),
+            *self._prorl_arguments(),
         ]
-        verify = self._settings.verify_python
-        arguments += ["--verify-python", verify] if verify else []
-        arguments += ["--open-docs"] if self._settings.open_docs else []
-        arguments += [f"--allow-tasks-from={prefix}" for prefix in self._settings.allow_tasks_from]
-        arguments += [f"--allow-sandbox-host={host}" for host in self._settings.allow_sandbox_hosts]
-        arguments += [f"--allow-eval-host={host}" for host in self._settings.allow_eval_hosts]
-        arguments += [f"--allow-rewards-from={prefix}" for prefix in self._settings.allow_rewards_from]
-        arguments += [f"--allow-rewards-network={net}" for net in self._settings.allow_rewards_networks]
-        prefix = self._settings.path_prefix
-        arguments += [f"--path-prefix={prefix}"] if prefix else []
-        arguments += [f"--allowed-host={name}" for name in self._settings.allowed_hosts]
-        arguments += self._prorl_arguments()
         try:
+            write_private(file, json.dumps(dict(self._settings.options)))
             child = await self._ready.start(PROGRAM, NAME, arguments, on_exit=self._ended.set)
         except OSError as error:
             raise StartFailed(f"the control plane cannot be started: {error}") from error
@@ -259,13 +239,11 @@ class ControlPlaneProcess:
             ) from None
 
     def _prorl_arguments(self) -> list[str]:
-        prorl = self._settings.prorl
-        if prorl is None:
+        if self._settings.prorl is None:
             return []
         self._prorl_port_file.unlink(missing_ok=True)
-        arguments = ["--prorl", "--prorl-host", prorl.host, "--prorl-port", str(self._prorl_port)]
-        arguments += ["--prorl-port-file", str(self._prorl_port_file), "--prorl-tokenizer", prorl.tokenizer]
-        return [*arguments, *(("--prorl-config", prorl.config) if prorl.config else ())]
+        # After a restart the port is the one that was free at the start.
+        return ["--prorl-port", str(self._prorl_port), "--prorl-port-file", str(self._prorl_port_file)]
 
     @property
     def _prorl_port_file(self) -> Path:

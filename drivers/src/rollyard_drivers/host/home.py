@@ -155,11 +155,11 @@ class Home:
 
         return (self.context_file, context_path(os.environ))
 
-    def write_context(self, url: str) -> None:
-        """Write the address of the control plane to the files that this user's clients read."""
+    def write_context(self, url: str, tokens_file: Path) -> None:
+        """Write where the control plane and its tokens are to the files that this user's clients read."""
         for path in self.context_files():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_json(path, {"url": url, "token_file": str(self.state / "tokens.json")})
+            write_json(path, {"url": url, "token_file": str(tokens_file)})
 
     def remove_context(self) -> None:
         """Remove the files that clients read, because nothing runs on this home any more."""

@@ -66,3 +66,13 @@ def a_control_plane(
             process.wait(patience(end_seconds))
         finally:
             process.kill()
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """Make a certificate of 127.0.0.1 that vouches for itself, and return its file and that of its key."""
+    made = folder / "tls.crt", folder / "tls.key"
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-out", str(made[0]), "-keyout", str(made[1])]
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=patience(30))
+    return made

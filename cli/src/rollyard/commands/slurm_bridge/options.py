@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field
+from rollyard_api.options.declared import (
+    HTTP,
+    STATE,
+    TELEMETRY,
+    Option,
+    PlaneOptions,
+    Port,
+    document,
+    key_of,
+)
+
+from rollyard.errors import UsageProblem
+from rollyard.local.options import (
+    BACKENDS,
+    SANDBOXES,
+    EngineArgs,
+    EngineEnv,
+    Gpus,
+    Options,
+    Replicas,
+    SandboxTemplates,
+)
 
 if TYPE_CHECKING:
+    from rollyard_crds import BackendPool
     from rollyard_drivers.host.home import Home
     from rollyard_slurm.options import BridgeOptions
+
+SLURM: Final = "Slurm"
+JOINING: Final = "A control plane that runs already"
 
 
 def bridge_home(given: Path | None) -> Home:
@@ -19,118 +47,245 @@ def bridge_home(given: Path | None) -> Home:
     return Home((given or default_home()).expanduser().absolute(), COMMAND)
 
 
-def bridge_options(given: dict[str, Any]) -> BridgeOptions:
-    """Return the options of the bridge for those of the command line.
+class BridgeCommandOptions(PlaneOptions):
+    """The options of `rollyard slurm-bridge up`."""
+
+    prefix: ClassVar[str] = "ROLLYARD_SLURM_BRIDGE_"
+
+    home: Annotated[
+        Path | None,
+        Option(
+            "State folder, on storage that the nodes share",
+            STATE,
+            metavar="DIR",
+            elsewhere=("ROLLYARD_HOME",),
+            default="~/.local/state/rollyard",
+        ),
+    ] = None
+
+    partition: Annotated[str, Option("Partition of all jobs; several with commas", SLURM, metavar="NAME")] = (
+        ""
+    )
+    account: Annotated[str, Option("Account that is charged", SLURM, metavar="NAME")] = ""
+    qos: Annotated[str, Option("Quality of service", SLURM, metavar="NAME")] = ""
+    time_limit: Annotated[
+        str, Option("Time limit of each job, as sbatch takes it", SLURM, flag="--time", metavar="LIMIT")
+    ] = ""
+    constraint: Annotated[str, Option("Node features", SLURM, metavar="FEATURES")] = ""
+    profile: Annotated[
+        Path | None, Option("YAML file with what this site needs", SLURM, metavar="FILE", default="none")
+    ] = None
+    rest_url: Annotated[
+        str,
+        Option(
+            "slurmrestd in place of Slurm's commands: unix:/PATH or http://HOST:PORT", SLURM, metavar="URL"
+        ),
+    ] = ""
+    command_timeout: Annotated[float, Field(ge=1, le=600), Option("Seconds for one Slurm command", SLURM)] = (
+        20.0
+    )
+    max_jobs: Annotated[
+        int, Field(ge=1, le=10_000), Option("RolloutJobs that are active at once; others wait", SLURM)
+    ] = 16
+
+    join: Annotated[
+        str, Option("Use a control plane that runs, beside its other drivers", JOINING, metavar="URL")
+    ] = ""
+    namespaces: Annotated[
+        tuple[str, ...],
+        Option(
+            "With --join: serve jobs and pools of this namespace; repeatable",
+            JOINING,
+            flag="--namespace",
+            metavar="NAME",
+        ),
+    ] = ()
+    all_namespaces: Annotated[
+        bool,
+        Option("With --join: serve those of every namespace. Their authors can run programs as you", JOINING),
+    ] = False
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "With --join: JSON with the tokens of driver and worker", JOINING, metavar="FILE", default="none"
+        ),
+    ] = None
+    ca_file: Annotated[
+        Path | None,
+        Option(
+            "With --join https://… or --tls-cert: the authority of a private certificate (PEM)",
+            JOINING,
+            metavar="FILE",
+            variable="ROLLYARD_CA_FILE",
+            default="public ones",
+        ),
+    ] = None
+
+    listen: Annotated[
+        str,
+        Option(
+            "Address to listen on; `unix`: a socket, for one node",
+            HTTP,
+            metavar="ADDRESS",
+            default="that of this host in the cluster",
+        ),
+    ] = ""
+    advertise: Annotated[
+        str, Option("Host name that the nodes use", HTTP, metavar="HOST", default="--listen")
+    ] = ""
+    port: Annotated[Port, Option("Port", HTTP, default="that of the last run, else a free one")] = 0
+
+    sandbox: Annotated[
+        Literal["apptainer", "bubblewrap", "process"],
+        Option("What isolates rollouts; `process` isolates nothing", SANDBOXES),
+    ] = "apptainer"
+    sandbox_templates: SandboxTemplates = True
+    default_image: Annotated[
+        str, Option("Apptainer: image of rollouts that name none", SANDBOXES, metavar="SIF")
+    ] = ""
+    allow_images: Annotated[
+        tuple[str, ...],
+        Option(
+            "What jobs may name as images: paths, docker://HOST/PREFIX/, none or any; repeatable",
+            SANDBOXES,
+            flag="--allow-image",
+            metavar="IMAGE",
+            default="any; with --join: none",
+        ),
+    ] = ()
+    image_cache: Annotated[
+        str,
+        Option(
+            "Apptainer: built images, shared by the nodes", SANDBOXES, metavar="DIR", default="HOME/images"
+        ),
+    ] = ""
+    build_dockerfiles: Annotated[
+        bool,
+        Option(
+            "Apptainer: nodes build the images of tasks' Dockerfiles; their commands run there as you",
+            SANDBOXES,
+        ),
+    ] = False
+
+    engine: Annotated[
+        Literal["none", "embedded", "vllm"],
+        Option("Make the BackendPool `default` with this engine", BACKENDS),
+    ] = "none"
+    model: Annotated[str, Option("Model folder of the pool `default`", BACKENDS, metavar="DIR")] = ""
+    replicas: Replicas = 1
+    gpus: Gpus = 0
+    engine_args: EngineArgs = ()
+    engine_env: EngineEnv = ()
+
+
+def bridge_options(given: BridgeCommandOptions) -> BridgeOptions:
+    """Return the options of the bridge for those of its command.
 
     Raises:
         UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
     """
     from rollyard_crds.base import NAME_PATTERN
-    from rollyard_drivers.host.control_plane import DEFAULT_NO_BACKEND_SECONDS
     from rollyard_slurm import profile as profiles
     from rollyard_slurm.options import BridgeOptions
 
-    from rollyard.errors import UsageProblem
-    from rollyard.host_options import check_hosts
     from rollyard.telemetry_options import set_telemetry
 
-    home = bridge_home(given["home"]).root
-    if bool(given["join"]) != (given["token_file"] is not None):
+    home = bridge_home(given.home).root
+    if bool(given.join) != (given.token_file is not None):
         raise UsageProblem("--join and --token-file belong together")
-    if not given["join"] and (given["namespaces"] or given["all_namespaces"]):
+    if not given.join and (given.namespaces or given.all_namespaces):
         raise UsageProblem("--namespace and --all-namespaces go with --join")
-    if given["join"] and bool(given["namespaces"]) == given["all_namespaces"]:
+    if given.join and bool(given.namespaces) == given.all_namespaces:
         raise UsageProblem(
             "--join needs --namespace NAME (repeatable) or --all-namespaces: a user who may make a "
             "BackendPool there can run programs as the user of this bridge"
         )
-    for name in given["namespaces"]:
+    for name in given.namespaces:
         if not re.fullmatch(NAME_PATTERN.strip("^$"), name):
             raise UsageProblem(f"--namespace must be a name such as team-a (got {name!r})")
-    if given["join"] and given["engine"] != "none":
+    if given.join and given.engine != "none":
         raise UsageProblem(
             "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
             "`placement: slurm`"
         )
-    if given["join"] and not given["join"].startswith(("http://", "https://")):
-        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
-    if given["join"] and given["no_backend_seconds"] is not None:
-        raise UsageProblem(
-            "--no-backend-seconds is for a control plane of its own; --join names one that has its own limit"
-        )
-    if given["join"] and (given["allow_sandbox_hosts"] or given["allow_eval_hosts"]):
-        raise UsageProblem(
-            "--allow-sandbox-host and --allow-eval-host are for a control plane of its own; the one that "
-            "--join names has its own lists"
-        )
-    check_hosts(given["allow_sandbox_hosts"], given["allow_eval_hosts"])
-    if given["join"] and (given["allow_rewards_from"] or given["allow_rewards_networks"]):
-        raise UsageProblem(
-            "--allow-rewards-from and --allow-rewards-network are for a control plane of its own; the one "
-            "that --join names has its own list"
-        )
-    if given["listen"] == "unix" and (given["advertise"] or given["port"]):
+    if given.join and not given.join.startswith(("http://", "https://")):
+        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given.join!r})")
+    if given.join:
+        _refuse_options_of_a_plane(given)
+    if given.listen == "unix" and (given.advertise or given.port):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
-    variables = set_telemetry(given["otlp_endpoint"], given["trace_sample"], given["log_format"])
-    telemetry = tuple(sorted(variables.items()))
+    if given.listen == "unix" and given.tls_cert is not None:
+        raise UsageProblem("--tls-cert has no meaning with --listen unix")
+    variables = set_telemetry(given.otlp_endpoint, given.trace_sample, given.log_format)
     names = ("partition", "account", "qos", "time_limit", "constraint")
-    chosen = {name: given[name] for name in names}
-    if given["rest_url"]:
-        chosen["rest"] = {"url": given["rest_url"]}
-    site = profiles.load(given["profile"], chosen)
-    sandbox: list[str] = []
-    if given["no_sandbox_templates"]:
-        if given["sandbox"] != "bubblewrap":
+    chosen: dict[str, Any] = {name: getattr(given, name) or None for name in names}
+    if given.rest_url:
+        chosen["rest"] = {"url": given.rest_url}
+    serves_tls = given.join.startswith("https://") or given.tls_cert is not None
+    return BridgeOptions(
+        home=home,
+        join=given.join,
+        tokens=given.token_file,
+        namespaces=given.namespaces,
+        ca_file=given.ca_file if serves_tls else None,
+        listen=given.listen,
+        advertise=given.advertise,
+        port=given.port,
+        sandbox=given.sandbox,
+        sandbox_options=tuple(_sandbox_options(given, home)),
+        profile=profiles.load(given.profile, chosen),
+        telemetry=tuple(sorted(variables.items())),
+        pools=_pools(given),
+        plane=document(given),
+        timeout=given.command_timeout,
+        max_jobs=given.max_jobs,
+    )
+
+
+def _refuse_options_of_a_plane(given: BridgeCommandOptions) -> None:
+    """Refuse options of a control plane that is not the bridge's.
+
+    Those of traces and logs are the bridge's and its workers' as well.
+    """
+    for name, field in PlaneOptions.model_fields.items():
+        if name in given.model_fields_set and name not in TELEMETRY:
+            raise UsageProblem(
+                f"--{key_of(name, field)} is for a control plane of its own; the one that --join names has "
+                "its own"
+            )
+
+
+def _sandbox_options(given: BridgeCommandOptions, home: Path) -> list[str]:
+    """Return the options of stage workers about their sandboxes."""
+    words: list[str] = []
+    if not given.sandbox_templates:
+        if given.sandbox != "bubblewrap":
             raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
-        sandbox.append("--no-sandbox-templates")
-    sandbox += _allowed_images(given)
-    for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):
-        if value and given["sandbox"] != "apptainer":
+        words.append("--no-sandbox-templates")
+    words += _allowed_images(given)
+    for name, value in (("--default-image", given.default_image), ("--image-cache", given.image_cache)):
+        if value and given.sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
         if value:
             # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
             local = re.match(r"[a-z][a-z-]*:", value) is None
-            sandbox += [name, str(Path(value).expanduser().absolute()) if local else value]
-    if given["build_dockerfiles"]:
-        if given["sandbox"] != "apptainer":
+            words += [name, str(Path(value).expanduser().absolute()) if local else value]
+    if given.build_dockerfiles:
+        if given.sandbox != "apptainer":
             raise UsageProblem("--build-dockerfiles goes with --sandbox apptainer")
-        sandbox.append("--build-dockerfiles")
-    if given["sandbox"] == "apptainer" and not given["image_cache"]:
-        sandbox += ["--image-cache", str(home / "images")]
-    return BridgeOptions(
-        home=home,
-        join=given["join"],
-        tokens=given["token_file"],
-        namespaces=tuple(given["namespaces"]),
-        ca_file=given["ca_file"] if given["join"].startswith("https://") else None,
-        listen=given["listen"],
-        advertise=given["advertise"],
-        port=given["port"],
-        sandbox=given["sandbox"],
-        sandbox_options=tuple(sandbox),
-        profile=site,
-        telemetry=telemetry,
-        pools=_pools(given),
-        lease_seconds=given["lease_seconds"],
-        no_backend_seconds=given["no_backend_seconds"] or DEFAULT_NO_BACKEND_SECONDS,
-        allow_sandbox_hosts=tuple(given["allow_sandbox_hosts"]),
-        allow_eval_hosts=tuple(given["allow_eval_hosts"]),
-        allow_rewards_from=given["allow_rewards_from"],
-        allow_rewards_networks=given["allow_rewards_networks"],
-        timeout=given["command_timeout"],
-        max_jobs=given["max_jobs"],
-    )
+        words.append("--build-dockerfiles")
+    if given.sandbox == "apptainer" and not given.image_cache:
+        words += ["--image-cache", str(home / "images")]
+    return words
 
 
-def _allowed_images(given: dict[str, Any]) -> list[str]:
+def _allowed_images(given: BridgeCommandOptions) -> list[str]:
     """Return the workers' options about the images that jobs may name.
 
     Whoever uses a control plane of this bridge holds this user's token. Authors of a control plane that the
     bridge joins do not, and an image shows them files of this user.
     """
-    from rollyard.errors import UsageProblem
-
-    entries = list(given["allow_images"]) or (["none"] if given["join"] else [])
+    entries = list(given.allow_images) or (["none"] if given.join else [])
     found = []
     for entry in entries:
         alone = entry in ("any", "none")
@@ -146,41 +301,33 @@ def _allowed_images(given: dict[str, Any]) -> list[str]:
     return found
 
 
-def _pools(given: dict[str, Any]) -> tuple[Any, ...]:
-    from rollyard.errors import UsageProblem
-    from rollyard.local.options import Options
+def _pools(given: BridgeCommandOptions) -> tuple[BackendPool, ...]:
     from rollyard.local.supervisor import default_pool
 
-    engine, model = given["engine"], given["model"]
-    for name, asked in (("--engine-arg", given["engine_args"]), ("--engine-env", given["engine_env"])):
-        if asked and engine == "none":
+    engine, model = given.engine, given.model
+    for name, value in (("--engine-arg", given.engine_args), ("--engine-env", given.engine_env)):
+        if value and engine == "none":
             raise UsageProblem(f"{name} goes with --engine")
     if engine == "none":
         if model:
             raise UsageProblem("--model goes with --engine")
         return ()
-    if given["gpus"] and engine != "vllm":
+    if given.gpus and engine != "vllm":
         raise UsageProblem("--gpus goes with --engine vllm")
     if engine == "vllm" and not model:
         raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
-    wrong = next(
-        (pair for pair in given["engine_env"] if not pair.partition("=")[0] or "=" not in pair), None
-    )
-    if wrong is not None:
-        raise UsageProblem(f"--engine-env must be NAME=VALUE (got {wrong!r})")
     if model.startswith(("/", "~", ".")):
         folder = Path(model).expanduser().absolute()
         if not folder.is_dir():
             raise UsageProblem(f"--model: {folder} is no folder")
         model = str(folder)
-    pairs = (pair.partition("=") for pair in given["engine_env"])
     options = Options(
         home=Path(),
         engine=engine,
-        replicas=given["replicas"],
-        engine_args=given["engine_args"],
-        engine_env=tuple((name, value) for name, _, value in pairs),
-        gpus=given["gpus"],
+        replicas=given.replicas,
+        engine_args=given.engine_args,
+        engine_env=given.engine_env,
+        gpus=given.gpus,
         model=model,
     )
     return (default_pool(options),)

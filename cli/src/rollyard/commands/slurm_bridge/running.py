@@ -20,7 +20,7 @@ _SUBMIT = "Submit with `rollyard submit -f job.yaml`"
 _END = "Ctrl-C ends bridge and Slurm jobs."
 
 
-def dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
+def print_scripts(options: BridgeOptions, files: tuple[Path, ...]) -> None:
     """Print the batch scripts of the manifests in `files`, or of a sample job, and start nothing."""
     import asyncio
 
@@ -90,24 +90,7 @@ def run_here(options: BridgeOptions) -> None:
     say("stopped")
 
 
-def arguments_again(ctx: click.Context) -> list[str]:
-    """Return the arguments of the command that runs now, without `--detach`."""
-    words: list[str] = []
-    for parameter in ctx.command.params:
-        value = ctx.params.get(parameter.name or "")
-        if not isinstance(parameter, click.Option) or parameter.name in ("detach", "dry_run", "files"):
-            continue
-        flag = max(parameter.opts, key=len)
-        if parameter.is_flag:
-            words += [flag] if value else []
-        elif parameter.multiple:
-            words += [f"{flag}={item}" for item in value or ()]
-        elif value not in (None, ""):
-            words.append(f"{flag}={value}")
-    return words
-
-
-def detach(ctx: click.Context, options: BridgeOptions) -> None:
+def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
     """Start the same command in the background, and wait until the bridge is ready.
 
     Raises:
@@ -117,6 +100,7 @@ def detach(ctx: click.Context, options: BridgeOptions) -> None:
     from rollyard_drivers.host.home import read_json
 
     from rollyard import detached
+    from rollyard.declared import arguments_again
     from rollyard.errors import HomeInUse
 
     home = bridge_home(options.home)
@@ -134,6 +118,6 @@ def detach(ctx: click.Context, options: BridgeOptions) -> None:
             return ""
         return f"{_how(options)} {written['url']} (process {pid}, home {home.root})"
 
-    arguments = ["slurm-bridge", "up", *arguments_again(ctx)]
+    arguments = ["slurm-bridge", "up", *arguments_again(ctx, ("detach", "dry_run", "files"))]
     click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))
     click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")

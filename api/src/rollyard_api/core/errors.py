@@ -1,0 +1,16 @@
+"""The root of the package's exceptions. This module imports nothing, so that the options need no library."""
+
+from __future__ import annotations
+
+
+class ControlPlaneError(Exception):
+    """The root of all exceptions of `rollyard_api`. The `reason` is stable, and the message is for people.
+
+    The reason is the name of the class, unless the class has another one.
+    """
+
+    reason: str = "InternalError"
+
+    def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            cls.reason = cls.__name__

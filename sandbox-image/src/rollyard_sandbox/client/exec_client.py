@@ -146,8 +146,12 @@ class ExecClient:
         """Start `command` like `bash`, but return at once. Input can be sent, and output read as it comes."""
         running = RunningCommand(self, session)
         header = {
-            "op": "bash", "session": session, "timeout": timeout, "max_output": max_output, "stream": True,
-        }  # fmt: skip
+            "op": "bash",
+            "session": session,
+            "timeout": timeout,
+            "max_output": max_output,
+            "stream": True,
+        }
         running.attach(
             self._spawn(
                 self._wire.request(
@@ -201,9 +205,14 @@ class ExecClient:
             LaunchError: The program cannot be started.
         """
         header = {
-            "op": "run", "argv": argv, "env": env or {}, "cwd": cwd,
-            "timeout": timeout, "max_output": max_output, "clean_env": clean_env,
-        }  # fmt: skip
+            "op": "run",
+            "argv": argv,
+            "env": env or {},
+            "cwd": cwd,
+            "timeout": timeout,
+            "max_output": max_output,
+            "clean_env": clean_env,
+        }
         return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:

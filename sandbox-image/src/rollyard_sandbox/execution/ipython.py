@@ -94,9 +94,13 @@ class Kernel:
         own = [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"]
         image_python = _image_python()
         environment = {
-            **os.environ, "IPYTHONDIR": self.directory, "JUPYTER_PLATFORM_DIRS": "1",
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1", "TERM": "dumb", "PAGER": "cat",
-        }  # fmt: skip
+            **os.environ,
+            "IPYTHONDIR": self.directory,
+            "JUPYTER_PLATFORM_DIRS": "1",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "TERM": "dumb",
+            "PAGER": "cat",
+        }
         argv = [image_python, "-c", _CHOOSE, *own] if image_python else own
         with open(f"{self.directory}/log", "wb") as log, open(os.devnull, "rb") as nothing:
             output = log.fileno()

@@ -234,9 +234,12 @@ class Operations:
         if not sabotage:  # Otherwise there will be no evaluation.
             self._git_settings.put_back()
         fields = {
-            "folder": place.folder, "home": place.home, "tmp": place.tmp, "reward_file": place.reward_file,
+            "folder": place.folder,
+            "home": place.home,
+            "tmp": place.tmp,
+            "reward_file": place.reward_file,
             "sabotage": sabotage,
-        }  # fmt: skip
+        }
         environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)
 
@@ -343,9 +346,16 @@ class Operations:
             _reply(connection, request, outcome)
 
         program = RunningProgram(
-            self._loop, self._protections, argv, environment, os.path.join(self._workdir, cwd), body,
-            seconds_field(header, "timeout"), self._limit(header), done,
-        )  # fmt: skip
+            self._loop,
+            self._protections,
+            argv,
+            environment,
+            os.path.join(self._workdir, cwd),
+            body,
+            seconds_field(header, "timeout"),
+            self._limit(header),
+            done,
+        )
         self._programs.add(program)
         connection.in_flight[request] = program.cancel
 

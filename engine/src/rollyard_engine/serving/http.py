@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import orjson
+from rollyard_crds.waiting import first_of
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -56,15 +56,8 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 
     If the client disconnects first, ``work`` is cancelled and the result is ``None``.
     """
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.wait({working, gone})
+    number, ended = await first_of(work, _disconnected(request))
+    return ended.result() if number == 0 else None
 
 
 async def _disconnected(request: Request) -> None:

@@ -131,10 +131,10 @@ class ExecClient:
         After `timeout` seconds the command is interrupted, then killed, and its result has `timed_out` set.
 
         Raises:
-            SessionBusy: The session runs another command.
+            BadRequest: The session runs another command (reason SessionBusy), or the server's limit of
+                sessions is reached (reason TooManySessions).
             CommandTooLarge: The command does not fit into a request.
             LaunchError: No shell could be started.
-            TooManySessions: The server's limit of sessions is reached.
             ConnectionLost: The server is gone or does not answer.
         """
         header = {"op": "bash", "session": session, "timeout": timeout, "max_output": max_output}
@@ -166,7 +166,7 @@ class ExecClient:
         """Type `data` on the terminal of the command that `session` is running, such as to answer a prompt.
 
         Raises:
-            NoCommandRunning: The session runs no command.
+            BadRequest: The session runs no command (reason NoCommandRunning).
         """
         await self._wire.request({"op": "input", "session": session}, data)
 
@@ -174,7 +174,7 @@ class ExecClient:
         """Send SIGINT to the foreground of the session's terminal, like Ctrl-C.
 
         Raises:
-            NoCommandRunning: The session runs no command.
+            BadRequest: The session runs no command (reason NoCommandRunning).
         """
         await self._wire.request({"op": "interrupt", "session": session})
 
@@ -224,7 +224,7 @@ class ExecClient:
 
         Raises:
             IPythonUnavailable: ipykernel is not importable in the sandbox, or the kernel does not start.
-            SessionBusy: Another cell is running.
+            BadRequest: Another cell is running (reason SessionBusy).
         """
         header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
         return _result(

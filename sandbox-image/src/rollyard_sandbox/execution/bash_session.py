@@ -24,7 +24,7 @@ import signal
 from enum import Enum
 from time import monotonic
 
-from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
+from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
 from rollyard_sandbox.execution.capture import Capture
 from rollyard_sandbox.execution.commands import Command, Outcome
 from rollyard_sandbox.execution.event_loop import READ, WRITE
@@ -156,7 +156,7 @@ class BashSession:
         While a cancelled command is being stopped, the one that follows it waits.
 
         Raises:
-            SessionBusy: Another command is running.
+            BadRequest: Another command is running (reason SessionBusy).
             LaunchError: No shell could be started.
         """
         running = Command(command, timeout, max_output, on_output, done)
@@ -165,18 +165,20 @@ class BashSession:
         elif self._command is not None and self._command.cancelled and self._queued is None:
             self._queued = running
         else:
-            raise SessionBusy(f"session {self.name!r} is running another command")
+            raise BadRequest(f"session {self.name!r} is running another command", reason="SessionBusy")
         return running
 
     def send_input(self, data: bytes) -> None:
         """Type `data` on the terminal of the running command.
 
         Raises:
-            NoCommandRunning: No command is running.
+            BadRequest: No command is running (reason NoCommandRunning).
             SandboxError: More than 1 MiB is waiting to be read (reason InputBacklog).
         """
         if self._state not in _RUNNING:
-            raise NoCommandRunning(f"session {self.name!r} runs no command that could read input")
+            raise BadRequest(
+                f"session {self.name!r} runs no command that could read input", reason="NoCommandRunning"
+            )
         if len(self._input) + len(data) > _INPUT_BACKLOG:
             raise SandboxError("the program does not read its input: 1 MiB is waiting", reason="InputBacklog")
         self._input += data
@@ -186,10 +188,10 @@ class BashSession:
         """Send SIGINT to the foreground of the terminal, like Ctrl-C.
 
         Raises:
-            NoCommandRunning: No command is running.
+            BadRequest: No command is running (reason NoCommandRunning).
         """
         if self._command is None:
-            raise NoCommandRunning(f"session {self.name!r} runs no command")
+            raise BadRequest(f"session {self.name!r} runs no command", reason="NoCommandRunning")
         if self._state in _RUNNING:
             self._interrupt(self._command)
         else:

@@ -22,6 +22,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 import uvloop
+from rollyard_process.waiting import first_of
 
 CHUNK = 1 << 18
 QUEUED = 64  # chunks of an answer that wait to be passed on
@@ -105,14 +106,10 @@ class Relay:
                 writer.write(data)
                 await writer.drain()
 
-        tasks = [asyncio.ensure_future(work()) for work in (upwards, downwards, late)]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
             # A connection that is reset ends the exchange like one that is closed.
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await first_of(upwards(), downwards(), late())
+        finally:
             if exchange.answered:
                 self._note(exchange)
             for end in (up_writer, writer):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rollyard_api.core import bulkhead
 from rollyard_api.core.bulkhead import SPARE, Bulkhead
+from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
-from rollyard_api.core.quotas import Quota, Turns
-from rollyard_api.core.wakeups import Idle
+from rollyard_api.core.wakeups import EmptyAnswers
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
 
@@ -118,74 +118,74 @@ async def test_probes_are_few_and_threads_are_bounded(
     walls.close()
 
 
-async def test_a_quota_counts_by_key_and_in_all() -> None:
-    quota = Quota("polls", each=2, total=3)
-    with quota.held("a"), quota.held("a"):
-        with pytest.raises(TooManyWaits, match="namespace 'a'"), quota.held("a"):
+async def test_a_limit_counts_by_key_and_in_all() -> None:
+    limit = Limit("polls", each=2, total=3)
+    with limit.held("a"), limit.held("a"):
+        with pytest.raises(TooManyWaits, match="namespace 'a'"), limit.held("a"):
             pass
-        with quota.held("b"), pytest.raises(TooManyWaits, match="3 polls"), quota.held("c"):
+        with limit.held("b"), pytest.raises(TooManyWaits, match="3 polls"), limit.held("c"):
             pass
-        assert quota.open("b") == 0
-    assert quota.open("a") == 0
+        assert limit.open("b") == 0
+    assert limit.open("a") == 0
     for _ in range(4):
-        with pytest.raises(ValueError, match="broken"), quota.held("a"):
+        with pytest.raises(ValueError, match="broken"), limit.held("a"):
             raise ValueError("broken")
-    assert quota.open("a") == 0, "what fails gives its place back"
-    with quota.held("c"):
-        assert quota.open("c") == 1
+    assert limit.open("a") == 0, "what fails gives its place back"
+    with limit.held("c"):
+        assert limit.open("c") == 1
 
 
 async def test_turns_of_one_key_do_not_wait_in_the_common_line() -> None:
-    turns = Turns("looks", each=1, total=2, seconds=None)
+    turns = Limit("looks", each=1, total=2, seconds=None)
     entered = asyncio.Event()
     leave = asyncio.Event()
 
     async def hold(key: str) -> None:
-        async with turns.held(key):
+        async with turns.turn(key):
             entered.set()
             await leave.wait()
 
     tasks = [asyncio.create_task(hold("greedy")) for _ in range(10)]
     await entered.wait()
-    async with asyncio.timeout(patience(30)), turns.held("modest"):
+    async with asyncio.timeout(patience(30)), turns.turn("modest"):
         pass
     leave.set()
     await asyncio.gather(*tasks)
 
 
 async def test_who_waits_in_vain_for_a_turn_keeps_no_place() -> None:
-    short = Turns("looks", each=2, total=2, seconds=0.01)
-    async with short.held("b"):
-        async with short.held("a"):
+    short = Limit("looks", each=2, total=2, seconds=0.01)
+    async with short.turn("b"):
+        async with short.turn("a"):
             for _ in range(3):
                 with pytest.raises(TooManyWaits):
-                    async with short.held("b"):
+                    async with short.turn("b"):
                         pass
-        async with short.held("b"):
+        async with short.turn("b"):
             pass
 
 
 async def test_turns_are_bounded_by_key_and_in_all_and_are_given_back_by_what_fails() -> None:
-    turns = Turns("looks", each=2, total=3, seconds=0.01)
+    turns = Limit("looks", each=2, total=3, seconds=0.01)
     for _ in range(4):
         with pytest.raises(ValueError, match="broken"):
-            async with turns.held("a"):
+            async with turns.turn("a"):
                 raise ValueError("broken")
-    async with turns.held("a"), turns.held("a"):
+    async with turns.turn("a"), turns.turn("a"):
         with pytest.raises(TooManyWaits, match="namespace 'a'"):
-            await turns.held("a").__aenter__()
-        async with turns.held("b"):
+            await turns.turn("a").__aenter__()
+        async with turns.turn("b"):
             with pytest.raises(TooManyWaits):
-                await turns.held("c").__aenter__()
-        async with turns.held("c"):
+                await turns.turn("c").__aenter__()
+        async with turns.turn("c"):
             pass
 
 
 def test_an_empty_answer_stands_until_the_queues_change() -> None:
-    idle = Idle()
-    assert not idle.is_known("a", 1, 0.0)
-    idle.note("a", 1, 0.0)
-    assert idle.is_known("a", 1, 0.5)
-    assert not idle.is_known("a", 2, 0.5)
-    assert not idle.is_known("a", 1, 1.5), "it does not stand for long"
-    assert not idle.is_known("b", 1, 0.5)
+    answers = EmptyAnswers()
+    assert not answers.is_known("a", 1, 0.0)
+    answers.note("a", 1, 0.0)
+    assert answers.is_known("a", 1, 0.5)
+    assert not answers.is_known("a", 2, 0.5)
+    assert not answers.is_known("a", 1, 1.5), "it does not stand for long"
+    assert not answers.is_known("b", 1, 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_operator.sandboxes.token_bucket import TokenBucket
+from rollyard_process.token_bucket import TokenBucket
 
 
 @given(

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollyard_sandbox.client import ExecClient, ExecResult
-from rollyard_sandbox.errors import (
-    BadRequest,
-    CommandTooLarge,
-    NoCommandRunning,
-    SessionBusy,
-    TooManySessions,
-)
+from rollyard_sandbox.errors import BadRequest, CommandTooLarge
 from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def refused(reason: str) -> Iterator[None]:
+    """Expect that a request is refused for this reason."""
+    with pytest.raises(BadRequest) as caught:
+        yield
+    assert caught.value.reason == reason
 
 
 async def test_exit_code_output_and_directory(any_client: ExecClient) -> None:
@@ -260,7 +262,7 @@ async def test_a_command_after_an_interrupt_is_not_lost(client: ExecClient) -> N
             )
             ended = asyncio.ensure_future(running.result())
             await asyncio.sleep(rng.uniform(0.0, 0.01))
-            with contextlib.suppress(NoCommandRunning):
+            with contextlib.suppress(BadRequest):
                 await running.interrupt()
                 interrupts += 1
             await ended
@@ -300,9 +302,9 @@ async def test_a_program_gets_one_interrupt(client: ExecClient, tmp_path: Path) 
 async def test_input_needs_a_running_command(client: ExecClient) -> None:
     await client.bash("true")
     for session in ("main", "never-used"):
-        with pytest.raises(NoCommandRunning):
+        with refused("NoCommandRunning"):
             await client.send_input(b"x\n", session=session)
-        with pytest.raises(NoCommandRunning):
+        with refused("NoCommandRunning"):
             await client.interrupt(session=session)
 
 
@@ -320,7 +322,7 @@ async def test_sessions_are_apart_and_run_at_once(client: ExecClient) -> None:
 async def test_one_command_at_a_time(client: ExecClient) -> None:
     running = await client.start("echo on; sleep 100")
     await running.wait_for_output(b"on")
-    with pytest.raises(SessionBusy):
+    with refused("SessionBusy"):
         await client.bash("true")
     await running.interrupt()
     await running.result()
@@ -339,7 +341,7 @@ async def test_the_number_of_sessions_is_bounded(start_server: Callable[..., obj
     async with await server.connect() as client:  # type: ignore[attr-defined]
         await client.bash("true", session="a")
         await client.bash("true", session="b")
-        with pytest.raises(TooManySessions):
+        with refused("TooManySessions"):
             await client.bash("true", session="c")
         await client.close_session("a")
         assert (await client.bash("echo ok", session="c")).text() == "ok\n"

@@ -7,7 +7,7 @@ import glob
 
 import pytest
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.errors import SessionBusy
+from rollyard_sandbox.errors import BadRequest
 from rollyard_testing.pace import patience
 
 pytest.importorskip("ipykernel")
@@ -75,8 +75,9 @@ async def test_a_dying_kernel_is_a_result(kernel: ExecClient) -> None:
 async def test_one_cell_at_a_time_and_cancelling(kernel: ExecClient) -> None:
     task = asyncio.create_task(kernel.ipython("open('on', 'w').write('1'); time.sleep(300)"))
     await kernel.run(["sh", "-c", "until [ -s on ]; do sleep 0.01; done"])
-    with pytest.raises(SessionBusy):
+    with pytest.raises(BadRequest) as busy:
         await kernel.ipython("1")
+    assert busy.value.reason == "SessionBusy"
     assert (await kernel.bash("echo beside")).text() == "beside\n"
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -87,7 +88,9 @@ async def test_one_cell_at_a_time_and_cancelling(kernel: ExecClient) -> None:
             try:
                 result = await kernel.ipython("'time' in globals()")
                 break
-            except SessionBusy:
+            except BadRequest as refusal:
+                if refusal.reason != "SessionBusy":
+                    raise
                 await asyncio.sleep(0.02)
     assert result.result == "True"
 

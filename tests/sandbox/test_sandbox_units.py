@@ -210,7 +210,7 @@ def test_a_signal_that_a_process_of_this_namespace_sends_does_not_come_from_outs
     """It has a number here. In a process of its own, because the signal is blocked from then on."""
     code = """
 import os, signal
-from rollyard_sandbox.isolation.signal_senders import OutsideSignals
+from rollyard_sandbox.execution.event_loop import OutsideSignals
 outside = OutsideSignals([signal.SIGTERM])
 os.kill(os.getpid(), signal.SIGTERM)
 signal.raise_signal(signal.SIGTERM)

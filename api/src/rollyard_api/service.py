@@ -22,12 +22,12 @@ from rollyard_api.backends import circuits, health
 from rollyard_api.backends.stats import Poller
 from rollyard_api.backends.throughput import Speeds
 from rollyard_api.browsers.door import Door
-from rollyard_api.browsers.sessions import Guesses, Sessions
+from rollyard_api.browsers.sessions import Sessions, WrongCodes
 from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import RETRY_AFTER, ApiError, StorageFull, TimedOut, Unavailable
-from rollyard_api.core.quotas import Quota, Turns
-from rollyard_api.core.wakeups import Bus, Idle
+from rollyard_api.core.wakeups import Bus, EmptyAnswers
 from rollyard_api.jobs import jobs
 from rollyard_api.jobs.blobs import Uploads
 from rollyard_api.jobs.events import EventHub
@@ -137,17 +137,17 @@ class ControlPlane:
         self.parsing = Bulkhead("reading of tasks", threads=2, waiting=256, seconds=PARSE_SECONDS)
         """The threads for request bodies that take long to read."""
         self.token_reads = Bulkhead("token file", threads=1, waiting=16, seconds=DISK_SECONDS)
-        self.polls = Quota("long polls", each=settings.max_polls_per_namespace, total=settings.max_polls)
-        self.worker_polls = Quota(
+        self.polls = Limit("long polls", each=settings.max_polls_per_namespace, total=settings.max_polls)
+        self.worker_polls = Limit(
             "long polls of workers",
             each=settings.max_worker_polls_per_namespace,
             total=settings.max_worker_polls,
         )
-        self.streams = Quota(
+        self.streams = Limit(
             "event streams", each=settings.max_streams_per_namespace, total=settings.max_streams
         )
         self._pages = {
-            source: Turns(
+            source: Limit(
                 f"requests for results in the {source}",
                 each=settings.max_pages_per_namespace,
                 total=settings.max_pages,
@@ -155,16 +155,16 @@ class ControlPlane:
             )
             for source in ("trajectory store", "database")
         }
-        self.looks = Turns("looks at the database", each=LOOKS, total=64 * LOOKS)
-        self.grants = Turns("requests for leases", each=GRANTS, total=64 * GRANTS)
-        self.idle = Idle()
+        self.looks = Limit("looks at the database", each=LOOKS, total=64 * LOOKS)
+        self.grants = Limit("requests for leases", each=GRANTS, total=64 * GRANTS)
+        self.empty_answers = EmptyAnswers()
         self.views = ViewObjects(database, self.disk, settings.fleet_seconds)
-        self.searches = Turns("searches", each=2, total=4, seconds=settings.store_seconds)
+        self.searches = Limit("searches", each=2, total=4, seconds=settings.store_seconds)
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.sandbox_hosts = settings.sandbox_hosts
         self.reward_services = RewardServices(settings.reward_services)
-        self.reward_turns = Turns(
+        self.reward_turns = Limit(
             "requests to reward services",
             each=REWARD_CALLS,
             total=4 * REWARD_CALLS,
@@ -174,7 +174,7 @@ class ControlPlane:
         self.bound_jobs = BoundJobs(database)
         self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
         self.door = Door(settings.browsers, self.sessions)
-        self.guesses = Guesses()
+        self.wrong_codes = WrongCodes()
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
@@ -226,7 +226,7 @@ class ControlPlane:
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
-    def pages_of(self, rows: Sequence[RolloutSize | EndedRollout]) -> Turns:
+    def pages_of(self, rows: Sequence[RolloutSize | EndedRollout]) -> Limit:
         """Return the places for answers with these results.
 
         Results in the trajectory store and in the database have separate places, and a store that hangs holds
@@ -236,7 +236,7 @@ class ControlPlane:
 
     async def look(self, namespace: str, query: Callable[[Connection], T]) -> T:
         """Read from the database for a namespace ("" stands for all) when it is its turn."""
-        async with self.looks.held(namespace):
+        async with self.looks.turn(namespace):
             return await self.database.read(query)
 
     async def refuse_when_full(self) -> None:

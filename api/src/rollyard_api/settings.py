@@ -8,7 +8,7 @@ from pydantic import Field
 from rollyard_process.telemetry.options import TraceOptions
 
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.core.quotas import Room
+from rollyard_api.core.limits import Quota
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
 from rollyard_api.jobs.sandbox_hosts import SandboxHosts
@@ -57,14 +57,14 @@ class Settings(ControlPlaneOptions):
     """The addresses of the page, and the times that sessions last."""
 
     @property
-    def rollout_room(self) -> Room:
+    def rollout_quota(self) -> Quota:
         """The room for unfinished rollouts."""
-        return Room(self.max_queued, self.max_queued_per_namespace)
+        return Quota(self.max_queued, self.max_queued_per_namespace)
 
     @property
-    def claim_room(self) -> Room:
+    def claim_quota(self) -> Quota:
         """The room for claims whose sandbox is not removed."""
-        return Room(self.max_claims, self.max_claims_per_namespace)
+        return Quota(self.max_claims, self.max_claims_per_namespace)
 
     @property
     def database_url(self) -> str:

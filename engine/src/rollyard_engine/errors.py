@@ -40,31 +40,25 @@ class InvalidRequest(EngineError):
         super().__init__(f"{message} ({', '.join(extras)})" if extras else message, param=param)
 
 
-class MalformedRequest(EngineError):
-    """The body is not JSON of the right shape.
+_REFUSALS = {
+    "MalformedRequest": (400, "Bad Request"),
+    "BodyTooLarge": (413, "Request Entity Too Large"),
+    "ModelNotServed": (404, "NotFoundError"),
+}
+"""The HTTP status and vLLM's word for each reason of a refusal."""
 
-    It corresponds to vLLM's handler of ``RequestValidationError``.
+
+class RequestRefused(EngineError):
+    """A request is refused before its fields are read, or because of the model that it names.
+
+    The reason is MalformedRequest (the body is not JSON of the right shape, as vLLM's handler of
+    ``RequestValidationError`` says it), BodyTooLarge or ModelNotServed.
     """
 
-    reason = "MalformedRequest"
-    status = 400
-    kind = "Bad Request"
-
-
-class BodyTooLarge(EngineError):
-    """The request body exceeds the server's bound."""
-
-    reason = "BodyTooLarge"
-    status = 413
-    kind = "Request Entity Too Large"
-
-
-class UnknownModel(EngineError):
-    """The request names a model that this server does not serve."""
-
-    reason = "ModelNotServed"
-    status = 404
-    kind = "NotFoundError"
+    def __init__(self, message: str, *, reason: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.reason = reason
+        self.status, self.kind = _REFUSALS[reason]
 
 
 class TooManyRequests(EngineError):

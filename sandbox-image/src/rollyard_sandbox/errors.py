@@ -13,14 +13,11 @@ __all__ = [
     "FileError",
     "IPythonUnavailable",
     "LaunchError",
-    "NoCommandRunning",
     "ProtocolError",
     "SandboxError",
     "SandboxSabotaged",
     "ServerFault",
-    "SessionBusy",
     "TokenRefused",
-    "TooManySessions",
     "from_wire",
 ]
 
@@ -49,7 +46,11 @@ class ProtocolError(SandboxError):
 
 
 class BadRequest(SandboxError):
-    """A well-formed frame asks for something impossible. The message names the field."""
+    """A well-formed frame asks for something impossible, and has changed nothing.
+
+    The reason is BadRequest (the message names the field); SessionBusy (another command is running);
+    NoCommandRunning (for input or an interrupt); or TooManySessions (the server's limit is reached).
+    """
 
     reason = "BadRequest"
 
@@ -58,24 +59,6 @@ class TokenRefused(SandboxError):
     """The token is missing or wrong."""
 
     reason = "Unauthorized"
-
-
-class SessionBusy(SandboxError):
-    """The session is running another command."""
-
-    reason = "SessionBusy"
-
-
-class NoCommandRunning(SandboxError):
-    """Input or an interrupt was sent to a session that runs no command."""
-
-    reason = "NoCommandRunning"
-
-
-class TooManySessions(SandboxError):
-    """The server's limit of sessions is reached."""
-
-    reason = "TooManySessions"
 
 
 class CommandTooLarge(SandboxError):
@@ -139,9 +122,6 @@ _CLASSES: dict[str, type[SandboxError]] = {
         ProtocolError,
         BadRequest,
         TokenRefused,
-        SessionBusy,
-        NoCommandRunning,
-        TooManySessions,
         CommandTooLarge,
         LaunchError,
         IPythonUnavailable,
@@ -150,6 +130,7 @@ _CLASSES: dict[str, type[SandboxError]] = {
         ServerFault,
     )
 }
+_CLASSES.update(dict.fromkeys(("NoCommandRunning", "SessionBusy", "TooManySessions"), BadRequest))
 _CLASSES.update(dict.fromkeys(_FILE_REASONS.values(), FileError))
 _CLASSES.update(dict.fromkeys(("NotAFile", "TooManyEntries", "WouldBlock"), FileError))
 _CLASSES.update(dict.fromkeys(("ConfinementFailed", "ProgramNotFound", "ResourceExhausted"), LaunchError))

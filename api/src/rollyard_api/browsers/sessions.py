@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import sqlalchemy as sa
+from rollyard_process.token_bucket import TokenBucket
 from sqlalchemy.engine import Connection
 
 from rollyard_api.browsers.config import BrowserSettings
@@ -236,8 +237,9 @@ def _row(
 
 
 GUESSES: Final = 10
-"""The number of wrong codes that one address may send within `WINDOW_SECONDS`."""
+"""The number of wrong codes that one address may send at once."""
 WINDOW_SECONDS: Final = 60.0
+"""The time in seconds after which it may send as many again. A part of the time gives it a part of them."""
 REMEMBERED: Final = 4096
 """The largest number of addresses that are remembered."""
 IPV6_NETWORK: Final = 64
@@ -250,15 +252,16 @@ class TooManyGuesses(ApiError):
     status = 429
 
 
-class Guesses:
-    """The wrong codes of the last minute, by address.
+class WrongCodes:
+    """The wrong codes of each address: ten at once, and ten a minute in the long run.
 
     A code has 256 random bits, so that no number of guesses finds one. The limit keeps guesses from costing
     the database anything. Each replica counts by itself.
     """
 
-    def __init__(self) -> None:
-        self._wrong: OrderedDict[str, tuple[float, int]] = OrderedDict()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def check(self, address: str) -> None:
         """Refuse an address that has sent too many wrong codes.
@@ -266,23 +269,23 @@ class Guesses:
         Raises:
             TooManyGuesses: The address must wait.
         """
-        since, count = self._wrong.get(_user(address), (0.0, 0))
-        left = since + WINDOW_SECONDS - time.monotonic()
-        if count >= GUESSES and left > 0:
+        bucket = self._buckets.get(_user(address))
+        missing = 0.0 if bucket is None else 1.0 - bucket.tokens(self._clock())
+        if bucket is not None and missing > 0:
+            seconds = missing / bucket.per_second
             raise TooManyGuesses(
-                f"{count} wrong codes came from this address; wait {left:.0f} s",
-                headers={"Retry-After": str(int(left) + 1)},
+                f"{GUESSES} wrong codes came from this address; wait {seconds:.0f} s",
+                headers={"Retry-After": str(int(seconds) + 1)},
             )
 
     def count(self, address: str) -> None:
         """Count a wrong code."""
-        user, now = _user(address), time.monotonic()
-        since, count = self._wrong.pop(user, (now, 0))
-        if now - since > WINDOW_SECONDS:
-            since, count = now, 0
-        self._wrong[user] = (since, count + 1)
-        while len(self._wrong) > REMEMBERED:
-            self._wrong.popitem(last=False)
+        user = _user(address)
+        bucket = self._buckets.pop(user, None) or TokenBucket(GUESSES / WINDOW_SECONDS, GUESSES)
+        bucket.take(self._clock())
+        self._buckets[user] = bucket
+        while len(self._buckets) > REMEMBERED:
+            self._buckets.popitem(last=False)
 
 
 def _user(address: str) -> str:

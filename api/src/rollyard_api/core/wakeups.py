@@ -126,7 +126,7 @@ IDLE_SECONDS = 1.0
 IDLE_REQUESTS = 4096
 
 
-class Idle:
+class EmptyAnswers:
     """The lease requests that were answered with nothing since the queues last changed.
 
     A change of the queues wakes every waiting lease request. Equal requests are answered by one look at the
@@ -134,21 +134,21 @@ class Idle:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[int, float]] = {}
+        self._answers: dict[Hashable, tuple[int, float]] = {}
 
-    def is_known(self, asked: Hashable, changes: int, now: float) -> bool:
+    def is_known(self, request: Hashable, changes: int, now: float) -> bool:
         """Return whether an equal request found nothing and the queues have not changed since.
 
         Args:
-            asked: What a request asks for, without the worker that makes it.
+            request: What a request asks for, without the worker that makes it.
             changes: The number of changes of the queues so far.
             now: A monotonic time in seconds.
         """
-        found = self._found.get(asked)
-        return found is not None and found[0] == changes and now - found[1] < IDLE_SECONDS
+        at_changes, at = self._answers.get(request, (-1, 0.0))
+        return at_changes == changes and now - at < IDLE_SECONDS
 
-    def note(self, asked: Hashable, changes: int, now: float) -> None:
+    def note(self, request: Hashable, changes: int, now: float) -> None:
         """Record that a request found nothing; `changes` is the number of changes read before the look."""
-        if len(self._found) >= IDLE_REQUESTS:
-            self._found.clear()
-        self._found[asked] = (changes, now)
+        if len(self._answers) >= IDLE_REQUESTS:
+            self._answers.clear()
+        self._answers[request] = (changes, now)

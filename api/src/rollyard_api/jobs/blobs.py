@@ -21,8 +21,8 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import RETRY_AFTER, ApiError, Invalid, NotFound, QueueFull, TooLarge
-from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.task_sources import FIELD
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BlobRow, read_one
@@ -230,7 +230,7 @@ class Uploads:
     def __init__(self, database: Database, limits: BlobLimits) -> None:
         self._database = database
         self._limits = limits
-        self._running = Quota("uploads", each=AT_ONCE, refusal=_busy)
+        self._running = Limit("uploads", each=AT_ONCE, refusal=_busy)
         self._packers = ThreadPoolExecutor(PACKERS, thread_name_prefix="uploads")
 
     async def take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:

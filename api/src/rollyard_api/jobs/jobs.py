@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.conditions import differs
+from rollyard_api.core.limits import Quota
 from rollyard_api.core.problems import Conflict, NotFound
-from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import blobs, manifests
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.task_sources import blob_of
@@ -59,7 +59,7 @@ def same(conn: Connection, new: NewJob) -> bool:
     return job is not None
 
 
-def create(tx: Transaction, new: NewJob, room: Room) -> bool:
+def create(tx: Transaction, new: NewJob, quota: Quota) -> bool:
     """Create the job and queue its tasks; return False if the same job exists already.
 
     Raises:
@@ -78,15 +78,15 @@ def create(tx: Transaction, new: NewJob, room: Room) -> bool:
         target = 0 if spec.tasks.stream else spec.dynamic_sampling.target_groups
         job_rows.begin_sampling(tx, job.id, target=target, samples=spec.samples_per_task)
     if new.tasks:
-        _enqueue(tx, job, new.tasks, room)
+        _enqueue(tx, job, new.tasks, quota)
     return True
 
 
-def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], room: Room) -> None:
+def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], quota: Quota) -> None:
     samples = job.limits.samples
     adding = samples * len(tasks)
     total, own = job_rows.unfinished_rollouts(tx.conn, job.namespace)
-    room.check("unfinished rollouts", job.namespace, total=total, own=own, adding=adding, retry_after=10)
+    quota.check("unfinished rollouts", job.namespace, total=total, own=own, adding=adding, retry_after=10)
     numbers = range(job.groups, job.groups + len(tasks))
     waiting: list[dict[str, Any]] = []
     size = 0
@@ -128,7 +128,7 @@ def tasks_of(conn: Connection, namespace: str, name: str, ids: Sequence[str], ma
 
 
 def push(
-    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], room: Room, max_unread: int | None
+    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], quota: Quota, max_unread: int | None
 ) -> dict[str, int]:
     """Add tasks to an open stream. A task whose id the job already has changes nothing.
 
@@ -148,7 +148,7 @@ def push(
     if fresh:
         if max_unread is not None:
             acknowledged.check_unread(job, max_unread)
-        _enqueue(tx, job, fresh, room)
+        _enqueue(tx, job, fresh, quota)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
 

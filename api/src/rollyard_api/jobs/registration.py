@@ -16,8 +16,8 @@ from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, DELETE_REQUE
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import differs
+from rollyard_api.core.limits import Quota
 from rollyard_api.core.problems import Invalid
-from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.storage import jobs as job_rows
@@ -71,10 +71,10 @@ class Registered:
     """The id of the job that was replaced. Its rollouts have yet to be ended."""
 
 
-def register_job(tx: Transaction, new: NewJob, room: Room) -> Registered:
+def register_job(tx: Transaction, new: NewJob, quota: Quota) -> Registered:
     """Create the job, or update those of its fields that may change.
 
-    The tasks of the manifest are needed only if the job is created, in the room for unfinished rollouts.
+    The tasks of the manifest are needed only if the job is created, within the quota of unfinished rollouts.
 
     Raises:
         Conflict: A field that cannot change differs, and the object is not known to be another one.
@@ -87,7 +87,7 @@ def register_job(tx: Transaction, new: NewJob, room: Room) -> Registered:
     if new.tasks is None:
         return Registered(None)
     replaced = None if job is None else jobs.delete(tx, new.namespace, new.name)
-    return Registered(jobs.create(tx, new, room), replaced)
+    return Registered(jobs.create(tx, new, quota), replaced)
 
 
 def register_pool(tx: Transaction, pool: BackendPool) -> bool:

@@ -25,8 +25,8 @@ from rollyard_crds.trajectory import MAX_REWARD
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
+from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
-from rollyard_api.core.quotas import Turns
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, exchange
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.machine.states import RolloutState
@@ -120,7 +120,7 @@ class RewardServices:
     def __init__(self, allowed: ServiceAllowList) -> None:
         self._allowed = allowed
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="reward")
-        self._jobs = Turns("requests to the reward service", seconds=WAIT_SECONDS, refusal=_busy)
+        self._jobs = Limit("requests to the reward service", seconds=WAIT_SECONDS, refusal=_busy)
         """The places that each job allows itself."""
 
     @cached_property
@@ -155,7 +155,7 @@ class RewardServices:
         """
         body = dumps(episode)
         # A job's own place comes first: what waits for it must not hold a place that others could have.
-        async with self._jobs.held(str(call.job_id), call.service.concurrency), turn():
+        async with self._jobs.turn(str(call.job_id), call.service.concurrency), turn():
             try:
                 async with asyncio.timeout(call.service.timeout_seconds):
                     return _score(await self._answer(call, body))

@@ -27,8 +27,8 @@ from rollyard_tasks.task_file import MAX_FILE_BYTES, KeptTasks, TaskFile
 from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 
 from rollyard_api.core.codec import pack, unpack
+from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
-from rollyard_api.core.quotas import Quota
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import TaskRow, refusing
@@ -83,8 +83,8 @@ class TaskReader:
         self._limits = limits
         self._uploads = uploads
         each = limits.per_namespace
-        self._external = Quota("task files", each=each, total=limits.external, refusal=_busy)
-        self._uploaded = Quota("uploaded task files", each=each, total=limits.uploads, refusal=_busy)
+        self._external = Limit("task files", each=each, total=limits.external, refusal=_busy)
+        self._uploaded = Limit("uploaded task files", each=each, total=limits.uploads, refusal=_busy)
         self._waiting = ThreadPoolExecutor(limits.external, thread_name_prefix="source")
         self._converting = asyncio.Semaphore(CONVERTERS)
         self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
+from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import ApiError, Unavailable
-from rollyard_api.core.quotas import Quota
 from rollyard_api.prorl import calls, results, servers
 from rollyard_api.prorl.calls import Asked, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
@@ -88,7 +88,7 @@ class ProrlCalls:
         self._config = config
         self.ends = Ends(plane)
         self._reading = asyncio.Semaphore(READING)
-        self._open = Quota("/process calls", each=config.max_calls, total=config.max_calls)
+        self._open = Limit("/process calls", each=config.max_calls, total=config.max_calls)
 
     async def start(self, request: Request) -> Response:
         """Answer POST /start: 200 if a batch was opened, 400 if one is open already."""
@@ -196,7 +196,7 @@ class ProrlCalls:
             task=await plane.parsing.run(read, config.namespace),
             namespace=config.namespace,
             max_jobs=config.max_jobs,
-            room=plane.settings.rollout_room,
+            quota=plane.settings.rollout_quota,
         )
 
     async def _result(self, result: _Result, call: StartedCall) -> Response:
@@ -224,7 +224,7 @@ class ProrlCalls:
         if job is None or row is None:
             raise ApiError("the rollout is gone, because somebody deleted its job", reason="RolloutGone")
         async with AsyncExitStack() as held:
-            await held.enter_async_context(plane.pages_of([row]).held(namespace))
+            await held.enter_async_context(plane.pages_of([row]).turn(namespace))
             (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
             body = await plane.archive.builds.run(lambda: dumps(result(loads(line))), namespace)
             return Delivery(body, JSON, {}, held.pop_all())

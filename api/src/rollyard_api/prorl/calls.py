@@ -13,8 +13,8 @@ from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from rollyard_crds.task import Task
 from sqlalchemy.engine import Connection
 
+from rollyard_api.core.limits import Quota
 from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
-from rollyard_api.core.quotas import Room
 from rollyard_api.jobs import jobs, manifests, tasks
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState
@@ -155,7 +155,7 @@ class Asked:
     """The task, under an id that `admit` replaces."""
     namespace: str
     max_jobs: int
-    room: Room
+    quota: Quota
 
 
 def key_of(job_id: str | None) -> str:
@@ -195,7 +195,7 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
     job = _job(tx, asked)
     task = asked.task.model_copy(update={"id": f"b{state.batch}/{asked.key[:40]}/{tries}"})
     rollout = f"{prefix_of(job.name, job.uid)}-{job.groups}-0"
-    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.room, max_unread=None)
+    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.quota, max_unread=None)
     values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
     if row is None:
         fixed = {"namespace": asked.namespace, "key": asked.key, "digest": asked.digest}
@@ -232,7 +232,7 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
         jobs.close(tx, idle.namespace, idle.name)
     name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
     manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
-    jobs.create(tx, manifests.prepare(manifest), asked.room)
+    jobs.create(tx, manifests.prepare(manifest), asked.quota)
     job = job_rows.find_locked(tx, asked.namespace, name)
     made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
     tx.conn.execute(made)

@@ -23,8 +23,8 @@ from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of
+from rollyard_api.core.limits import Quota
 from rollyard_api.core.problems import Conflict, Invalid, NotFound
-from rollyard_api.core.quotas import Room
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import jobs as job_rows
@@ -88,7 +88,7 @@ def _write(tx: Transaction, claim: str, **values: Any) -> ClaimRow:
     return ClaimRow(*row)
 
 
-def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
+def file(tx: Transaction, asked: ClaimRequest, quota: Quota) -> ClaimRow:
     """Return the row of the claim of this rollout and token, and make the claim if there is none yet.
 
     Raises:
@@ -106,9 +106,9 @@ def file(tx: Transaction, asked: ClaimRequest, room: Room) -> ClaimRow:
     found = tx.conn.execute(_FILED, key).one_or_none()
     if found is None:
         total, own = tx.conn.execute(_COUNT, {"b_namespace": holder.namespace}).one()
-        places = room.without(_KEPT_FOR_EVAL) if holder.state == RolloutState.LEASED_INIT else room
+        bounds = quota.without(_KEPT_FOR_EVAL) if holder.state == RolloutState.LEASED_INIT else quota
         what = "claims whose sandboxes a driver has not removed"
-        places.check(what, holder.namespace, total=total, own=int(own), adding=1, retry_after=2)
+        bounds.check(what, holder.namespace, total=total, own=int(own), adding=1, retry_after=2)
         values = {
             "id": f"c{secrets.token_hex(10)}",
             "rollout_id": asked.rollout,

@@ -55,7 +55,7 @@ async def file(call: Call) -> Response:
     The call waits up to `wait` seconds until the claim is bound or refused.
     """
     asked = await call.body(ClaimRequest)
-    op = partial(claims.file, asked=asked, room=call.plane.settings.claim_room)
+    op = partial(claims.file, asked=asked, quota=call.plane.settings.claim_quota)
     row: ClaimRow | None = await call.write_own(op, [asked.rollout], durable=False)
     if row is not None and asked.wait and row.state == claims.PENDING:
         row = await _settled(call, row.id, asked.wait)

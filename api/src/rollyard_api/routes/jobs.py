@@ -189,7 +189,7 @@ async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
         made = False
     else:
         new = await _complete(plane, job, bare, SkippedRows())
-        made = await plane.database.write(partial(jobs.create, new=new, room=plane.settings.rollout_room))
+        made = await plane.database.write(partial(jobs.create, new=new, quota=plane.settings.rollout_quota))
     read = partial(_read, namespace=bare.namespace, name=bare.name)
     return answer(await plane.database.read(read), 201 if made else 200)
 
@@ -221,7 +221,7 @@ async def register(call: Call, name: str, namespace: DefaultNamespace = None) ->
                 f"{field}: belong to a job whose spec.tasks is a configMapRef", reason="InvalidTasks"
             )
     new = replace(manifests.prepare(job), object_uid=registration.object_uid(job.metadata))
-    op = partial(registration.register_job, room=plane.settings.rollout_room)
+    op = partial(registration.register_job, quota=plane.settings.rollout_quota)
     result = await plane.database.write(partial(op, new=new))
     if result.made is None:
         if asked.tasks is None and job.spec.tasks.config_map_ref is not None:
@@ -321,7 +321,7 @@ async def push_tasks(job: Named) -> Response:
         read = partial(tasks.read_list, document.get("tasks") if isinstance(document, dict) else None)
     rows = await job.plane.parsing.run(read, job.namespace)
     bounds = job.plane.settings
-    return answer(await job.write(jobs.push, rows, bounds.rollout_room, bounds.max_unread))
+    return answer(await job.write(jobs.push, rows, bounds.rollout_quota, bounds.max_unread))
 
 
 @router.get("/{name}/tasks")

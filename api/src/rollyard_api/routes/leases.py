@@ -77,13 +77,13 @@ async def _granted(
     """Return the leases that can be granted now, and whether the requested job has ended."""
     now = asyncio.get_running_loop().time
     same = (ask.namespace, ask.job, job_id, ask.node, *stages)
-    async with plane.grants.held(ask.namespace or ""):
+    async with plane.grants.turn(ask.namespace or ""):
         changes, begun = plane.bus.queue_changes(stages), now()
-        if plane.idle.is_known(same, changes, begun):
+        if plane.empty_answers.is_known(same, changes, begun):
             return [], False
         leases, over = await plane.database.write(partial(_grant, plane, ask, job_id), durable=False)
         if not leases and not over:
-            plane.idle.note(same, changes, begun)
+            plane.empty_answers.note(same, changes, begun)
         return leases, over
 
 
@@ -197,7 +197,7 @@ async def reward(request: Request) -> Response:
         return reward_services.service_of(conn, asked.rollout, asked.token)
 
     service = await call.plane.database.read(query)
-    turn = partial(call.plane.reward_turns.held, service.namespace)
+    turn = partial(call.plane.reward_turns.turn, service.namespace)
     return _reply(request, await call.plane.reward_services.ask(service, asked.episode, turn))
 
 

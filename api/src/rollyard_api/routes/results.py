@@ -122,7 +122,7 @@ async def result_page(
             job_topic(job.id), query, lambda got: not got[0].empty or got[1], wait
         )
         # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.sizes).held(job.namespace))
+        await held.enter_async_context(plane.pages_of(found.sizes).turn(job.namespace))
         yield ResultPage(plane, kind, job, after, found, finished, form, held)
 
 

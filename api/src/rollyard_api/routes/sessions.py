@@ -44,13 +44,13 @@ async def sign_in(call: Call) -> Response:
     """
     plane, request = call.plane, call.request
     address = request.client.host if request.client is not None else ""
-    plane.guesses.check(address)
+    plane.wrong_codes.check(address)
     given = BrowserHeaders(request.scope)
     wanted = await call.body(SignIn)
     try:
         secret, made = await plane.sessions.redeem(wanted.code, await plane.door.secrets(given))
     except Unauthorized:
-        plane.guesses.count(address)
+        plane.wrong_codes.count(address)
         raise
     log.info("a browser at %s has signed in as %s", address, made.role)
     seconds = plane.settings.browsers.session_seconds

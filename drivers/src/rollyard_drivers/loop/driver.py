@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
+from rollyard_process.waiting import first_of
 from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
 
 from rollyard_drivers.host.errors import HostError
@@ -308,15 +309,7 @@ async def replace_pool(store: Store, pool: BackendPool) -> None:
 
 async def unless_stopped(start: Awaitable[None], stop: asyncio.Event) -> bool:
     """Wait until `start` has completed. Return False if `stop` was set before that."""
-    starting = asyncio.ensure_future(start)
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            return False
-        await starting
-        return True
-    finally:
-        for task in (starting, stopping):
-            task.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
+    number, ended = await first_of(start, stop.wait())
+    if number == 0:
+        ended.result()  # It raises what `start` raised.
+    return number == 0

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+import orjson
 from rollyard_process.version import installed_version
+from rollyard_process.waiting import first_of
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rollyard_engine.errors import EngineError, InvalidRequest
+from rollyard_engine.errors import EngineError, InvalidRequest, RequestRefused, TooManyRequests
 from rollyard_engine.generation.scheduler import PauseMode
 from rollyard_engine.serving import protocol, responses
-from rollyard_engine.serving.http import (
-    error_response,
-    json_response,
-    read_json,
-    sse_response,
-    unless_disconnected,
-)
 from rollyard_engine.serving.metrics import exposition
 from rollyard_engine.serving.service import EngineService, QueuedRequest, new_request_id, now
 from rollyard_engine.tokens import Detokenizer
 
 Handler = Callable[[EngineService, Request], Awaitable[Response]]
 
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 << 20
 LOGPROBS_MODE = "processed_logprobs"
 
 
@@ -72,7 +70,7 @@ def create_app(service: EngineService) -> Starlette:
 
 async def completions(service: EngineService, request: Request) -> Response:
     """Handle ``POST /v1/completions``."""
-    body = protocol.parse(protocol.CompletionBody, await read_json(request))
+    body = protocol.parse(protocol.CompletionBody, await _read_json(request))
     service.check_model(body.model)
     prompt = _prompt_ids(service, body)
     shape = responses.CompletionShape(
@@ -91,11 +89,11 @@ async def completions(service: EngineService, request: Request) -> Response:
     )
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return sse_response(_completion_chunks(service, submission, shape, with_usage=with_usage))
-    sequence = await unless_disconnected(request, submission.finished())
+        return _sse_response(_completion_chunks(service, submission, shape, with_usage=with_usage))
+    sequence = await _unless_disconnected(request, submission.finished())
     if sequence is None:
         return Response(status_code=499)
-    return json_response(responses.completion(sequence, shape, service.tokenizer))
+    return _json_response(responses.completion(sequence, shape, service.tokenizer))
 
 
 def _prompt_ids(service: EngineService, body: protocol.CompletionBody) -> list[int]:
@@ -137,7 +135,7 @@ async def _completion_chunks(
 
 async def generate(service: EngineService, request: Request) -> Response:
     """Handle ``POST /inference/v1/generate``."""
-    body = protocol.parse(protocol.GenerateBody, await read_json(request))
+    body = protocol.parse(protocol.GenerateBody, await _read_json(request))
     service.check_model(body.model)
     request_id = new_request_id(request.headers.get("x-request-id"), body.request_id)
     submission = service.submit(
@@ -150,13 +148,13 @@ async def generate(service: EngineService, request: Request) -> Response:
     return_prompt = bool(body.return_token_ids)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return sse_response(
+        return _sse_response(
             _generation_chunks(submission, return_prompt=return_prompt, with_usage=with_usage)
         )
-    sequence = await unless_disconnected(request, submission.finished())
+    sequence = await _unless_disconnected(request, submission.finished())
     if sequence is None:
         return Response(status_code=499)
-    return json_response(
+    return _json_response(
         responses.generation(
             sequence, service.tokenizer, now(), service.served.names[0], return_prompt=return_prompt
         )
@@ -179,7 +177,7 @@ async def abort_named(service: EngineService, request: Request) -> Response:
 
     The ids have the prefixed form ``generate-tokens-ID`` or ``cmpl-ID-0``.
     """
-    body = protocol.parse(protocol.AbortBody, await read_json(request))
+    body = protocol.parse(protocol.AbortBody, await _read_json(request))
     if body.request_ids is None:
         raise InvalidRequest("Missing 'request_ids' in request body", param="request_ids")
     ids = body.request_ids
@@ -190,9 +188,9 @@ async def abort_named(service: EngineService, request: Request) -> Response:
 
 async def abort_any(service: EngineService, request: Request) -> Response:
     """Handle ``POST /abort_requests``. Without ids, all requests are aborted."""
-    body = protocol.parse(protocol.AbortBody, await read_json(request))
+    body = protocol.parse(protocol.AbortBody, await _read_json(request))
     aborted = await service.call(lambda scheduler: scheduler.abort_ids(body.request_ids or None))
-    return json_response({"status": "aborted", "aborted": aborted})
+    return _json_response({"status": "aborted", "aborted": aborted})
 
 
 # -- about the server --------------------------------------------------------------------------------
@@ -215,7 +213,7 @@ async def models(service: EngineService, request: Request) -> Response:
         }
         for name in served.names
     ]
-    return json_response({"object": "list", "data": cards})
+    return _json_response({"object": "list", "data": cards})
 
 
 async def health(service: EngineService, request: Request) -> Response:
@@ -228,7 +226,7 @@ async def health(service: EngineService, request: Request) -> Response:
 
 async def version(service: EngineService, request: Request) -> Response:
     """Handle ``GET /version``. The fields ``engine`` and ``logprobs_mode`` are additions to vLLM's fields."""
-    return json_response(
+    return _json_response(
         {"version": installed_version(), "engine": "rollyard_engine", "logprobs_mode": LOGPROBS_MODE}
     )
 
@@ -244,7 +242,7 @@ async def tokenize(service: EngineService, request: Request) -> Response:
 
     It tokenizes a prompt, or messages that the chat template has rendered.
     """
-    body = protocol.parse(protocol.TokenizeBody, await read_json(request))
+    body = protocol.parse(protocol.TokenizeBody, await _read_json(request))
     service.check_model(body.model)
     if body.messages is not None:
         text = service.tokenizer.render(
@@ -259,7 +257,7 @@ async def tokenize(service: EngineService, request: Request) -> Response:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         ids = service.tokenizer.encode(body.prompt or "", add_special_tokens=special)
     strings = [service.tokenizer.token_string(token) for token in ids] if body.return_token_strs else None
-    return json_response(
+    return _json_response(
         {
             "count": len(ids),
             "max_model_len": service.served.max_model_len,
@@ -271,9 +269,9 @@ async def tokenize(service: EngineService, request: Request) -> Response:
 
 async def detokenize(service: EngineService, request: Request) -> Response:
     """Handle ``POST /detokenize``. Special tokens are shown, as in vLLM."""
-    body = protocol.parse(protocol.DetokenizeBody, await read_json(request))
+    body = protocol.parse(protocol.DetokenizeBody, await _read_json(request))
     service.check_model(body.model)
-    return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return _json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 # -- weights -----------------------------------------------------------------------------------------
@@ -286,55 +284,55 @@ async def pause(service: EngineService, request: Request) -> Response:
         raise InvalidRequest("mode must be 'abort', 'wait' or 'keep'", param="mode", value=mode)
     checked: PauseMode = mode  # type: ignore[assignment]  # checked against the type's own members
     clear = _flag(request, "clear_cache", default=True)
-    await unless_disconnected(request, service.pause(checked, clear_cache=clear))
-    return json_response({"status": "paused"})
+    await _unless_disconnected(request, service.pause(checked, clear_cache=clear))
+    return _json_response({"status": "paused"})
 
 
 async def resume(service: EngineService, request: Request) -> Response:
     """Handle ``POST /resume``."""
     await service.call(lambda scheduler: scheduler.resume())
-    return json_response({"status": "resumed"})
+    return _json_response({"status": "resumed"})
 
 
 async def is_paused(service: EngineService, request: Request) -> Response:
     """Handle ``GET /is_paused``."""
-    return json_response({"is_paused": service.engine.scheduler.paused})
+    return _json_response({"is_paused": service.engine.scheduler.paused})
 
 
 async def update_weight_version(service: EngineService, request: Request) -> Response:
     """Handle ``POST /update_weight_version {"new_version"}``."""
-    body = protocol.parse(protocol.WeightVersionBody, await read_json(request))
+    body = protocol.parse(protocol.WeightVersionBody, await _read_json(request))
     await service.set_version(body.new_version)
-    return json_response({"success": True, "new_version": body.new_version})
+    return _json_response({"success": True, "new_version": body.new_version})
 
 
 async def weight_info(service: EngineService, request: Request) -> Response:
     """Handle ``GET /weight_info``."""
-    return json_response({"weight_version": service.engine.scheduler.version})
+    return _json_response({"weight_version": service.engine.scheduler.version})
 
 
 async def reset_prefix_cache(service: EngineService, request: Request) -> Response:
     """Handle ``POST /reset_prefix_cache?reset_running_requests=false``."""
     running_too = _flag(request, "reset_running_requests", default=False)
     await service.call(lambda scheduler: scheduler.reset_prefix_cache(running_too=running_too))
-    return json_response({"success": True})
+    return _json_response({"success": True})
 
 
 async def collective_rpc(service: EngineService, request: Request) -> Response:
     """Handle ``POST /collective_rpc {"method": "reload_weights", "kwargs": {"weights_path": DIR}}``."""
-    body = protocol.parse(protocol.RpcBody, await read_json(request))
+    body = protocol.parse(protocol.RpcBody, await _read_json(request))
     if body.method != "reload_weights":
         raise InvalidRequest("the only method is 'reload_weights'", param="method", value=body.method)
     path = body.kwargs.get("weights_path", body.args[0] if body.args else None)
     if not isinstance(path, str) or not path:
         raise InvalidRequest("kwargs.weights_path must name a model folder", param="weights_path")
     await service.reload_weights(Path(path))
-    return json_response({"results": [None]})
+    return _json_response({"results": [None]})
 
 
 async def load_lora_adapter(service: EngineService, request: Request) -> Response:
     """Handle ``POST /v1/load_lora_adapter``, which is always refused."""
-    await read_json(request)
+    await _read_json(request)
     raise InvalidRequest(
         "this engine has no LoRA adapters: merge the adapter into the weights and load the folder by "
         "/collective_rpc reload_weights",
@@ -352,7 +350,7 @@ def _flag(request: Request, name: str, *, default: bool) -> bool:
 async def _on_engine_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, EngineError):
         raise error
-    return error_response(error)
+    return _error_response(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -360,4 +358,78 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     content = {"message": error.detail, "type": error.detail, "param": None, "code": error.status_code}
-    return json_response({"error": content}, error.status_code, dict(error.headers or {}))
+    return _json_response({"error": content}, error.status_code, dict(error.headers or {}))
+
+
+# The functions below read bodies, write JSON and streams, and detect disconnected clients.
+
+
+def _json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response with a JSON body."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def _error_response(error: EngineError) -> Response:
+    """Return a response with vLLM's error object.
+
+    If the queue is full, it also says when to retry.
+    """
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, TooManyRequests) else None
+    return _json_response(responses.error_body(error), error.status, headers)
+
+
+async def _read_json(request: Request) -> object:
+    """Return the decoded body of a request.
+
+    Raises:
+        RequestRefused: The body is larger than ``MAX_BODY_BYTES``, or is not JSON.
+    """
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise RequestRefused(
+                f"the request body is larger than {MAX_BODY_BYTES} bytes", reason="BodyTooLarge"
+            )
+        pieces.append(piece)
+    try:
+        return orjson.loads(b"".join(pieces))
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(
+            f"the request body is not JSON: {error}", reason="MalformedRequest", param="body"
+        ) from error
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the outcome of ``work``.
+
+    If the client disconnects first, ``work`` is cancelled and the result is ``None``.
+    """
+    number, ended = await first_of(work, _disconnected(request))
+    return ended.result() if number == 0 else None
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the client has disconnected.
+
+    The body has been read already, so no other message can arrive.
+    """
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _sse_response(chunks: AsyncIterator[object]) -> StreamingResponse:
+    """Return server-sent events as vLLM sends them, with ``[DONE]`` at the end.
+
+    An error becomes the last event before that.
+    """
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in chunks:
+                yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+        except EngineError as error:
+            yield b"data: " + orjson.dumps(responses.error_body(error)) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")

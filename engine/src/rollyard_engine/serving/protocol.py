@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rollyard_engine.errors import InvalidRequest, MalformedRequest
+from rollyard_engine.errors import InvalidRequest, RequestRefused
 from rollyard_engine.generation.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -264,20 +264,22 @@ def parse(kind: type[B], data: object) -> B:
     """Return the validated form of a decoded body.
 
     Raises:
-        MalformedRequest: The body is invalid. The message is in the words of vLLM's validation handler.
+        RequestRefused: The body is invalid. The message is in the words of vLLM's validation handler.
     """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)[:10]
+        details = error.errors(include_url=False, include_context=False)[:10]
         label = "error" if error.error_count() == 1 else "errors"
         lines = [
             f"  {{'type': '{item['type']}', 'loc': '{_location(item['loc'])}', 'msg': '{item['msg']}', "
             f"'input': {str(item['input'])[:200]!r}}}"
-            for item in found
+            for item in details
         ]
         message = "\n".join([f"{error.error_count()} validation {label}:", *lines])
-        raise MalformedRequest(message, param=_location(found[0]["loc"])) from error
+        raise RequestRefused(
+            message, reason="MalformedRequest", param=_location(details[0]["loc"])
+        ) from error
 
 
 def _location(loc: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollyard_engine.errors import EngineStopped, InvalidRequest, UnknownModel
+from rollyard_engine.errors import EngineStopped, InvalidRequest, RequestRefused
 from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.scheduler import PauseMode, Scheduler
 from rollyard_engine.generation.sequence import Sequence
@@ -52,11 +52,12 @@ class EngineService:
         """Check that a request names a model that is served, or none.
 
         Raises:
-            UnknownModel: This server does not serve the model.
+            RequestRefused: This server does not serve the model.
         """
         if name and name not in self.served.names:
-            raise UnknownModel(
+            raise RequestRefused(
                 f"The model `{name}` does not exist. Valid aliases: {', '.join(self.served.names)}.",
+                reason="ModelNotServed",
                 param="model",
             )
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from rollyard_client import RollyardError
 from rollyard_crds.claims import Claim, ClaimStatus, SandboxShape, WarmWant
+from rollyard_process.token_bucket import TokenBucket
 from rollyard_drivers.reconcile.workloads import earliest
 from rollyard_process.backoff import Backoff
 
@@ -59,7 +60,6 @@ from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
 from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
 from rollyard_operator.sandboxes.port_probes import PortProbes
 from rollyard_operator.sandboxes.refusals import NOT_ISOLATED, Refusals
-from rollyard_operator.sandboxes.token_bucket import TokenBucket
 from rollyard_operator.settings import OperatorSettings
 
 AT_ONCE = 16

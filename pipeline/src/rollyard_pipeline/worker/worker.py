@@ -13,6 +13,7 @@ from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
 from rollyard_process.telemetry.export import SpanExport
 from rollyard_process.telemetry.scope import RolloutScope, entered
+from rollyard_process.waiting import first_of
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache
@@ -196,39 +197,30 @@ class Worker:
 
     async def _finish(self) -> None:
         """Let held leases finish: within `drain_seconds` in a drain, without a limit if the job is over."""
-        drained = asyncio.ensure_future(self._draining.wait())
-        enough = asyncio.ensure_future(self._handing_over.wait())
-        empty = asyncio.ensure_future(self._table.empty())
-        try:
-            await asyncio.wait((drained, empty), return_when=asyncio.FIRST_COMPLETED)
-            if not empty.done():
-                log.info("draining: %d rollouts held", len(self._table))
-                await asyncio.wait(
-                    (empty, enough),
-                    timeout=self._options.drain_seconds,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            for held in self._table:
-                held.end("drained")
-        finally:
-            for waiting in (drained, enough, empty):
-                waiting.cancel()
+        await first_of(self._draining.wait(), self._table.empty())
+        if len(self._table):
+            log.info("draining: %d rollouts held", len(self._table))
+            await first_of(self._handing_over.wait(), self._emptied(self._options.drain_seconds))
+        for held in self._table:
+            held.end("drained")
 
     async def _last_reports(self) -> None:
         """Wait for the last reports.
 
         Every lease's task has ended, but its outcome may still be on its way.
         """
-        empty = asyncio.ensure_future(self._table.empty())
-        drained = asyncio.ensure_future(self._draining.wait())
+        await first_of(self._draining.wait(), self._table.empty())
+        if not await self._emptied(_LAST_REPORT_SECONDS):
+            log.error("%d outcomes could not be reported; their leases will expire", len(self._table))
+
+    async def _emptied(self, seconds: float) -> bool:
+        """Wait up to `seconds` until no lease is held. Return whether that came in time."""
         try:
-            await asyncio.wait((empty, drained), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait((empty,), timeout=_LAST_REPORT_SECONDS)
-            if not empty.done():
-                log.error("%d outcomes could not be reported; their leases will expire", len(self._table))
-        finally:
-            empty.cancel()
-            drained.cancel()
+            async with asyncio.timeout(seconds):
+                await self._table.empty()
+        except TimeoutError:
+            return False
+        return True
 
     def _room(self) -> int:
         if self._provider is None:

@@ -131,10 +131,10 @@ class ExecClient:
         After `timeout` seconds the command is interrupted, then killed, and its result has `timed_out` set.
 
         Raises:
-            SessionBusy: The session runs another command.
+            BadRequest: The session runs another command (reason SessionBusy), or the server's limit of
+                sessions is reached (reason TooManySessions).
             CommandTooLarge: The command does not fit into a request.
             LaunchError: No shell could be started.
-            TooManySessions: The server's limit of sessions is reached.
             ConnectionLost: The server is gone or does not answer.
         """
         header = {"op": "bash", "session": session, "timeout": timeout, "max_output": max_output}
@@ -146,8 +146,12 @@ class ExecClient:
         """Start `command` like `bash`, but return at once. Input can be sent, and output read as it comes."""
         running = RunningCommand(self, session)
         header = {
-            "op": "bash", "session": session, "timeout": timeout, "max_output": max_output, "stream": True,
-        }  # fmt: skip
+            "op": "bash",
+            "session": session,
+            "timeout": timeout,
+            "max_output": max_output,
+            "stream": True,
+        }
         running.attach(
             self._spawn(
                 self._wire.request(
@@ -162,7 +166,7 @@ class ExecClient:
         """Type `data` on the terminal of the command that `session` is running, such as to answer a prompt.
 
         Raises:
-            NoCommandRunning: The session runs no command.
+            BadRequest: The session runs no command (reason NoCommandRunning).
         """
         await self._wire.request({"op": "input", "session": session}, data)
 
@@ -170,7 +174,7 @@ class ExecClient:
         """Send SIGINT to the foreground of the session's terminal, like Ctrl-C.
 
         Raises:
-            NoCommandRunning: The session runs no command.
+            BadRequest: The session runs no command (reason NoCommandRunning).
         """
         await self._wire.request({"op": "interrupt", "session": session})
 
@@ -201,9 +205,14 @@ class ExecClient:
             LaunchError: The program cannot be started.
         """
         header = {
-            "op": "run", "argv": argv, "env": env or {}, "cwd": cwd,
-            "timeout": timeout, "max_output": max_output, "clean_env": clean_env,
-        }  # fmt: skip
+            "op": "run",
+            "argv": argv,
+            "env": env or {},
+            "cwd": cwd,
+            "timeout": timeout,
+            "max_output": max_output,
+            "clean_env": clean_env,
+        }
         return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:
@@ -215,7 +224,7 @@ class ExecClient:
 
         Raises:
             IPythonUnavailable: ipykernel is not importable in the sandbox, or the kernel does not start.
-            SessionBusy: Another cell is running.
+            BadRequest: Another cell is running (reason SessionBusy).
         """
         header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
         return _result(

@@ -18,8 +18,15 @@ class Outcome:
     """The outcome of a command. Its fields are those of `client.results.ExecResult`."""
 
     __slots__ = (
-        "cwd", "exit_code", "killed", "output", "seconds", "shell_restarted", "timed_out", "truncated_bytes",
-    )  # fmt: skip
+        "cwd",
+        "exit_code",
+        "killed",
+        "output",
+        "seconds",
+        "shell_restarted",
+        "timed_out",
+        "truncated_bytes",
+    )
 
     def __init__(self) -> None:
         self.exit_code: int | None = None

@@ -16,7 +16,7 @@ from functools import partial
 from time import monotonic
 
 from rollyard_sandbox import folders
-from rollyard_sandbox.errors import IPythonUnavailable, SandboxError, SessionBusy
+from rollyard_sandbox.errors import BadRequest, IPythonUnavailable, SandboxError
 from rollyard_sandbox.execution.capture import Capture
 from rollyard_sandbox.execution.commands import Outcome
 from rollyard_sandbox.execution.launching import launch
@@ -94,9 +94,13 @@ class Kernel:
         own = [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"]
         image_python = _image_python()
         environment = {
-            **os.environ, "IPYTHONDIR": self.directory, "JUPYTER_PLATFORM_DIRS": "1",
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1", "TERM": "dumb", "PAGER": "cat",
-        }  # fmt: skip
+            **os.environ,
+            "IPYTHONDIR": self.directory,
+            "JUPYTER_PLATFORM_DIRS": "1",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "TERM": "dumb",
+            "PAGER": "cat",
+        }
         argv = [image_python, "-c", _CHOOSE, *own] if image_python else own
         with open(f"{self.directory}/log", "wb") as log, open(os.devnull, "rb") as nothing:
             output = log.fileno()
@@ -243,11 +247,11 @@ class IPython:
             A function that cancels the cell.
 
         Raises:
-            SessionBusy: Another cell is running.
+            BadRequest: Another cell is running (reason SessionBusy).
             IPythonUnavailable: ipykernel is not importable here, or the kernel cannot be started.
         """
         if self._cell is not None:
-            raise SessionBusy("IPython is running another cell")
+            raise BadRequest("IPython is running another cell", reason="SessionBusy")
         if self._kernel is None or not self._kernel.alive:
             self._lost_state = self._kernel is not None
             self._kernel = self._start()

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 # Python handles or ignores some of these. A program still ignores what the process that executed it ignored.
 _DEFAULTED = (
-    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ,
-)  # fmt: skip
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+)
 
 
 def launch(

@@ -45,10 +45,8 @@ _STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _CAP_AMBIENT, _RAISE, _SYS_ADMIN = 47, 2, 21  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN
 _EMPTY_PATH = 0x1000  # AT_EMPTY_PATH
-_STANDARD, _CHANNEL = (
-    64,
-    3,
-)  # A number above those that programs use, and the first process's end of a socket.
+_STANDARD = 64  # A number above those that programs use.
+_CHANNEL = 3  # The first process's end of a socket.
 _READY = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.

@@ -123,13 +123,17 @@ def program(machine: str) -> bytes | None:
     actions[special["unshare"]] = _if_any_bit(_NEW_NAMESPACES | _NEW_TIME)
     # No network namespace contains these sockets, which lead from a virtual machine to its host.
     actions[special["socket"]] = [
-        (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _AF_VSOCK), *_answer(errno.EAFNOSUPPORT),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUAL, 0, 1, _AF_VSOCK),
+        *_answer(errno.EAFNOSUPPORT),
         (_RETURN, 0, 0, _ALLOW),
-    ]  # fmt: skip
+    ]
     code: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _AUDIT[machine]), (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, _AUDIT[machine]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
-    ]  # fmt: skip
+    ]
     if machine == "x86_64":
         code += [(_AT_LEAST, 0, 1, _X32), *_answer(errno.ENOSYS)]
     code += _search(sorted(actions.items()))
@@ -142,9 +146,11 @@ def _answer(number: int) -> list[tuple[int, int, int, int]]:
 
 def _if_any_bit(bits: int) -> list[tuple[int, int, int, int]]:
     return [
-        (_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), *_answer(errno.EPERM),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_ANY_BIT, 0, 1, bits),
+        *_answer(errno.EPERM),
         (_RETURN, 0, 0, _ALLOW),
-    ]  # fmt: skip
+    ]
 
 
 def _search(

@@ -60,10 +60,9 @@ def program(calls: Sequence[Call]) -> bytes:
     if len(second) > _PAGE:
         raise ValueError(f"the calls need {len(second)} bytes, and there is room for {_PAGE}")
     entry = _HEADER.size + 2 * _SEGMENT.size
-    header = _HEADER.pack(
-        b"\x7fELF", 2, 1, 1, 0, 0, _EXECUTABLE, _X86_64, 1, _CODE_AT + entry, _HEADER.size, 0, 0,
-        _HEADER.size, _SEGMENT.size, 2, 0, 0, 0,
-    )  # fmt: skip
+    identity = (b"\x7fELF", 2, 1, 1, 0, 0, _EXECUTABLE, _X86_64, 1)
+    segments = (_HEADER.size, _SEGMENT.size, 2)
+    header = _HEADER.pack(*identity, _CODE_AT + entry, _HEADER.size, 0, 0, *segments, 0, 0, 0)
     first = header
     first += _SEGMENT.pack(_LOAD, _READ | _EXECUTE, 0, _CODE_AT, _CODE_AT, _PAGE, _PAGE, _PAGE)
     first += _SEGMENT.pack(_LOAD, _READ | _WRITE, _PAGE, _CALLS_AT, _CALLS_AT, _PAGE, _PAGE, _PAGE)

@@ -42,11 +42,27 @@ _LAST = 127  # The exit status of a child that executed nothing.
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
 NUMBERS = {
-    "capset": 126, "chdir": 80, "close_range": 436, "dup3": 292, "execve": 59, "execveat": 322,
-    "exit_group": 231, "fcntl": 72, "ioctl": 16, "mount": 165, "pause": 34, "prctl": 157, "recvfrom": 45,
-    "rt_sigaction": 13, "rt_sigprocmask": 14, "setns": 308, "setpriority": 141, "setsid": 112, "unshare": 272,
+    "capset": 126,
+    "chdir": 80,
+    "close_range": 436,
+    "dup3": 292,
+    "execve": 59,
+    "execveat": 322,
+    "exit_group": 231,
+    "fcntl": 72,
+    "ioctl": 16,
+    "mount": 165,
+    "pause": 34,
+    "prctl": 157,
+    "recvfrom": 45,
+    "rt_sigaction": 13,
+    "rt_sigprocmask": 14,
+    "setns": 308,
+    "setpriority": 141,
+    "setsid": 112,
+    "unshare": 272,
     "write": 1,
-}  # fmt: skip
+}
 
 # long start(unsigned long clone_flags, uint64_t *calls) for x86_64. The child uses no stack and no libc.
 _CODE = bytes.fromhex(

@@ -17,7 +17,7 @@ from rollyard_sandbox import proof
 from rollyard_sandbox.errors import ConnectionLost, TokenRefused
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
-from rollyard_sandbox.isolation import network, peers
+from rollyard_sandbox.isolation import network
 from rollyard_sandbox.isolation.protections import (
     FAILED,
     NOT_CONFINED,
@@ -100,7 +100,7 @@ class ExecServer:
         listener.listen(128)
         self._listeners.append(listener)
         guarded = listener.family != socket.AF_UNIX and not (
-            self._allow_loopback or peers.listens_on_loopback(listener)
+            self._allow_loopback or _listens_on_loopback(listener)
         )
         self._loop.watch(listener.fileno(), lambda events: self._accept_all(listener, guarded))
         return address
@@ -168,7 +168,7 @@ class ExecServer:
                 sock, _ = listener.accept()
             except OSError:
                 return  # No client waits, or no descriptors are left, in which case the client will retry.
-            if guarded and peers.comes_from_here(sock):
+            if guarded and _comes_from_here(sock):
                 sock.close()
             else:
                 self._accept(sock)
@@ -276,3 +276,33 @@ def serve(options: ServerOptions) -> int:
         os.write(options.ready_fd, json.dumps({"pid": os.getpid(), "listen": addresses}).encode() + b"\n")
         os.close(options.ready_fd)
     return server.run()
+
+
+# The functions below decide which peers may connect: the sandbox's commands must not reach the server by TCP.
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether this numeric IPv4 or IPv6 address means the machine itself."""
+    return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+def _listens_on_loopback(listener: socket.socket) -> bool:
+    """Return whether only the machine itself can connect to this TCP listener."""
+    return _is_loopback(listener.getsockname()[0])
+
+
+def _comes_from_here(connection: socket.socket) -> bool:
+    """Return whether the other end of a TCP connection is in this network namespace, at whatever address."""
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return True  # The peer is gone again.
+    if _is_loopback(peer[0]):
+        return True
+    with socket.socket(connection.family, socket.SOCK_DGRAM) as probe:
+        try:
+            # The kernel binds to addresses of this machine only.
+            probe.bind((peer[0], 0, *peer[2:]))
+        except OSError:
+            return False
+    return True

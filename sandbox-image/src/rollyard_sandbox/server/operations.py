@@ -10,11 +10,9 @@ from rollyard_sandbox.errors import (
     CommandTooLarge,
     FileError,
     LaunchError,
-    NoCommandRunning,
     ProtocolError,
     SandboxError,
     ServerFault,
-    TooManySessions,
 )
 from rollyard_sandbox.execution.bash_session import BashSession
 from rollyard_sandbox.execution.commands import Outcome
@@ -24,7 +22,6 @@ from rollyard_sandbox.proof import answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
 from rollyard_sandbox.server.git_settings import GitSettings
-from rollyard_sandbox.server.request_fields import body_list, seconds_field, text_field, whole_field
 from rollyard_sandbox.server.tunnels import Tunnels
 
 TYPE_CHECKING = False
@@ -50,6 +47,7 @@ if TYPE_CHECKING:
 
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
+_MAX_SECONDS = 7 * 24 * 3600.0  # The longest time that a request may name.
 _MAX_IN_FLIGHT = 1024  # requests per connection
 _PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
 
@@ -156,7 +154,7 @@ class Operations:
                 f"{str(header.get('version'))[:20]}: use the sandbox image of the same version"
             )
         if "lease" in header:
-            self._control.renew(seconds_field(header, "lease"))
+            self._control.renew(_seconds_field(header, "lease"))
         connection.greet(MAX_BODY)
         fields = {"version": PROTOCOL_VERSION, "pid": os.getpid()}
         connection.answer(request, fields | self._proof("hello", header))
@@ -178,7 +176,7 @@ class Operations:
         )
 
     def _renew(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        self._control.renew(seconds_field(header, "seconds"))
+        self._control.renew(_seconds_field(header, "seconds"))
         connection.answer(request, {})
 
     def _set_env(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -234,9 +232,12 @@ class Operations:
         if not sabotage:  # Otherwise there will be no evaluation.
             self._git_settings.put_back()
         fields = {
-            "folder": place.folder, "home": place.home, "tmp": place.tmp, "reward_file": place.reward_file,
+            "folder": place.folder,
+            "home": place.home,
+            "tmp": place.tmp,
+            "reward_file": place.reward_file,
             "sabotage": sabotage,
-        }  # fmt: skip
+        }
         environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)
 
@@ -264,22 +265,24 @@ class Operations:
     # The requests below concern bash sessions.
 
     def _session(self, header: dict[str, Any]) -> BashSession:
-        name = text_field(header, "session")
+        name = _text_field(header, "session")
         session = self._sessions.get(name)
         if session is None:
             if not 0 < len(name) <= 200:
                 raise BadRequest("session: a name of 1 to 200 characters is needed")
             if len(self._sessions) >= self._max_sessions:
-                raise TooManySessions(f"{self._max_sessions} sessions are open; close one first")
+                raise BadRequest(
+                    f"{self._max_sessions} sessions are open; close one first", reason="TooManySessions"
+                )
             environment = {**os.environ, **_PAGERS, "PS1": "", "PS2": ""}
             session = BashSession(self._loop, name, self._workdir, environment, self._protections)
             self._sessions[name] = session
         return session
 
     def _existing(self, header: dict[str, Any]) -> BashSession:
-        session = self._sessions.get(text_field(header, "session"))
+        session = self._sessions.get(_text_field(header, "session"))
         if session is None:
-            raise NoCommandRunning(f"there is no session {header['session']!r}")
+            raise BadRequest(f"there is no session {header['session']!r}", reason="NoCommandRunning")
         return session
 
     def _bash(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -287,7 +290,7 @@ class Operations:
             raise BadRequest("command: holds a NUL byte, which bash cannot run")
         if len(body) > _MAX_COMMAND:
             raise CommandTooLarge(f"command of {len(body)} bytes; at most {_MAX_COMMAND} are allowed")
-        timeout = seconds_field(header, "timeout")
+        timeout = _seconds_field(header, "timeout")
         max_output = self._limit(header)
         on_output = None
         if header.get("stream"):
@@ -316,7 +319,7 @@ class Operations:
     def _close_session(
         self, connection: Connection, request: int, header: dict[str, Any], body: bytes
     ) -> None:
-        session = self._sessions.pop(text_field(header, "session"), None)
+        session = self._sessions.pop(_text_field(header, "session"), None)
         if session is not None:
             session.kill()
         connection.answer(request, {})
@@ -343,16 +346,23 @@ class Operations:
             _reply(connection, request, outcome)
 
         program = RunningProgram(
-            self._loop, self._protections, argv, environment, os.path.join(self._workdir, cwd), body,
-            seconds_field(header, "timeout"), self._limit(header), done,
-        )  # fmt: skip
+            self._loop,
+            self._protections,
+            argv,
+            environment,
+            os.path.join(self._workdir, cwd),
+            body,
+            _seconds_field(header, "timeout"),
+            self._limit(header),
+            done,
+        )
         self._programs.add(program)
         connection.in_flight[request] = program.cancel
 
     def _run_cell(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         from rollyard_sandbox.execution.ipython import IPython
 
-        timeout, max_output = seconds_field(header, "timeout"), self._limit(header)
+        timeout, max_output = _seconds_field(header, "timeout"), self._limit(header)
         try:
             code = body.decode()
         except UnicodeDecodeError as error:
@@ -369,13 +379,13 @@ class Operations:
     def _read(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         data, size, mode = files.read(
             self._path(header),
-            whole_field(header, "offset", 0, 1 << 62),
-            min(whole_field(header, "max_bytes", 0, 1 << 62), MAX_BODY),
+            _whole_field(header, "offset", 0, 1 << 62),
+            min(_whole_field(header, "max_bytes", 0, 1 << 62), MAX_BODY),
         )
         connection.answer(request, {"size": size, "mode": mode}, data)
 
     def _write(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        files.write(self._path(header), body, whole_field(header, "mode", 0, 0o7777))
+        files.write(self._path(header), body, _whole_field(header, "mode", 0, 0o7777))
         connection.answer(request, {})
 
     def _list(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -400,29 +410,32 @@ class Operations:
             path = header.get("path")
             answer = work_folder.tree(workdir, work_folder.name(path) if path else b"")
         elif action == "digests":
-            answer = work_folder.digests(workdir, body_list(body))
+            answer = work_folder.digests(workdir, _body_list(body))
         elif action == "read":
             offset, most = (
-                whole_field(header, "offset", 0, 1 << 62),
-                whole_field(header, "max_bytes", 0, MAX_BODY),
+                _whole_field(header, "offset", 0, 1 << 62),
+                _whole_field(header, "max_bytes", 0, MAX_BODY),
             )
             answer = work_folder.read(workdir, work_folder.name(header.get("path")), offset, most)
         else:
             answer = b""
             if action == "put":
                 work_folder.put(
-                    workdir, work_folder.name(header.get("path")), body, whole_field(header, "mode", 0, 0o777)
+                    workdir,
+                    work_folder.name(header.get("path")),
+                    body,
+                    _whole_field(header, "mode", 0, 0o777),
                 )
             elif action == "make":
-                work_folder.make(workdir, body_list(body))
+                work_folder.make(workdir, _body_list(body))
             elif action == "remove":
-                work_folder.remove(workdir, body_list(body))
+                work_folder.remove(workdir, _body_list(body))
             else:
                 raise BadRequest(f"action: {action!r} is unknown")
         connection.answer(request, {}, answer)
 
     def _path(self, header: dict[str, Any]) -> str:
-        path = text_field(header, "path")
+        path = _text_field(header, "path")
         try:
             os.fsencode(path)
         except UnicodeEncodeError:
@@ -432,7 +445,7 @@ class Operations:
         return os.path.join(self._workdir, path)
 
     def _limit(self, header: dict[str, Any]) -> int:
-        return min(whole_field(header, "max_output", 0, 1 << 62), self._max_output)
+        return min(_whole_field(header, "max_output", 0, 1 << 62), self._max_output)
 
 
 def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError, result: str = "") -> None:
@@ -453,3 +466,43 @@ def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError
         },
         outcome.output,
     )
+
+
+# The functions below read fields of requests, and raise BadRequest with the field's name.
+
+
+def _body_list(body: bytes) -> list[Any]:
+    """Return the list that a body holds as JSON."""
+    from json import loads
+
+    try:
+        items = loads(body)
+    except ValueError as error:
+        raise BadRequest(f"body: not JSON: {error}") from None
+    if not isinstance(items, list):
+        raise BadRequest("body: a list is needed")
+    return items
+
+
+def _text_field(header: dict[str, Any], field: str) -> str:
+    """Return a field that must be a string."""
+    value = header.get(field)
+    if not isinstance(value, str):
+        raise BadRequest(f"{field}: a string is needed")
+    return value
+
+
+def _whole_field(header: dict[str, Any], field: str, least: int, most: int) -> int:
+    """Return a field that must be a whole number from `least` to `most`."""
+    value = header.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BadRequest(f"{field}: a whole number from {least} to {most} is needed")
+    return value
+
+
+def _seconds_field(header: dict[str, Any], field: str) -> float:
+    """Return a field that must be a number of seconds above 0 and up to _MAX_SECONDS."""
+    value = header.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
+        raise BadRequest(f"{field}: seconds above 0 and up to {_MAX_SECONDS:.0f} are needed")
+    return float(value)

@@ -33,9 +33,19 @@ _MAX_REQUEST = 64 * 1024  # bytes
 _MAX_DESCRIPTORS = 32
 # What every sandbox calls in the C library.
 _FUNCTIONS = (
-    "capset", "clone", "mount", "pause", "prctl", "pthread_sigmask", "setns", "signalfd", "timerfd_create",
-    "timerfd_settime", "umount2", "unshare",
-)  # fmt: skip
+    "capset",
+    "clone",
+    "mount",
+    "pause",
+    "prctl",
+    "pthread_sigmask",
+    "setns",
+    "signalfd",
+    "timerfd_create",
+    "timerfd_settime",
+    "umount2",
+    "unshare",
+)
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
 
 

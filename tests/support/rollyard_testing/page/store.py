@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from msgspec.structs import replace
 from rollyard_api.backends import pools
 from rollyard_api.core.codec import dumps, pack
-from rollyard_api.core.quotas import Room
+from rollyard_api.core.limits import Quota
 from rollyard_api.jobs import jobs, manifests
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine import events
@@ -49,7 +49,7 @@ from rollyard_testing.crds.segments import kept as kept_record
 
 BATCH: Final = 1024
 """The number of rollouts that are ended in one transaction."""
-_ROOM: Final = Room(1 << 40, 1 << 40)
+_QUOTA: Final = Quota(1 << 40, 1 << 40)
 
 
 class Recorded(NamedTuple):
@@ -210,7 +210,7 @@ class Store:
 
         def create(tx: Transaction) -> tuple[int, str]:
             tx.now = began
-            jobs.create(tx, new, _ROOM)
+            jobs.create(tx, new, _QUOTA)
             job = job_rows.find(tx.conn, namespace, name)
             return job.id, f"{name}-{job.uid[:8]}"
 

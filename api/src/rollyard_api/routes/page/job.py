@@ -56,7 +56,7 @@ async def folded(call: NamedCall) -> JobRow:
         job = job_rows.find(conn, namespace, name)
         return job, bool(folding.behind(conn, job.id))
 
-    async with call.plane.looks.held(call.namespace):
+    async with call.plane.looks.turn(call.namespace):
         job, behind = await call.read(query)
         if behind:
             await call.plane.views.folding.fold(job.id, FOLDS)
@@ -139,7 +139,7 @@ async def _searched(plane: ControlPlane, job: JobRow, asked: RolloutFilter, limi
         return [], None
     end = time.monotonic() + SECONDS
     found: list[Any] = []
-    async with plane.searches.held(job.namespace):
+    async with plane.searches.turn(job.namespace):
         while True:
             page = partial(order.rows, query=query, limit=CHUNK, place=place)
             look = partial(_candidates, job_id=job.id, page=page, wanted=wanted)

@@ -71,7 +71,7 @@ async def record_line(
 async def _rows(
     plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize
 ) -> list[EndedRollout]:
-    await held.enter_async_context(plane.pages_of([short]).held(job.namespace))
+    await held.enter_async_context(plane.pages_of([short]).turn(job.namespace))
     at = short.end_seq
     rows = await plane.database.read(
         partial(records.rows_of, job_id=job.id, cursor=at - 1, wanted=ENDED, last=at)
@@ -176,7 +176,7 @@ async def live(plane: Plane, name: str, rollout: str, namespace: Namespace = "de
     ended, and 429 while as many rollouts as may be are watched.
     """
     look = partial(live_rollouts.look, namespace=namespace, name=name, rollout=rollout)
-    async with plane.looks.held(namespace):
+    async with plane.looks.turn(namespace):
         document = await plane.database.write(look, durable=False)
     plane.views.watching.note(time.time())
     return answer(document)

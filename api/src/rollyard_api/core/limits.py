@@ -1,8 +1,8 @@
-"""Quotas limit the open waits and the simultaneous work of one namespace.
+"""Limits of the open waits, the simultaneous work and the stored things of one namespace.
 
-A `Quota` counts what is open for a long time, and refuses more. `Turns` limits what is done at the same time,
-and lets the rest wait in order. Both count by key, which is a namespace, and in total. A caller that asks for
-too much therefore obstructs only itself. A `Room` says the same of things that are kept in the database.
+A `Limit` bounds what is held at the same time: a caller who finds no place is refused, or waits for its turn.
+A `Quota` bounds what is kept in the database. Both count by key, which is a namespace, and in total. A caller
+that asks for too much therefore obstructs only itself. A `TokenBucket` bounds rates.
 """
 
 from __future__ import annotations
@@ -27,70 +27,23 @@ def _whose(key: str) -> str:
     return f"namespace {key!r}" if key else "whoever asks for all namespaces"
 
 
-class Quota:
-    """A limit on the number of things of one kind that are open, for each key and in total.
-
-    Args:
-        what: The name of the things in the plural, for messages.
-        each: The largest number for one key.
-        total: The largest number for all keys together.
-        refusal: Returns the error for what is too much; default: TooManyWaits.
-    """
-
-    def __init__(
-        self, what: str, *, each: int, total: int = UNBOUNDED, refusal: Refusal | None = None
-    ) -> None:
-        self._what = what
-        self._each = each
-        self._total = total
-        self._refusal = refusal or self._too_many
-        self._open: Counter[str] = Counter()
-
-    def open(self, key: str) -> int:
-        """Return the number of open things of a key."""
-        return self._open[key]
-
-    @contextmanager
-    def held(self, key: str) -> Iterator[None]:
-        """Keep one thing open within the block.
-
-        Raises:
-            ApiError: The largest number is already open.
-        """
-        if self._open[key] >= self._each:
-            raise self._refusal(key, self._each)
-        if self._open.total() >= self._total:
-            raise self._refusal(None, self._total)
-        self._open[key] += 1
-        try:
-            yield
-        finally:
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key]
-
-    def _too_many(self, key: str | None, most: int) -> ApiError:
-        if key is None:
-            return TooManyWaits(f"{most} {self._what} are open, and no more may be", headers=RETRY_AFTER)
-        text = f"{_whose(key)} has {most} open {self._what}, and may have no more"
-        return TooManyWaits(text, headers=RETRY_AFTER)
-
-
 @dataclass(slots=True)
 class _Line:
     places: asyncio.Semaphore
     users: int = field(default=0)
 
 
-class Turns:
-    """A limit on what is done at the same time, for each key and in total; the rest waits in order.
+class Limit:
+    """A limit on the number of things of one kind that are held, for each key and in total.
+
+    `held` refuses what is too much, and `turn` lets it wait in order. A limit is used in one of these ways.
 
     Args:
-        what: The name of the work in the plural, for messages.
+        what: The name of the things in the plural, for messages.
         each: The largest number for one key.
         total: The largest number for all keys together.
-        seconds: The longest wait for a place, in seconds. None means that there is no limit.
-        refusal: Returns the error if no place of a key became free in time; default: TooManyWaits.
+        seconds: The longest wait for a turn, in seconds. None means that there is no limit.
+        refusal: Returns the error for what is too much, or comes too late; default: TooManyWaits.
     """
 
     def __init__(
@@ -104,14 +57,40 @@ class Turns:
     ) -> None:
         self._what = what
         self._each = each
+        self._total = total
         self._seconds = seconds
-        self._refusal = refusal or self._too_many
+        self._refusal = refusal
+        self._open: Counter[str] = Counter()
         self._lines: dict[str, _Line] = {}
         self._all = asyncio.Semaphore(total)
 
-    @asynccontextmanager
-    async def held(self, key: str, each: int | None = None) -> AsyncIterator[None]:
+    def open(self, key: str) -> int:
+        """Return the number of places of a key that `held` has given."""
+        return self._open[key]
+
+    @contextmanager
+    def held(self, key: str) -> Iterator[None]:
         """Hold a place within the block.
+
+        Raises:
+            ApiError: No place is free.
+        """
+        refusal = self._refusal or self._too_many
+        if self._open[key] >= self._each:
+            raise refusal(key, self._each)
+        if self._open.total() >= self._total:
+            raise refusal(None, self._total)
+        self._open[key] += 1
+        try:
+            yield
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+
+    @asynccontextmanager
+    async def turn(self, key: str, each: int | None = None) -> AsyncIterator[None]:
+        """Hold a place within the block, once one is free.
 
         Args:
             key: The key.
@@ -132,14 +111,20 @@ class Turns:
                         await places.enter_async_context(line.places)
                         await places.enter_async_context(self._all)
                 except TimeoutError as error:
-                    raise self._refusal(key, most) from error
+                    raise (self._refusal or self._too_late)(key, most) from error
                 yield
         finally:
             line.users -= 1
             if not line.users:
                 del self._lines[key]
 
-    def _too_many(self, key: str | None, _most: int) -> ApiError:
+    def _too_many(self, key: str | None, most: int) -> ApiError:
+        if key is None:
+            return TooManyWaits(f"{most} {self._what} are open, and no more may be", headers=RETRY_AFTER)
+        text = f"{_whose(key)} has {most} open {self._what}, and may have no more"
+        return TooManyWaits(text, headers=RETRY_AFTER)
+
+    def _too_late(self, key: str | None, _most: int) -> ApiError:
         return TooManyWaits(
             f"{_whose(key or '')} has too many {self._what} at once; none of them ended within "
             f"{self._seconds:g} s",
@@ -148,8 +133,8 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The largest numbers of things of one kind, so that no namespace takes the room of all others.
+class Quota:
+    """The largest numbers of things of one kind, so that no namespace takes the place of all others.
 
     Args:
         total: The largest number in all.
@@ -159,9 +144,9 @@ class Room:
     total: int
     each: int
 
-    def without(self, part: int) -> Room:
-        """Return the room that is left if one in `part` things is reserved for others."""
-        return Room(self.total - self.total // part, self.each - self.each // part)
+    def without(self, part: int) -> Quota:
+        """Return the quota that is left if one in `part` things is reserved for others."""
+        return Quota(self.total - self.total // part, self.each - self.each // part)
 
     def check(
         self, what: str, namespace: str, *, total: int, own: int, adding: int, retry_after: int

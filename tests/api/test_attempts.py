@@ -110,21 +110,26 @@ async def test_a_lost_sandbox_is_explained(served: Any, worker: Any) -> None:
     assert summary["attempts"] == record["attempts"]
 
 
-async def test_the_last_failure_is_an_attempt_too(served: Any, worker: Any) -> None:
-    for _ in range(3):
+async def test_failures_are_retried_and_the_last_is_final(served: Any, worker: Any) -> None:
+    for attempt in range(3):
         (lease,) = await worker.lease(init=1)
-        await worker.fail(lease, "ImageBroken")
+        assert lease["attempt"] == attempt
+        assert await worker.fail(lease, "ImageBroken", message="no such image") == "accepted"
+        assert await worker.fail(lease, "ImageBroken") == "repeated"
     record = await _record(served)
-    assert (record["status"], record["reason"]) == ("failed", "ImageBroken")
+    assert (record["status"], record["reason"], record["reward"]) == ("failed", "ImageBroken", None)
+    assert (record["attempt"], record["message"]) == (3, "no such image")
     assert _told(record) == [("init", number, "ImageBroken", True) for number in (1, 2, 3)]
 
 
 async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(served: Any, worker: Any) -> None:
     for _ in range(3):
-        await worker.lease(init=1)
+        (lease,) = await worker.lease(init=1)
         await _later(served, 60, lambda tx: sweeps.expire(tx, 2))
+    assert await worker.lease(init=1) == []
+    assert await worker.complete(worker.result(lease)) == ["stale"]
     record = await _record(served)
-    assert (record["status"], record["reason"]) == ("failed", "LeaseExpired")
+    assert (record["status"], record["reason"], record["reward"]) == ("failed", "LeaseExpired", None)
     assert record["message"] == "3 leases were lost; the last was held by w"
     assert _told(record) == [("init", number, "LeaseExpired", False) for number in (1, 2, 3)]
 

@@ -255,20 +255,6 @@ async def test_delete_frees_the_name_and_removes_the_rows(
     assert await worker.finish_all() == 6, "nothing of the new job was removed"
 
 
-async def test_active_deadline(served: Any, make_manifest: Any) -> None:
-    await _post(served, make_manifest(activeDeadlineSeconds=60))
-
-    def later(tx: Transaction) -> None:
-        tx.now += 61
-        jobs.enforce(tx)
-
-    await served.plane.database.write(later)
-    await served.plane.sweep()
-    told = await _job(served)
-    assert told["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
-    assert told["status"]["counts"]["cancelled"] == 2
-
-
 async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_manifest: Any) -> None:
     await _post(served, make_manifest(activeDeadlineSeconds=60))
 
@@ -284,20 +270,6 @@ async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_ma
     assert "startTime" in (await _job(served))["status"]
     assert await served.plane.database.write(partial(pass_, seconds=50)) == []
     assert len(await served.plane.database.write(partial(pass_, seconds=70))) == 1
-
-
-async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> None:
-    await _post(served, make_manifest(ttlSecondsAfterFinished=60))
-    await worker_of(served.worker).finish_all()
-    await served.plane.sweep()
-    await _job(served)
-
-    def later(tx: Transaction) -> None:
-        tx.now += 61
-        jobs.enforce(tx)
-
-    await served.plane.database.write(later)
-    assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
 
 
 async def test_deadlines_and_times_to_live_are_those_of_each_job(
@@ -323,7 +295,9 @@ async def test_deadlines_and_times_to_live_are_those_of_each_job(
 
     (ended,) = await served.plane.database.write(partial(pass_, seconds=120))
     await served.plane.cancel_rest(ended)
-    assert (await _job(served, "late"))["status"]["counts"]["cancelled"] == 2
+    late = await _job(served, "late")
+    assert late["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
+    assert late["status"]["counts"]["cancelled"] == 2
     assert await left() == ["a", "c", "never", "late", "later", "unbounded"]
     assert len(await served.plane.database.write(partial(pass_, seconds=1200))) == 1
     assert await left() == ["never", "late", "later", "unbounded"]

@@ -248,30 +248,3 @@ async def test_what_a_bound_worker_lists_does_not_replace_the_list_of_others(
     assert await other.complete(other.result(first)) == ["accepted"]
     told = await other.heartbeat(sandboxes=["sb-left"])
     assert told["orphans"] == ["sb-left"], "it was listed before the Init that is left"
-
-
-async def test_a_bound_worker_reaches_no_other_job(served: Any, bound: Any, worker_of: Any) -> None:
-    other = worker_of(served.worker, name="o")
-    (lease,) = await other.lease(init=1, job="other")
-    ref = {"rollout": lease["rollout"], "token": lease["token"]}
-    ask = {"worker": "w", "node": "n", "capacity": {"init": 1}}
-    beat = {"worker": "w", "node": "n", "leases": []}
-    sandbox = other.result(lease)["sandbox"]["id"]
-    await other.complete(other.result(lease))
-    failure = {**ref, "stage": "init", "reason": "x"}
-    post = bound.http.post
-    refused = [
-        await post("/v1/leases", json=ask),
-        await post("/v1/leases", json=ask | {"job": "other"}),
-        await post("/v1/leases", json=ask | {"job": "job", "namespace": "elsewhere"}),
-        await post("/v1/leases/heartbeat", json=beat | {"leases": [ref]}),
-        await post("/v1/leases/heartbeat", json=beat | {"sandboxes": [sandbox], "ending": [sandbox]}),
-        await post("/v1/leases/complete", json={"worker": "w", "results": [other.result(lease)]}),
-        await post("/v1/leases/fail", json={"worker": "w", "failures": [failure]}),
-        await post("/v1/leases/route", json=ref | {"failed_url": "http://x"}),
-        await bound.http.get("/v1/leases/job", params={"name": "other"}),
-        await bound.http.get("/v1/rolloutjobs"),
-        await bound.http.get("/v1/claims"),
-    ]
-    assert [answer.status_code for answer in refused] == [403] * len(refused)
-    assert "default/job only" in refused[0].json()["detail"]

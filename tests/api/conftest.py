@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
@@ -32,7 +31,9 @@ from rollyard_testing.api.databases import (
 from rollyard_testing.api.weights import Pools
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.inference.misbehaving import MisbehavingServer
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 __all__ = ["fresh_postgres", "migrated_postgres", "migrated_sqlite", "postgres"]
 
@@ -70,7 +71,7 @@ class Served:
             waits = itertools.chain(*self.plane.bus._waiting.values())
             return sum(bool(wait._callbacks) for wait in waits) >= polls
 
-        await until(there)
+        await eventually(there)
 
 
 @asynccontextmanager
@@ -205,12 +206,7 @@ def manifest(name: str = "job", **spec: Any) -> dict[str, Any]:
     """Return a small job that needs no model. Fields of the spec may be given."""
     tasks = {"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]}
     body: dict[str, Any] = {"tasks": tasks, "handler": "shell", "agent": {"type": "oracle"}, **spec}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": body,
-    }
+    return job_manifest(name, body)
 
 
 @pytest.fixture
@@ -316,17 +312,9 @@ def worker_of() -> type[Worker]:
     return Worker
 
 
-async def until(look: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until `look()` (awaited) returns something true, and return it."""
-    async with asyncio.timeout(patience(seconds)):
-        while not (found := await look()):  # noqa: ASYNC110 (what is looked at may be another process)
-            await asyncio.sleep(0.02)
-        return found
-
-
-@pytest.fixture
-def eventually() -> Callable[..., Any]:
-    return until
+@pytest.fixture(name="eventually")
+def _eventually() -> Callable[..., Any]:
+    return eventually
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from rollyard_api.machine.failure_policy import MAX_OUTAGES
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_testing.manifests import pool_manifest
 
 URL = "http://backend-0:8000"
 HOUR = 3600.0
@@ -55,12 +56,7 @@ class Pool:
 
 
 async def create_pool(served: Any, name: str) -> None:
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": name},
-        "spec": {"model": "tiny"},
-    }
+    manifest = pool_manifest(name, {"model": "tiny"})
     assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
 
 

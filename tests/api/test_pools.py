@@ -15,18 +15,16 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.schema import backends, pools, rollouts
 from rollyard_api.weights.coordinator import Coordinator
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 MODEL = "tiny"
 
 
 def pool(**engine: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": MODEL, "maxActiveRollouts": 3, **({"engine": engine} if engine else {})},
-    }
+    return pool_manifest(
+        "pool", {"model": MODEL, "maxActiveRollouts": 3, **({"engine": engine} if engine else {})}
+    )
 
 
 async def _report(served: Any, **ready: bool) -> None:

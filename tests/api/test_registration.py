@@ -14,6 +14,7 @@ from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import ClaimList
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.unfinished import UnfinishedJobs
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 UID = "rollyard.dev/object-uid"
@@ -411,12 +412,7 @@ async def test_no_warm_sandboxes_where_none_are_wanted(served: Any, make_manifes
 
 
 def _pool(uid: str | None = "u1", **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool", "annotations": {} if uid is None else {UID: uid}},
-        "spec": {"model": "tiny", **spec},
-    }
+    return pool_manifest("pool", {"model": "tiny", **spec}, annotations={} if uid is None else {UID: uid})
 
 
 async def _put_pool(served: Any, pool: dict[str, Any]) -> Any:

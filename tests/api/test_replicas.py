@@ -11,6 +11,7 @@ import orjson
 import pytest
 import sqlalchemy as sa
 from rollyard_api.settings import Settings
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 
@@ -69,17 +70,15 @@ async def test_two_replicas_keep_the_limit_of_a_backend(
     both: Any, serving: Any, make_manifest: Any, worker_of: Any
 ) -> None:
     """Both count and give out at the same moment; together they give no more than there are places."""
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {
+    pool = pool_manifest(
+        "pool",
+        {
             "model": "tiny",
             "tokenizer": "byte",
             "engine": {"type": "embedded"},
             "maxActiveRollouts": 2,
         },
-    }
+    )
     urls = ["http://a", "http://b"]
     async with serving(both[0]) as one, serving(both[1]) as two:
         assert (await one.admin.post("/v1/backendpools", json=pool)).status_code == 201
@@ -107,12 +106,7 @@ async def test_a_report_that_waits_for_a_backend_holds_no_job(
 ) -> None:
     """Reports lock backends before jobs. One that did it the other way round could be in a deadlock with one
     of the other replica, of which another test would see nothing, because deadlocks are tried again."""
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": "tiny", "tokenizer": "byte", "engine": {"type": "embedded"}},
-    }
+    pool = pool_manifest("pool", {"model": "tiny", "tokenizer": "byte", "engine": {"type": "embedded"}})
     async with serving(both[0]) as one:
         assert (await one.admin.post("/v1/backendpools", json=pool)).status_code == 201
         report = {"backends": [{"url": "http://a", "ready": True}]}

@@ -14,6 +14,7 @@ from rollyard_api.backends.stats import WINDOW_SECONDS, Poller, Window
 from rollyard_api.backends.throughput import MIN_TOKENS, Speeds
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.crds.segments import reported
+from rollyard_testing.manifests import pool_manifest
 
 
 @given(
@@ -60,12 +61,7 @@ def test_only_material_changes_are_written() -> None:
     assert not stats.material(None, None)
 
 
-POOL = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "BackendPool",
-    "metadata": {"name": "pool"},
-    "spec": {"model": "tiny"},
-}
+POOL = pool_manifest("pool", {"model": "tiny"})
 
 
 async def _report(served: Any, *urls: str, ready: bool = True) -> None:

@@ -16,6 +16,7 @@ from rollyard_api.views import keyset
 from rollyard_api.views.fleet.feed import BUFFER
 from rollyard_api.views.job.grid import GroupFilter
 from rollyard_api.views.job.rollout_list import RolloutFilter
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 TEXT = "x" * 50_000
@@ -83,16 +84,14 @@ async def ids(request: Any, served: Any, worker_of: Any, make_manifest: Any, tmp
         "decoder": {"type": "ByteLevel"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(document))
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {
+    pool = pool_manifest(
+        "pool",
+        {
             "model": "m",
             "tokenizer": str(folder),
             "engine": {"type": "external", "external": {"urls": ["http://127.0.0.1:9"]}},
         },
-    }
+    )
     made = await served.admin.post("/v1/backendpools", json=pool)
     if made.status_code != 201:
         pytest.fail(made.text)

@@ -20,6 +20,7 @@ from rollyard_api.settings import Settings
 from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.api.databases import migrated_database
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
@@ -151,12 +152,9 @@ async def yard(settings: Settings, serving: Any, engines: list[Engine]) -> Async
 
 
 async def make_pool(admin: httpx.AsyncClient, urls: list[str]) -> None:
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "p"},
-        "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
-    }
+    manifest = pool_manifest(
+        "p", {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}}
+    )
     assert (await admin.post("/v1/backendpools", json=manifest)).status_code == 201
     end = time.monotonic() + patience(30)
     while not all(b["ready"] for b in (await backends_of(admin))):

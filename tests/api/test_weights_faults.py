@@ -23,6 +23,7 @@ from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_crds.weights import WeightSource
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 
@@ -57,12 +58,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def pool_of(urls: list[str]) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "p"},
-        "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
-    }
+    return pool_manifest("p", {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}})
 
 
 async def made(admin: httpx.AsyncClient, urls: list[str], eventually: Callable[..., Any]) -> None:

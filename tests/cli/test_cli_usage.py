@@ -14,13 +14,11 @@ from rollyard.commands.slurm_bridge import group, running
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
 from rollyard.main import COMMANDS, main
+from rollyard_testing.manifests import job_manifest
 
-JOB: dict[str, Any] = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "j"},
-    "spec": {"tasks": {"url": "tasks.jsonl"}, "handler": "shell", "agent": {"type": "oracle"}},
-}
+JOB: dict[str, Any] = job_manifest(
+    "j", {"tasks": {"url": "tasks.jsonl"}, "handler": "shell", "agent": {"type": "oracle"}}
+)
 TASK: dict[str, Any] = {"id": "a", "prompt": "x", "test_script": "true", "solution": []}
 
 

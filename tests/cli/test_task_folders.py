@@ -18,6 +18,7 @@ from rollyard_client import Client
 from rollyard_crds import RolloutJob, TaskListError, parse_lines
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import TaskSource
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.sandboxes.rootfolder import make_image
 
 EXAMPLES = Path(__file__).parents[2] / "examples/harbor"
@@ -233,12 +234,7 @@ def test_a_folder_in_the_published_layout(
 
     def validate(**options: str) -> int:
         spec["tasks"]["harbor"] = options
-        job = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "j"},
-            "spec": spec,
-        }
+        job = job_manifest("j", spec)
         manifest.write_text(json.dumps(job))
         return main(["validate", "-f", str(manifest), "--oracle"])
 

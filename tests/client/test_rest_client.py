@@ -44,6 +44,7 @@ from rollyard_crds.trajectory import RunRecord
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 
 
@@ -63,12 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
     tasks = {"inline": [{"id": "t/0", "prompt": "p"}, {"id": "t/1", "prompt": "p"}]}
     body = {"tasks": tasks, "handler": "shell", "agent": {"type": "oracle"}, "samplesPerTask": 2, **spec}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": body,
-    }
+    return job_manifest(name, body)
 
 
 async def work(server: Server, job: str) -> None:
@@ -186,12 +182,7 @@ async def test_steps_of_dynamic_sampling(server: Server) -> None:
 
 
 async def test_pools(server: Server) -> None:
-    document = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": "m"},
-    }
+    document = pool_manifest("pool", {"model": "m"})
     with Client(server.url, server.tokens["admin"]) as client:
         client.create_pool(document)
         assert client.create_pool(BackendPool.model_validate(document)).spec.model == "m"

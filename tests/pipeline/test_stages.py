@@ -67,6 +67,7 @@ from rollyard_testing.families import FAMILIES, write_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.call_suite import MINIMAX, byte_folder, byte_tokenizer
 from rollyard_testing.pipeline.installed import install_handler
+from rollyard_testing.waiting import eventually
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
@@ -1049,9 +1050,7 @@ async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
     await rollout.play()
     assert rollout.init is not None
     assert rollout.init.sandbox is not None
-    async with asyncio.timeout(patience(20)):
-        while rollout.provider.claimed():  # noqa: ASYNC110 - another process ends
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not rollout.provider.claimed(), patience(20))
     for swept in ([], [rollout.init.sandbox.id]):
         with pytest.raises(SandboxCrashed):
             await rollout.score()
@@ -1067,9 +1066,7 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
     rollout.configure(oracle(("bash", {"command": command})))
     rollout.init = await rollout.stage("init")
     task = asyncio.create_task(rollout.stage("run", sandbox=rollout.init.sandbox))
-    async with asyncio.timeout(patience(20)):
-        while not mark.exists():  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.02)
+    await eventually(mark.exists, patience(20))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

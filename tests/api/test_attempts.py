@@ -15,17 +15,18 @@ from rollyard_crds.lease import Lease, StageTimes
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
 
 PATH = "/v1/rolloutjobs/job"
 
 
 @pytest.fixture
-async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def worker(served: Any) -> Any:
     manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
     answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert answer.status_code == 201, answer.text
-    return worker_of(served.worker)
+    return Worker(served.worker)
 
 
 async def _later(served: Any, seconds: float, what: Any) -> None:
@@ -170,11 +171,9 @@ async def _table(served: Any) -> list[dict[str, Any]]:
     return rows
 
 
-async def test_only_rollouts_that_were_retried_are_listed_on_request(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_only_rollouts_that_were_retried_are_listed_on_request(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     first, _ = await worker.lease(init=2)
     await worker.fail(first, "ImageBroken")
     answer = await served.admin.get(f"{PATH}/rollouts", params={"retried": True})

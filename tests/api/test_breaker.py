@@ -21,6 +21,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends
 from rollyard_inference.errors import BackendError, BackendUnavailable, ModelNotServed
 from rollyard_inference.health import first_request
+from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
@@ -175,11 +176,11 @@ class Pool:
 
 
 @pytest.fixture
-async def pooled(served: Any, scripted: Any, make_manifest: Any, worker_of: Any) -> Pool:
+async def pooled(served: Any, scripted: Any) -> Pool:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(8)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks, "samplesPerTask": 2}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=16)])
     manifest = pool_manifest("pool", {"model": "tiny"})
     assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201

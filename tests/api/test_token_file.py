@@ -14,6 +14,8 @@ from rollyard_api.core.problems import Unauthorized
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token
 from rollyard_crds.security.ready_token import ready_token
+from rollyard_testing.api.plane import serving
+from rollyard_testing.waiting import eventually
 
 OLD: dict[str, Any] = {"admin": "a", "worker": "w", "driver": "d"}
 
@@ -150,9 +152,7 @@ def test_tokens_made_under_a_worker_token_that_is_being_retired_stay_valid(
             tokens.caller(f"Bearer {job_token(other, 'team', 'a', 'u-1')}")
 
 
-async def test_a_running_control_plane_sees_the_change(
-    settings: Settings, serving: Any, eventually: Any, tmp_path: Path
-) -> None:
+async def test_a_running_control_plane_sees_the_change(settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     async with serving(settings, tokens_seconds=0.02) as served:
         given = json.loads(path.read_text())

@@ -247,7 +247,7 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
             assert client.job("oracle").status.counts.succeeded == 12
         assert main(["down", *home]) == 0
         assert again.process.wait(patience(10)) == 0
-        until(lambda: marked(up.mark) == [], 100.0)
+        until(lambda: marked(up.mark) == [], patience(100))
     finally:
         again.process.kill()
         again.process.wait()

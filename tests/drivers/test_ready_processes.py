@@ -93,18 +93,6 @@ async def test_a_program_with_options_prepares_before_it_is_used(folders: Folder
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_a_prepared_program_that_gets_no_arguments_runs_nothing(folders: Folders) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo", "--", "x"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-    )
-    async with asyncio.timeout(patience(30)):
-        output, _ = await process.communicate(b"")
-    assert (process.returncode, output) == (0, b"prepared x\nnot needed\n")
-
-
 async def test_each_process_is_used_once_and_a_fresh_one_follows_when_none_is_ready(
     ready: ReadyProcesses, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,17 +217,26 @@ async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) ->
     assert list(folders.pids.iterdir()) == []
 
 
-@pytest.mark.parametrize("line", [b"", b'["half a line"'])
-async def test_a_process_whose_input_ends_runs_nothing(folders: Folders, line: bytes) -> None:
+@pytest.mark.parametrize(
+    ("prepared", "line", "said"),
+    [
+        ([], b"", b""),
+        ([], b'["half a line"', b""),
+        (["--", "x"], b"", b"prepared x\nnot needed\n"),
+    ],
+)
+async def test_a_process_that_gets_no_arguments_runs_nothing(
+    folders: Folders, prepared: list[str], line: bytes, said: bytes
+) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo"),
+        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo", *prepared),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ),
     )
     async with asyncio.timeout(patience(30)):
         output, _ = await process.communicate(line)
-    assert (process.returncode, output) == (0, b"")
+    assert (process.returncode, output) == (0, said)
 
 
 async def test_a_second_hand_over_is_refused(folders: Folders) -> None:

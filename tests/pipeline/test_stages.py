@@ -677,30 +677,27 @@ async def test_the_test_script_decides(
     assert result.reward_reason == ("TestTimeout" if components == {"test_timeout": 1.0} else "")
 
 
-@pytest.mark.parametrize("written", ["1.5", "nan", "much", "-0.1", "1" * 100])
-async def test_a_reward_file_without_a_reward_scores_0_at_once(rollout: Rollout, written: str) -> None:
-    script = f"printf '%s' '{written}' > $ROLLYARD_REWARD_FILE"
+@pytest.mark.parametrize(
+    ("script", "reward", "reason"),
+    [
+        *(
+            (f"printf '%s' '{written}' > $ROLLYARD_REWARD_FILE", 0.0, "RewardInvalid")
+            for written in ("1.5", "nan", "much", "-0.1", "1" * 100)
+        ),
+        ('[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit 0', 1.0, ""),
+        ('[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit 1', 0.0, ""),
+        ('rm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"', 0.0, "SandboxSabotaged"),
+    ],
+)
+async def test_a_reward_file_without_a_reward(
+    rollout: Rollout, script: str, reward: float, reason: str
+) -> None:
+    """It scores 0 at once, unless it is empty, which leaves it to the exit status."""
     rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
     await rollout.play()
     result = await rollout.score()
-    assert (result.reward, result.reward_reason) == (0.0, "RewardInvalid")
-
-
-@pytest.mark.parametrize("status", [0, 1])
-async def test_an_empty_reward_file_leaves_it_to_the_exit_status(rollout: Rollout, status: int) -> None:
-    script = f'[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit {status}'
-    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
-    await rollout.play()
-    result = await rollout.score()
-    assert (result.reward, result.reward_components, result.reward_reason) == (1.0 - status, {}, "")
-
-
-async def test_a_reward_file_that_cannot_be_read_scores_0(rollout: Rollout) -> None:
-    script = 'rm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"'
-    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
-    await rollout.play()
-    result = await rollout.score()
-    assert (result.reward, result.reward_reason) == (0.0, "SandboxSabotaged")
+    assert (result.reward, result.reward_reason) == (reward, reason)
+    assert reason or result.reward_components == {}
 
 
 async def test_an_earlier_attempts_answer_is_forgotten(rollout: Rollout) -> None:

@@ -35,9 +35,7 @@ def until(
     return seen
 
 
-async def eventually(
-    condition: Callable[[], Any], seconds: float | None = None, pause: float = 0.02
-) -> Any:
+async def eventually(condition: Callable[[], Any], seconds: float | None = None, pause: float = 0.02) -> Any:
     """Return what the condition gives, or the awaitable that it returns, once that is true.
 
     Args:

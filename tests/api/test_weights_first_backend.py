@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from rollyard_api.weights.verification import PROMPT_TOKENS
 from rollyard_testing.api.plane import serving
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, VllmShaped
 from rollyard_testing.waiting import eventually
-
-Eventually = Callable[..., Any]
 
 
 @pytest.fixture

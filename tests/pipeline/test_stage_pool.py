@@ -50,7 +50,7 @@ async def leasing(places: int, *, ends_at_once: bool = False) -> AsyncIterator[t
 
 async def requested(control: Generous, number: int) -> None:
     """Wait until there were this many requests."""
-    await eventually(lambda: len(control.free) >= number, patience(30))
+    await eventually(lambda: len(control.free) >= number, patience(30), pause=0.001)
 
 
 async def test_requests_keep_their_distance_while_there_is_other_work(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,3 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     """Return the product with each kind of sandboxes that isolates on one node."""
     found: Lab = request.getfixturevalue(f"{request.param}_lab")
     return found
-
-
-@pytest.fixture
-def make_lab(bubblewrap_works: None) -> Callable[..., object]:
-    """Return a context manager that takes the worker's options and starts a product of the test's own."""
-    return a_lab

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
+from rollyard_testing.manifests import job_manifest
 
 BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 PROGRAMS = {
@@ -50,15 +51,17 @@ def played(lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any],
         }
         for name, program in programs.items()
     ]  # fmt: skip
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": name},
-        "spec": {
-            "tasks": {"inline": tasks}, "handler": "code", "minGroupSize": 1,
+    manifest = job_manifest(
+        name,
+        {
+            "tasks": {"inline": tasks},
+            "handler": "code",
+            "minGroupSize": 1,
             "agent": {"type": "oracle", "tools": ["submit"]},
             "sandbox": {"resources": {"memory": "512Mi", "disk": "16Mi", "processes": 256}, "warm": 0},
             "stages": {"eval": stage},
         },
-    }  # fmt: skip
+    )
     lab.client.submit(manifest)
     found = list(lab.client.trajectories(name, follow=True))
     assert {each.task_id: (each.reward, len(each.attempts)) for each in found} == {

@@ -135,7 +135,6 @@ IN_PYTHON = (
     "    open(name, 'w').write('import os; os.system(\"{1}\")\\n')\nEND\n"
 )
 PACKAGE = '{"name": "a", "version": "1.0.0", "scripts": {"preinstall": "' + EVIL + '"}}'
-MODULE = '{"targets": [{"target_name": "a", "sources": ["<!(' + EVIL + ')"]}]}'
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 from rollyard.main import main
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler
-from rollyard_testing.pipeline.workerlab import until
+from rollyard_testing.waiting import eventually
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b1A\u202e7\rreward 1"
 """Clears the screen, sets the title, moves the cursor, turns the text and writes over the line."""
@@ -82,9 +82,9 @@ async def test_an_answer_that_never_ends_can_be_interrupted(
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     blocks = tmp_path / "blocks"
-    await until(lambda: blocks.exists() and blocks.read_text() != "")
+    await eventually(lambda: blocks.exists() and blocks.read_text() != "")
     grading.send_signal(signal.SIGINT)
     async with asyncio.timeout(patience(20)):
         out, err = await grading.communicate()
     assert (grading.returncode, out, err.strip()) == (130, b"", b"")
-    await until(lambda: not os.path.exists(f"/proc/{blocks.read_text()}"))
+    await eventually(lambda: not os.path.exists(f"/proc/{blocks.read_text()}"))

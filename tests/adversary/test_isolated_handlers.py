@@ -17,7 +17,8 @@ from rollyard_crds.trajectory import Transcript
 from rollyard_sandbox.frames import encode
 from rollyard_testing.page.attacks import TEXTS
 from rollyard_testing.pipeline.installed import install_handler
-from rollyard_testing.pipeline.workerlab import Plane, lease, spec, until, working
+from rollyard_testing.pipeline.workerlab import Plane, lease, spec, working
+from rollyard_testing.waiting import eventually
 
 
 class Touch:
@@ -170,7 +171,7 @@ class Judge(Handler):
         assert isinstance(outcome, StageFailure)
         assert outcome.reason == "EvalTimeout"
         pid = int((tmp_path / "pid").read_text())
-        await until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+        await eventually(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
 
 
 def _is_zombie(pid: int) -> bool:

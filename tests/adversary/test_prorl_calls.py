@@ -21,6 +21,7 @@ from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_testing.inference.scripted import VllmShaped
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 RARELY = 3600.0
@@ -98,12 +99,7 @@ async def submitted(door: Door, name: str, namespace: str) -> None:
         "handler": "shell",
         "agent": {"type": "oracle"},
     }
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": spec,
-    }
+    manifest = job_manifest(name, spec, namespace=namespace)
     assert (await door.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
 
 

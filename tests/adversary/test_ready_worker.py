@@ -20,6 +20,7 @@ from rollyard_drivers.host.processes import identify, is_alive
 from rollyard_drivers.host.ready_processes import ReadyProcesses
 from rollyard_drivers.reconcile.plan import Launch, Owner, Workload
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 SECRET = "ry-worker-the-token-of-all-workers"
 
@@ -34,9 +35,7 @@ async def ready(tmp_path: Path) -> AsyncIterator[tuple[Home, Child]]:
     processes = ReadyProcesses(Folders(home.logs, home.pids), [worker])
     keeping = asyncio.create_task(processes.keep())
     (pool,) = processes._pools.values()
-    async with asyncio.timeout(patience(60)):
-        while not (pool.ready and _waits(pool.ready[0].pid)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await eventually(lambda: pool.ready and _waits(pool.ready[0].pid))
     yield home, pool.ready[0]
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
@@ -91,9 +90,7 @@ async def test_the_template_of_a_ready_worker_ends_with_it(ready: tuple[Home, Ch
     templates = [identify(pid) for pid in _templates(child.pid)]
     assert templates
     child.kill_group()
-    async with asyncio.timeout(patience(10)):
-        while any(one is not None and is_alive(one) for one in templates):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not any(one is not None and is_alive(one) for one in templates), patience(10))
 
 
 async def test_a_template_sees_no_token_and_nothing_of_the_home(ready: tuple[Home, Child]) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from rollyard_api.backends.circuit_breaker import THRESHOLD
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
+from rollyard_testing.manifests import pool_manifest
 
 MINE, THEIRS, SHARED = "http://mine", "http://theirs", "http://shared"
 OFTEN = 3 * THRESHOLD
@@ -20,12 +21,7 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
     """Yield two tenants with a pool each. The author of the first named a server of the second in it."""
     async with control_plane(tmp_path) as made:
         for name, urls in (("mine", [MINE, SHARED]), ("other", [THEIRS, SHARED])):
-            manifest = {
-                "apiVersion": "rollyard.dev/v1alpha1",
-                "kind": "BackendPool",
-                "metadata": {"name": name},
-                "spec": {"model": "tiny"},
-            }
+            manifest = pool_manifest(name, {"model": "tiny"})
             assert (await made.admin.post("/v1/backendpools", json=manifest)).status_code == 201
             body = {"backends": [{"url": url, "ready": True} for url in urls]}
             driver = made.client(made.plane.tokens.current("driver"))

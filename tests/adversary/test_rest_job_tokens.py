@@ -20,6 +20,7 @@ from rollyard_crds.claims import SandboxShape
 from rollyard_crds.security.job_token import JobIdentity, job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 from sqlalchemy.engine import Connection
 
 SHAPE = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64).model_dump()
@@ -164,9 +165,7 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
     await yard.lease(http, "mine", init=3)
     ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine", "wait": 30}
     poll = asyncio.create_task(http.post("/v1/leases", json=ask))
-    async with asyncio.timeout(patience(30)):
-        while not yard.plane.bus._waiting.get(queue_topic("init")):  # noqa: ASYNC110 (nothing tells of a wait)
-            await asyncio.sleep(0.01)
+    await eventually(lambda: yard.plane.bus._waiting.get(queue_topic("init")), patience(30))
     await yard.plane.database.write(lambda tx: jobs.delete(tx, "default", "mine"))
     await yard.submit("mine")
     answer = await asyncio.wait_for(poll, patience(30))

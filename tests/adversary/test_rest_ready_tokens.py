@@ -17,6 +17,7 @@ from rollyard_crds.security.job_token import job_of, job_token
 from rollyard_crds.security.ready_token import ready_token, ready_worker_of
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 OFFERS, ASSIGNMENT = "/v1/workers/offers", "/v1/workers/assignment"
 
@@ -169,9 +170,9 @@ async def test_a_second_assignment_is_refused(yard: Yard) -> None:
 async def test_of_many_requests_at_once_one_is_answered(yard: Yard) -> None:
     http = ready(yard)
     asking = [asyncio.create_task(ask(http, wait=30)) for _ in range(8)]
-    async with asyncio.timeout(patience(30)):
-        while len(yard.plane.bus._waiting.get(ready_topic("default", "w-1"), ())) < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await eventually(
+        lambda: len(yard.plane.bus._waiting.get(ready_topic("default", "w-1"), ())) >= 8, patience(30)
+    )
     await offer(yard)
     answers = await asyncio.wait_for(asyncio.gather(*asking), patience(30))
     assert sorted(one.status_code for one in answers) == [200] + [409] * 7
@@ -225,9 +226,7 @@ async def test_an_old_offer_of_a_deleted_job_is_removed(yard: Yard, monkeypatch:
 async def test_a_namespace_holds_a_bounded_number_of_waits(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_worker_polls_per_namespace=1) as yard:
         first = asyncio.create_task(ask(ready(yard), wait=30))
-        async with asyncio.timeout(patience(30)):
-            while not yard.plane.bus._waiting.get(ready_topic("default", "w-1")):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await eventually(lambda: yard.plane.bus._waiting.get(ready_topic("default", "w-1")), patience(30))
         assert (await ask(ready(yard, "w-2"), worker="w-2", wait=30)).status_code == 429
         yard.plane.bus.close()
         assert (await first).status_code == 204

@@ -27,7 +27,9 @@ from pathlib import Path
 import httpx
 import pytest
 from rollyard.main import main
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?", "answer": "2"}).encode() + b"\n"
 SECRET = "hunter2-is-the-secret"
@@ -50,12 +52,7 @@ class Plane:
     ) -> httpx.Response:
         source = {"url": url, **tasks}
         spec = {"tasks": source, "handler": "math", "agent": {"type": "oracle"}, "suspend": True}
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": spec,
-        }
+        manifest = job_manifest(name, spec, namespace=namespace)
         return self.http.post("/v1/rolloutjobs", json=manifest)
 
     def refused(self, url: str, namespace: str = "default") -> str:
@@ -251,12 +248,11 @@ def test_a_driver_registers_uploads_only(closed: Plane) -> None:
     """What an author applies comes to the control plane through the driver's registration."""
     driver = {"Authorization": f"Bearer {closed.tokens['driver']}"}
     for number, url in enumerate(("file:///etc/passwd", "http://169.254.169.254/latest/meta-data/")):
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": f"applied-{number}", "annotations": {"rollyard.dev/object-uid": "u"}},
-            "spec": {"tasks": {"url": url}, "handler": "math", "agent": {"type": "oracle"}},
-        }
+        manifest = job_manifest(
+            f"applied-{number}",
+            {"tasks": {"url": url}, "handler": "math", "agent": {"type": "oracle"}},
+            annotations={"rollyard.dev/object-uid": "u"},
+        )
         path = f"/v1/rolloutjobs/applied-{number}"
         answer = closed.http.put(path, json={"manifest": manifest}, headers=driver)
         assert (answer.status_code, answer.json()["reason"]) == (422, "TasksNotAllowed"), answer.text
@@ -426,10 +422,10 @@ def test_twenty_submits_to_a_server_that_hangs(opened: Open, web: Web) -> None:
             for number in range(20)
         ]
         try:
-            end = time.monotonic() + LIMIT
-            while sum(future.done() for future in hanging) < 18 or web.asked.count("/hang") < 2:
-                assert time.monotonic() < end
-                time.sleep(0.02)
+            until(
+                lambda: not (sum(future.done() for future in hanging) < 18 or web.asked.count("/hang") < 2),
+                LIMIT,
+            )
             done = [future.result() for future in hanging if future.done()]
             assert {answer.status_code for answer in done} == {429}
             assert all(int(answer.headers["Retry-After"]) > 0 for answer in done)

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_testing.adversary.restplane import Yard, control_plane
+from rollyard_testing.manifests import job_manifest
 
 SHAPE = {"image": "busybox", "cpu": 1.0, "memory_bytes": 1 << 28, "disk_bytes": 1 << 28, "processes": 64}
 SAMPLING = {"targetGroups": 1, "maxInFlightGroups": 1}
@@ -16,12 +17,11 @@ SAMPLING = {"targetGroups": 1, "maxInFlightGroups": 1}
 async def submit(yard: Yard, namespace: str, name: str, count: int, **spec: Any) -> httpx.Response:
     """Submit a job of so many rollouts, and return the answer."""
     inline = [{"id": f"t{i}", "prompt": "p"} for i in range(count)]
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {"tasks": {"inline": inline}, "handler": "shell", "agent": {"type": "oracle"}, **spec},
-    }
+    manifest = job_manifest(
+        name,
+        {"tasks": {"inline": inline}, "handler": "shell", "agent": {"type": "oracle"}, **spec},
+        namespace=namespace,
+    )
     return await yard.admin.post("/v1/rolloutjobs", json=manifest)
 
 

@@ -11,7 +11,8 @@ import pytest
 from rollyard_api.core.bulkhead import SPARE
 from rollyard_api.trajectories.archive import READ_THREADS, WRITE_THREADS
 from rollyard_testing.adversary.restplane import Yard, control_plane
-from rollyard_testing.adversary.tenants import PATIENCE, HangingStore, finish, read, stored, until
+from rollyard_testing.adversary.tenants import PATIENCE, HangingStore, finish, read, stored
+from rollyard_testing.waiting import eventually
 
 READERS = 24
 
@@ -28,7 +29,7 @@ async def _all_places_hang(yard: Yard) -> None:
     async def look() -> bool:
         return HangingStore.hanging >= READ_THREADS
 
-    await until(look)
+    await eventually(look)
 
 
 async def test_readers_of_a_hanging_store_hold_nobody_else_up(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ async def test_a_hanging_store_is_answered_in_time_and_its_threads_are_bounded(t
         async def back() -> bool:
             return (await read(admin, "job")).status_code == 200
 
-        await until(back)
+        await eventually(back)
         assert reads.hanging >= READ_THREADS
         reads.seconds = PATIENCE
         answers = await asyncio.gather(*(read(admin, "job") for _ in range(READ_THREADS)))
@@ -100,7 +101,7 @@ async def test_a_store_that_takes_nothing_stops_completions_only_where_the_datab
         async def refusing() -> bool:
             return yard.plane.archive.refused is not None
 
-        await until(refusing)
+        await eventually(refusing)
         leases = await yard.lease(worker, "job", eval=1)
         body = {"worker": "w-job", "results": [{**_eval(leases[0])}]}
         refused = await worker.post("/v1/leases/complete", json=body)
@@ -113,7 +114,7 @@ async def test_a_store_that_takes_nothing_stops_completions_only_where_the_datab
         async def taken() -> bool:
             return (await worker.post("/v1/leases/complete", json=body)).status_code == 200
 
-        await until(taken)
+        await eventually(taken)
         assert await finish(yard, "job") == 2
         await stored(yard)
         page = await read(yard.admin, "job")

@@ -15,8 +15,10 @@ import pytest
 from rollyard_api.rollouts import leasing
 from rollyard_api.storage.database import Transaction
 from rollyard_testing.adversary.restplane import Yard, control_plane
-from rollyard_testing.adversary.tenants import a_process, finish, outcome, read, until
+from rollyard_testing.adversary.tenants import a_process, finish, outcome, read
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 POLLS = 1000
 WORKERS = 300
@@ -25,12 +27,7 @@ WORKERS = 300
 async def submit(yard: Yard, namespace: str, name: str, **spec: Any) -> None:
     """Submit a stream in a namespace."""
     body = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}, **spec}
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": body,
-    }
+    manifest = job_manifest(name, body, namespace=namespace)
     answer = await yard.admin.post("/v1/rolloutjobs", json=manifest)
     assert answer.status_code == 201, answer.text
 
@@ -56,7 +53,7 @@ async def test_a_thousand_polls_of_one_namespace_leave_another_ones_poll_alone(t
         async def all_wait() -> bool:
             return yard.plane.polls.open("greedy") == POLLS
 
-        await until(all_wait)
+        await eventually(all_wait)
         refused = await admin.get("/v1/rolloutjobs/job/groups", params=query)
         assert (refused.status_code, refused.json()["reason"]) == (429, "TooManyWaits")
         assert refused.headers["retry-after"]
@@ -68,7 +65,7 @@ async def test_a_thousand_polls_of_one_namespace_leave_another_ones_poll_alone(t
         async def waits() -> bool:
             return yard.plane.polls.open("default") == 1
 
-        await until(waits)
+        await eventually(waits)
         assert await finish(yard, "job") == 1
         answer = await mine
         assert len(answer.content.splitlines()) == 1
@@ -78,7 +75,7 @@ async def test_a_thousand_polls_of_one_namespace_leave_another_ones_poll_alone(t
         async def none() -> bool:
             return yard.plane.polls.open("greedy") == 0
 
-        await until(none)
+        await eventually(none)
 
 
 async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
@@ -104,7 +101,7 @@ async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
         async def all_wait() -> bool:
             return yard.plane.worker_polls.open("greedy") == WORKERS
 
-        await until(all_wait)
+        await eventually(all_wait)
         asked.clear()
         assert await finish(yard, "job") == 1
         assert (await yard.client(None).get("/readyz")).status_code == 200
@@ -137,7 +134,7 @@ async def test_polls_of_workers_are_bounded_for_each_namespace(tmp_path: Path) -
         async def all_wait() -> bool:
             return yard.plane.worker_polls.open("greedy") == 3
 
-        await until(all_wait)
+        await eventually(all_wait)
         refused = await worker.post("/v1/leases", json=ask("greedy", 1))
         assert (refused.status_code, refused.json()["reason"]) == (429, "TooManyWaits")
         assert (await worker.post("/v1/leases", json=ask("greedy", 0))).status_code == 200
@@ -157,12 +154,9 @@ async def test_a_reader_that_stalls_is_cut_off_and_streams_are_bounded(tmp_path:
         )
         async with admin, worker:
             inline = [{"id": f"t{i}", "prompt": "p"} for i in range(4)]
-            manifest = {
-                "apiVersion": "rollyard.dev/v1alpha1",
-                "kind": "RolloutJob",
-                "metadata": {"name": "job"},
-                "spec": {"tasks": {"inline": inline}, "handler": "shell", "agent": {"type": "oracle"}},
-            }
+            manifest = job_manifest(
+                "job", {"tasks": {"inline": inline}, "handler": "shell", "agent": {"type": "oracle"}}
+            )
             assert (await admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
             for stage in ("init", "run", "eval"):
                 ask = {"worker": "w", "node": "n-job", "capacity": {stage: 4}, "job": "job"}
@@ -191,7 +185,7 @@ async def test_a_reader_that_stalls_is_cut_off_and_streams_are_bounded(tmp_path:
                 async with admin.stream("GET", events) as again:
                     return again.status_code == 200
 
-            await until(room)
+            await eventually(room)
 
 
 def bearer(token: str) -> dict[str, str]:

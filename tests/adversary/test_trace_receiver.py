@@ -26,8 +26,10 @@ from rollyard_process.telemetry.options import TraceOptions
 from rollyard_process.telemetry.scope import RolloutScope, entered
 from rollyard_process.telemetry.spans import TraceSpan
 from rollyard_testing.adversary.restplane import Yard
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.operator.operatorlab import settings_in
 from rollyard_testing.pace import patience
+from rollyard_testing.traces.kept import Kept
 from rollyard_testing.traces.receiver import receiving
 
 HOSTILE = (
@@ -77,16 +79,6 @@ def test_no_receiver_holds_up_or_fills_a_process(receiver: str) -> None:
         assert running.sent_bytes < 64 * MEGABYTE
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 128 * 1024, f"{grown} KiB"
-
-
-class Kept:
-    """A sink that keeps the spans."""
-
-    def __init__(self) -> None:
-        self.spans: list[TraceSpan] = []
-
-    def add(self, span: TraceSpan) -> None:
-        self.spans.append(span)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -153,17 +145,16 @@ async def test_no_reason_of_a_worker_breaks_or_floods_a_trace(tmp_path: Path, re
 def test_no_job_chooses_the_receiver(name: str, tmp_path: Path) -> None:
     """A template of a job is refused if it sets a variable that decides where the spans of workers go."""
     job = RolloutJob.model_validate(
-        {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "job", "namespace": "team"},
-            "spec": {
+        job_manifest(
+            "job",
+            {
                 "tasks": {"inline": [{"id": "t", "prompt": "p"}]},
                 "handler": "shell",
                 "agent": {"type": "oracle"},
                 "stages": {"run": {"template": {"env": [{"name": name, "value": "http://attacker"}]}}},
             },
-        }
+            namespace="team",
+        )
     )
     (found,) = job_violations(job, settings_in(tmp_path))
     assert "spec.stages.run.template.env[0]" in found

@@ -18,6 +18,7 @@ from rollyard_api.trajectories.packed import ARRAYS, HEAD_BYTES, joined, of_segm
 from rollyard_client import AsyncClient, Client, TrajectoryArrays
 from rollyard_client.training.packed import trajectories
 from rollyard_crds.token_arrays import PackedSegment
+from rollyard_testing.api.plane import Worker, make_manifest, serving, start_api
 
 PATH = "/v1/rolloutjobs/job/trajectories"
 Record = dict[str, Any]
@@ -69,28 +70,26 @@ async def same(served: Any) -> bytes:
 
 @pytest.mark.parametrize("page_bytes", [16 << 20, 1000], ids=["pages", "groups larger than a page"])
 async def test_pages_from_the_database_and_the_store(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: Any, page_bytes: int
+    settings: Settings, monkeypatch: Any, page_bytes: int
 ) -> None:
     monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
     async with serving(settings, page_bytes=page_bytes) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=3))
-        await worker_of(served.worker).finish_all()
+        await Worker(served.worker).finish_all()
         before = await same(served)
         await served.plane.flush()
         assert await served.plane.archive.unstored() == 0
         assert await same(served) == before
 
 
-async def test_a_page_whose_records_are_stored_in_part(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: Any
-) -> None:
+async def test_a_page_whose_records_are_stored_in_part(settings: Settings, monkeypatch: Any) -> None:
     """Members of one group lie in two parts and in the database, and come in the order of their samples."""
     monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
     async with serving(settings) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest("other", samplesPerTask=1))
-        await worker_of(served.worker).finish_all()
+        await Worker(served.worker).finish_all()
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=4))
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         for stage in ("init", "run"):
             await worker.complete(*[worker.result(lease) for lease in await worker.lease(**{stage: 8})])
         leases = await worker.lease(eval=8)
@@ -115,12 +114,10 @@ async def test_a_page_whose_records_are_stored_in_part(
             assert {one["task_id"] for one in group["trajectories"]} == {group["task_id"]}
 
 
-async def test_parts_whose_arrays_are_deleted_or_damaged(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
-) -> None:
+async def test_parts_whose_arrays_are_deleted_or_damaged(settings: Settings, tmp_path: Path) -> None:
     async with serving(settings) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=3))
-        await worker_of(served.worker).finish_all()
+        await Worker(served.worker).finish_all()
         while await served.plane.flush():
             pass
         before = await same(served)
@@ -160,9 +157,7 @@ def described(found: list[TrajectoryArrays]) -> list[Any]:
     ]
 
 
-async def test_both_clients_read_pages_of_arrays(
-    start_api: Any, make_manifest: Any, worker_of: Any, tmp_path: Path
-) -> None:
+async def test_both_clients_read_pages_of_arrays(tmp_path: Path) -> None:
     """The same arrays are made of JSON lines."""
     with start_api(tmp_path, "--page-bytes", "3000") as process:
         token = process.tokens["admin"]
@@ -172,7 +167,7 @@ async def test_both_clients_read_pages_of_arrays(
             httpx.AsyncClient(base_url=process.url, headers=headers) as http,
         ):
             await client.submit(make_manifest(samplesPerTask=8))
-            await worker_of(http).finish_all()
+            await Worker(http).finish_all()
             pages = [page async for page in client.array_pages("job")]
             assert len(pages) > 1
             assert [page.finished for page in pages] == [False] * (len(pages) - 1) + [True]

@@ -15,17 +15,18 @@ from rollyard_crds.lease import Lease, StageTimes
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
 
 PATH = "/v1/rolloutjobs/job"
 
 
 @pytest.fixture
-async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def worker(served: Any) -> Any:
     manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
     answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert answer.status_code == 201, answer.text
-    return worker_of(served.worker)
+    return Worker(served.worker)
 
 
 async def _later(served: Any, seconds: float, what: Any) -> None:
@@ -110,21 +111,26 @@ async def test_a_lost_sandbox_is_explained(served: Any, worker: Any) -> None:
     assert summary["attempts"] == record["attempts"]
 
 
-async def test_the_last_failure_is_an_attempt_too(served: Any, worker: Any) -> None:
-    for _ in range(3):
+async def test_failures_are_retried_and_the_last_is_final(served: Any, worker: Any) -> None:
+    for attempt in range(3):
         (lease,) = await worker.lease(init=1)
-        await worker.fail(lease, "ImageBroken")
+        assert lease["attempt"] == attempt
+        assert await worker.fail(lease, "ImageBroken", message="no such image") == "accepted"
+        assert await worker.fail(lease, "ImageBroken") == "repeated"
     record = await _record(served)
-    assert (record["status"], record["reason"]) == ("failed", "ImageBroken")
+    assert (record["status"], record["reason"], record["reward"]) == ("failed", "ImageBroken", None)
+    assert (record["attempt"], record["message"]) == (3, "no such image")
     assert _told(record) == [("init", number, "ImageBroken", True) for number in (1, 2, 3)]
 
 
 async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(served: Any, worker: Any) -> None:
     for _ in range(3):
-        await worker.lease(init=1)
+        (lease,) = await worker.lease(init=1)
         await _later(served, 60, lambda tx: sweeps.expire(tx, 2))
+    assert await worker.lease(init=1) == []
+    assert await worker.complete(worker.result(lease)) == ["stale"]
     record = await _record(served)
-    assert (record["status"], record["reason"]) == ("failed", "LeaseExpired")
+    assert (record["status"], record["reason"], record["reward"]) == ("failed", "LeaseExpired", None)
     assert record["message"] == "3 leases were lost; the last was held by w"
     assert _told(record) == [("init", number, "LeaseExpired", False) for number in (1, 2, 3)]
 
@@ -165,11 +171,9 @@ async def _table(served: Any) -> list[dict[str, Any]]:
     return rows
 
 
-async def test_only_rollouts_that_were_retried_are_listed_on_request(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_only_rollouts_that_were_retried_are_listed_on_request(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     first, _ = await worker.lease(init=2)
     await worker.fail(first, "ImageBroken")
     answer = await served.admin.get(f"{PATH}/rollouts", params={"retried": True})

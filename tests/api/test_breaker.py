@@ -21,7 +21,10 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends
 from rollyard_inference.errors import BackendError, BackendUnavailable, ModelNotServed
 from rollyard_inference.health import first_request
+from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 EVENTS = st.lists(
     st.sampled_from(["fail", "complete", "probe-ok", "probe-bad", "wait", "restart"]), max_size=60
@@ -173,18 +176,13 @@ class Pool:
 
 
 @pytest.fixture
-async def pooled(served: Any, scripted: Any, make_manifest: Any, worker_of: Any) -> Pool:
+async def pooled(served: Any, scripted: Any) -> Pool:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(8)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks, "samplesPerTask": 2}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=16)])
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": "tiny"},
-    }
+    manifest = pool_manifest("pool", {"model": "tiny"})
     assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
     pool = Pool(served, worker, [await scripted(), await scripted()])
     await pool.report(*pool.servers)
@@ -284,9 +282,7 @@ async def test_a_probe_whose_control_plane_died(
     a.mode = "hang"
     await pooled.later(FIRST_PAUSE)
     probe = asyncio.create_task(circuits.probe_all(database, transport))
-    async with asyncio.timeout(patience(10)):
-        while a.completions == 0:  # noqa: ASYNC110 (a server of its own counts)
-            await asyncio.sleep(0.01)
+    await eventually(lambda: a.completions != 0, patience(10))
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
     assert await pooled.circuits() == ["HalfOpen", "Closed"]

@@ -15,6 +15,7 @@ from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
 from rollyard_api.core.wakeups import EmptyAnswers
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 
 @pytest.fixture
@@ -80,9 +81,7 @@ async def test_one_call_that_hangs_for_ever_takes_a_place_only_until_another_is_
     with pytest.raises(TimedOut):
         await walls.run(hang_until(freed))
     # Its timer may fire after its caller was answered.
-    async with asyncio.timeout(patience(60)):
-        while not walls.hanging:  # noqa: ASYNC110 (a timer of the loop)
-            await asyncio.sleep(0.01)
+    await eventually(lambda: walls.hanging)
     walls.seconds = 60.0
     assert await walls.run(lambda: 7) == 7
     barrier = threading.Barrier(2, timeout=patience(60))
@@ -110,9 +109,7 @@ async def test_probes_are_few_and_threads_are_bounded(
             await walls.run(lambda: 7)
     assert walls.threads == SPARE
     freed.set()
-    async with asyncio.timeout(patience(60)):
-        while walls.hanging:  # noqa: ASYNC110 (threads that return)
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not walls.hanging)
     walls.seconds = 60.0
     assert await walls.run(lambda: 7) == 7
     walls.close()

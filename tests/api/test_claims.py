@@ -14,18 +14,20 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.database import Transaction, driver_of
 from rollyard_api.storage.schema import claims as claim_table
 from rollyard_crds.claims import Claim, ClaimList
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 SHAPE = {"image": "busybox", "cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
 BOUND = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s3cret"}
 
 
 @pytest.fixture
-async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def worker(served: Any) -> Any:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
     answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
     assert answer.status_code == 201, answer.text
-    return worker_of(served.worker, node="kubernetes")
+    return Worker(served.worker, node="kubernetes")
 
 
 async def _file(served: Any, lease: dict[str, Any], **fields: Any) -> Any:
@@ -192,9 +194,7 @@ async def test_release_by_the_worker(served: Any, worker: Any) -> None:
     assert (await served.worker.delete("/v1/claims/cnobody")).status_code == 204
 
 
-async def test_filing_while_it_is_released_and_removed_is_a_lost_lease(
-    served: Any, worker: Any, eventually: Callable[..., Any]
-) -> None:
+async def test_filing_while_it_is_released_and_removed_is_a_lost_lease(served: Any, worker: Any) -> None:
     (lease,) = await worker.lease(init=1)
     waiting = asyncio.create_task(_file(served, lease, wait=60))
 
@@ -311,12 +311,10 @@ async def test_a_dead_eval_worker_leaves_the_sandbox_to_the_next(served: Any, wo
     assert (await _get(served, claim)).json()["state"] == "Pending"
 
 
-async def test_claims_survive_a_restart(
-    serving: Any, settings: Any, make_manifest: Any, worker_of: Any, eventually: Any
-) -> None:
+async def test_claims_survive_a_restart(settings: Any) -> None:
     async with serving(settings) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-        worker = worker_of(served.worker, node="kubernetes")
+        worker = Worker(served.worker, node="kubernetes")
         kept, lost = await worker.lease(init=2)
         first, second = [await _filed(served, lease) for lease in (kept, lost)]
         await _put(served, first, **BOUND)
@@ -354,12 +352,10 @@ async def test_filing_is_refused_where_no_init_lease_is_held(served: Any, worker
     assert (await _file(served, run)).json()["reason"] == "LeaseLost", "Run has its sandbox from Init"
 
 
-async def test_the_number_of_claims_is_bounded(
-    serving: Any, settings: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_the_number_of_claims_is_bounded(settings: Any) -> None:
     async with serving(settings, max_claims=1) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-        one, two = await worker_of(served.worker).lease(init=2)
+        one, two = await Worker(served.worker).lease(init=2)
         first = await _filed(served, one)
         full = await _file(served, two)
         assert (full.status_code, full.json()["reason"]) == (429, "QueueFull")
@@ -416,7 +412,7 @@ async def test_roles(served: Any, worker: Any) -> None:
     assert (await served.driver.delete(one)).status_code == 204
 
 
-async def test_one_namespace(served: Any, worker: Any, make_manifest: Any) -> None:
+async def test_one_namespace(served: Any, worker: Any) -> None:
     await served.admin.post("/v1/rolloutjobs?namespace=team", json=make_manifest("other"))
     for lease in await worker.lease(init=8):
         await _filed(served, lease)
@@ -437,7 +433,7 @@ async def test_metrics(served: Any, worker: Any) -> None:
 
 
 async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
-    serving: Any, settings: Any, make_manifest: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+    settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -460,7 +456,7 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
         assert (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
         sa.event.listen(served.plane.database.writer, "before_cursor_execute", note)
         await served.plane.database.write(watch)
-        assert await worker_of(served.worker).finish_all() == 2
+        assert await Worker(served.worker).finish_all() == 2
         sa.event.remove(served.plane.database.writer, "before_cursor_execute", note)
     assert any("rollouts" in statement for statement in asked)
     assert not any("claims" in statement for statement in asked)
@@ -506,13 +502,11 @@ async def test_an_eval_lease_has_a_claim_beside_runs_and_takes_it_along(
     assert (await _file(served, lease)).status_code in (404, 409), "no claim in the name of a lost lease"
 
 
-async def test_claims_of_init_never_take_those_that_eval_needs(
-    serving: Any, settings: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_claims_of_init_never_take_those_that_eval_needs(settings: Any) -> None:
     async with serving(settings, max_claims=8) as served:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(9)]}
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-        worker = worker_of(served.worker, node="kubernetes")
+        worker = Worker(served.worker, node="kubernetes")
         _, lease = await _in_eval(served, worker)
         answers = [await _file(served, each) for each in await worker.lease(init=8)]
         assert [answer.status_code for answer in answers] == [200] * 6 + [429] * 2

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import claims as claim_table
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 
 ROLLOUTS = 12
 STEPS = 160
@@ -78,10 +79,10 @@ class Driver:
 class Simulation:
     """One seeded run."""
 
-    def __init__(self, seed: int, worker_of: Any, served: Any) -> None:
+    def __init__(self, seed: int, served: Any) -> None:
         self.rng = random.Random(seed)
         self.driver = Driver(self.rng)
-        self.workers = [worker_of(served.worker, f"w{i}", "kubernetes") for i in range(3)]
+        self.workers = [Worker(served.worker, f"w{i}", "kubernetes") for i in range(3)]
         self.held: list[tuple[Any, dict[str, Any]]] = []
         self.claimed: dict[tuple[str, int], str] = {}
         self.released: set[str] = set()
@@ -220,9 +221,7 @@ async def _stored(served: Any) -> int:
 
 @pytest.mark.parametrize("end", ["finish", "cancel", "delete"])
 @pytest.mark.parametrize("seed", range(2))
-async def test_no_sandbox_leaks(
-    seed: int, end: str, settings: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_no_sandbox_leaks(seed: int, end: str, settings: Any) -> None:
     tasks = [{"id": f"t{i}", "prompt": "p"} for i in range(ROLLOUTS)]
     simulation: Simulation | None = None
     for _ in range(2):
@@ -230,7 +229,7 @@ async def test_no_sandbox_leaks(
             if simulation is None:
                 manifest = make_manifest(tasks={"inline": tasks})
                 assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-                simulation = Simulation(seed * 3 + len(end), worker_of, served)
+                simulation = Simulation(seed * 3 + len(end), served)
             simulation.connect(served)
             for _ in range(STEPS // 2):
                 await simulation.step()

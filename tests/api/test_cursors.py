@@ -11,12 +11,13 @@ import sqlalchemy as sa
 from rollyard_api.core.problems import StorageFull
 from rollyard_api.storage.schema import cursors
 from rollyard_api.trajectories import acknowledged
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 
 PATH = "/v1/rolloutjobs/job"
 
 
 @pytest.fixture
-async def ended(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def ended(served: Any) -> Any:
     """Yield a control plane with a job `job` of six groups of two rollouts, all of which have ended.
 
     So have those of a job `other`, which has two such groups.
@@ -25,7 +26,7 @@ async def ended(served: Any, make_manifest: Any, worker_of: Any) -> Any:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, tasks=tasks, samplesPerTask=2))
     informative = ("t1", "t4")
-    await worker_of(served.worker).finish_all(
+    await Worker(served.worker).finish_all(
         lambda lease: float(lease["group_id"] in informative and lease["sample_index"])
     )
     return served
@@ -158,7 +159,7 @@ async def test_of_two_readers_with_one_name_the_second_is_told(ended: Any) -> No
     assert await kept(ended.admin) == {"trainer": won}
 
 
-async def test_what_is_no_cursor_of_this_job_is_refused(ended: Any, make_manifest: Any) -> None:
+async def test_what_is_no_cursor_of_this_job_is_refused(ended: Any) -> None:
     places = await after_each(ended.admin, "groups")
     (begin, _, _) = places[0].rpartition(".")
     for cursor in ("7", "v1", "v1.g", "nonsense", begin, f"{begin}.x", places[0].replace(".g.", ".r."), "é"):
@@ -197,11 +198,9 @@ async def test_cursors_are_bounded_and_go_with_their_job(ended: Any) -> None:
     assert await ended.plane.database.read(count) == 1, "the other job's is kept"
 
 
-async def test_a_stream_whose_results_nobody_reads_takes_no_more(
-    settings: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_stream_whose_results_nobody_reads_takes_no_more(settings: Any) -> None:
     async with serving(settings, max_unread=6) as served:
-        http, worker = served.admin, worker_of(served.worker)
+        http, worker = served.admin, Worker(served.worker)
         spec = {"tasks": {"stream": True}, "samplesPerTask": 2}
         await http.post("/v1/rolloutjobs", json=make_manifest(**spec))
         assert (await http.post(f"{PATH}/tasks", json=pushed(3))).status_code == 200
@@ -234,11 +233,9 @@ async def test_a_stream_whose_results_nobody_reads_takes_no_more(
         assert (await http.post(f"{path}/targets", json={"id": "a"})).status_code == 200
 
 
-async def test_trajectories_that_were_read_count_for_their_stream_only(
-    settings: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_trajectories_that_were_read_count_for_their_stream_only(settings: Any) -> None:
     async with serving(settings, max_unread=6) as served:
-        http, worker, twin = served.admin, worker_of(served.worker), "/v1/rolloutjobs/twin"
+        http, worker, twin = served.admin, Worker(served.worker), "/v1/rolloutjobs/twin"
         for path in (PATH, twin):
             name = path.rpartition("/")[2]
             await http.post(
@@ -263,11 +260,11 @@ async def test_trajectories_that_were_read_count_for_their_stream_only(
 
 
 async def test_a_full_database_does_not_prevent_reading(
-    settings: Any, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+    settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(settings, max_unread=1) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-        await worker_of(served.worker).finish_all()
+        await Worker(served.worker).finish_all()
         place = (await after_each(served.admin, "groups"))[0]
 
         async def full(_op: Any) -> None:

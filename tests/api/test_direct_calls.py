@@ -8,6 +8,7 @@ import pytest
 from fastapi import Request
 from rollyard_api import app
 from rollyard_api.rollouts import leasing
+from rollyard_testing.api.plane import serving
 
 CALLS = ("", "/heartbeat", "/complete", "/fail", "/route", "/reward")
 
@@ -18,7 +19,7 @@ def test_exactly_these_calls_are_answered_directly() -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 async def test_they_are_refused_and_counted_as_before(
-    settings: Any, serving: Any, monkeypatch: pytest.MonkeyPatch, call: str
+    settings: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     seen: list[Any] = []
     original = Request.__init__
@@ -43,9 +44,7 @@ async def test_they_are_refused_and_counted_as_before(
     assert f'route="{path}",status="{refused.status_code}"' in metrics
 
 
-async def test_an_unexpected_error_is_a_problem(
-    settings: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unexpected_error_is_a_problem(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_arguments: Any) -> None:
         raise ZeroDivisionError
 

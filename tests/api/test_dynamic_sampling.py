@@ -15,6 +15,8 @@ from rollyard_api.rollouts import transitions
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
 from rollyard_crds.fields.dynamic_sampling import MIN_STD
 from rollyard_crds.fields.signals import has_signal
+from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.waiting import eventually
 
 PATH = "/v1/rolloutjobs/job"
 
@@ -24,7 +26,7 @@ def tasks_of(count: int, first: int = 0) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def dapo(make_manifest: Any) -> Callable[..., dict[str, Any]]:
+def dapo() -> Callable[..., dict[str, Any]]:
     """Return a maker of manifests: `dapo(6, targetGroups=2)` has six tasks of two samples."""
 
     def make(count: int, *, stream: bool = False, samples: int = 2, **sampling: Any) -> dict[str, Any]:
@@ -71,13 +73,11 @@ async def finish_group(worker: Any, leases: list[dict[str, Any]], task: str, *re
     assert set(await worker.complete(*results)) == {"accepted"}
 
 
-async def test_groups_are_filtered_and_refilled_until_the_target(
-    served: Any, dapo: Any, worker_of: Any
-) -> None:
+async def test_groups_are_filtered_and_refilled_until_the_target(served: Any, dapo: Any) -> None:
     assert (await served.admin.post("/v1/rolloutjobs", json=dapo(9, targetGroups=2))).status_code == 201
     told = await status_of(served.admin)
     assert (told["counts"]["total"], told["counts"]["init"]["queued"]) == (4, 4), "two groups are in flight"
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 4)
     await finish_group(worker, evaluations, "t0", 0.5, 0.5)
     told = (await status_of(served.admin))["dynamicSampling"]
@@ -134,9 +134,9 @@ async def test_groups_are_filtered_and_refilled_until_the_target(
     assert {item["reason"] for item in ended} == {"TargetMet"}
 
 
-async def test_a_jobs_target_and_counters_are_its_own(served: Any, dapo: Any, worker_of: Any) -> None:
+async def test_a_jobs_target_and_counters_are_its_own(served: Any, dapo: Any) -> None:
     """The groups of two jobs have the same numbers, and those of one decide nothing about the other."""
-    other, worker = "/v1/rolloutjobs/other", worker_of(served.worker)
+    other, worker = "/v1/rolloutjobs/other", Worker(served.worker)
     first = dapo(6, targetGroups=1)
     first["metadata"]["name"] = "other"
     await served.admin.post("/v1/rolloutjobs", json=first)
@@ -160,10 +160,10 @@ async def test_a_jobs_target_and_counters_are_its_own(served: Any, dapo: Any, wo
 
 
 async def test_a_member_that_a_trainer_cancelled_leaves_the_group_to_the_others(
-    served: Any, dapo: Any, worker_of: Any
+    served: Any, dapo: Any
 ) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(3, samples=3, targetGroups=2, maxInFlightGroups=3))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 9)
     of = {task: [x for x in evaluations if x["group_id"] == task] for task in ("t0", "t1", "t2")}
     for lease in (of["t0"][0], of["t1"][0], of["t2"][0]):
@@ -181,10 +181,10 @@ async def test_a_member_that_a_trainer_cancelled_leaves_the_group_to_the_others(
 
 
 async def test_a_surplus_group_is_not_delivered_however_many_members_have_a_reward(
-    served: Any, dapo: Any, worker_of: Any
+    served: Any, dapo: Any
 ) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(2, samples=3, targetGroups=1))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 6)
     ready = [x for x in evaluations if x["group_id"] == "t1"][:2]
     await worker.complete(*[worker.result(x, reward=float(i)) for i, x in enumerate(ready)])
@@ -197,11 +197,11 @@ async def test_a_surplus_group_is_not_delivered_however_many_members_have_a_rewa
 
 @pytest.mark.parametrize(("tasks", "most"), [(3, None), (9, 3)])
 async def test_a_target_that_cannot_be_met_ends_the_job(
-    served: Any, dapo: Any, worker_of: Any, tasks: int, most: int | None
+    served: Any, dapo: Any, tasks: int, most: int | None
 ) -> None:
     limit = {} if most is None else {"maxGroups": most}
     await served.admin.post("/v1/rolloutjobs", json=dapo(tasks, targetGroups=2, **limit))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     assert await worker.finish_all(mixed("t1")) == 6, "all groups that may start are tried"
     document = (await served.admin.get(PATH)).json()
     assert document["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "TargetNotMet"
@@ -215,10 +215,10 @@ async def test_a_target_that_cannot_be_met_ends_the_job(
     assert len(await groups_of(served.admin)) == 3
 
 
-async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any, worker_of: Any) -> None:
+async def test_a_component_and_a_threshold_decide(served: Any, dapo: Any) -> None:
     manifest = dapo(5, targetGroups=1, maxInFlightGroups=5, metric="exit_zero", minStd=0.25)
     await served.admin.post("/v1/rolloutjobs", json=manifest)
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 10)
     # The rewards differ in each group. The component is missing, missing in one, equal, too close, different.
     components = {"t0": ({}, {"other": 1}), "t1": ({"exit_zero": 1}, {"other": 1})}
@@ -295,20 +295,18 @@ async def test_a_stream_may_want_more_groups_and_says_what_it_waits_for(served: 
     assert row["waits_for"] == {"reason": "NoTasks", "message": "no task is left"}
 
 
-async def test_rewards_that_differ_by_rounding_are_no_signal_without_dynamic_sampling(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_rewards_that_differ_by_rounding_are_no_signal_without_dynamic_sampling(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 4)
     await finish_group(worker, evaluations, "t0", 0.3, 0.1 + 0.2)
     await finish_group(worker, evaluations, "t1", 0.3, 0.3001)
     assert [g["group_id"] for g in await groups_of(served.admin, informative=True)] == ["t1"]
 
 
-async def test_an_infrastructure_failure_is_no_signal(served: Any, dapo: Any, worker_of: Any) -> None:
+async def test_an_infrastructure_failure_is_no_signal(served: Any, dapo: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(3, samples=3, targetGroups=1, maxInFlightGroups=3))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 9)
     rewards = {"t0": (0.0, 0.0), "t1": (1.0,), "t2": (0.0, 1.0)}
     told = []
@@ -333,9 +331,9 @@ async def open_step(http: Any, manifest: dict[str, Any], tasks: int) -> None:
     await http.post(f"{PATH}/targets", json={"id": "a"})
 
 
-async def test_the_steps_of_a_stream(served: Any, dapo: Any, worker_of: Any) -> None:
+async def test_the_steps_of_a_stream(served: Any, dapo: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=1))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(5)})
     assert (await status_of(served.admin))["counts"]["total"] == 0, "no step is open"
     assert await worker.lease(init=16) == []
@@ -383,10 +381,10 @@ async def test_the_steps_of_a_stream(served: Any, dapo: Any, worker_of: Any) -> 
 
 
 async def test_a_step_lets_go_on_what_has_begun_though_no_further_group_is_there(
-    served: Any, dapo: Any, worker_of: Any
+    served: Any, dapo: Any
 ) -> None:
     await open_step(served.admin, dapo(0, stream=True, targetGroups=1), 2)
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 4)
     await finish_group(worker, evaluations, "t0", 0.0, 1.0)
     (kept, failed) = [x for x in evaluations if x["group_id"] == "t1"]
@@ -398,11 +396,9 @@ async def test_a_step_lets_go_on_what_has_begun_though_no_further_group_is_there
     assert await worker.complete(worker.result(kept, reward=0.0)) == ["accepted"]
 
 
-async def test_carried_groups_keep_the_policy_versions_of_both_steps(
-    served: Any, dapo: Any, worker_of: Any
-) -> None:
+async def test_carried_groups_keep_the_policy_versions_of_both_steps(served: Any, dapo: Any) -> None:
     await open_step(served.admin, dapo(0, stream=True, targetGroups=1), 2)
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     leases = await worker.lease(init=4)
     await worker.complete(*[worker.result(lease) for lease in leases])
     runs = await worker.lease(run=4)
@@ -434,13 +430,11 @@ async def test_carried_groups_keep_the_policy_versions_of_both_steps(
     assert versions == [{"v1"}, {"v2"}]
 
 
-async def test_a_stream_that_is_closed_before_its_target_fails(
-    served: Any, dapo: Any, worker_of: Any
-) -> None:
+async def test_a_stream_that_is_closed_before_its_target_fails(served: Any, dapo: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=4))
     await served.admin.post(f"{PATH}/targets", json={"id": "a"})
     await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(2)})
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     assert await worker.finish_all(mixed("t0", "t1")) == 4
     assert "completionTime" not in await status_of(served.admin), "more tasks may come"
     await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(1, first=2)})
@@ -450,13 +444,11 @@ async def test_a_stream_that_is_closed_before_its_target_fails(
     assert len(await groups_of(served.admin, informative=True)) == 3
 
 
-async def test_an_open_stream_that_may_start_no_more_groups_fails(
-    served: Any, dapo: Any, worker_of: Any
-) -> None:
+async def test_an_open_stream_that_may_start_no_more_groups_fails(served: Any, dapo: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(0, stream=True, targetGroups=2, maxGroups=2))
     await served.admin.post(f"{PATH}/targets", json={"id": "a"})
     await served.admin.post(f"{PATH}/tasks", json={"tasks": tasks_of(4)})
-    assert await worker_of(served.worker).finish_all(mixed("t0")) == 4
+    assert await Worker(served.worker).finish_all(mixed("t0")) == 4
     document = (await served.admin.get(PATH)).json()
     assert document["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "TargetNotMet"
     assert "completionTime" in document["status"]
@@ -486,9 +478,7 @@ async def test_wrong_targets_are_refused(served: Any, dapo: Any) -> None:
     assert (await status_of(served.admin))["dynamicSampling"]["targetGroups"] == 2
 
 
-async def test_only_streams_with_dynamic_sampling_have_steps(
-    served: Any, dapo: Any, make_manifest: Any
-) -> None:
+async def test_only_streams_with_dynamic_sampling_have_steps(served: Any, dapo: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(2, targetGroups=1))
     refused = await served.admin.post(f"{PATH}/targets", json={"id": "a"})
     assert (refused.status_code, refused.json()["reason"]) == (409, "NotAStream")
@@ -527,9 +517,7 @@ async def test_a_step_is_opened_once_by_many_callers(served: Any, dapo: Any) -> 
     assert (await status_of(served.admin))["dynamicSampling"]["targetGroups"] == 3
 
 
-async def test_groups_that_wait_count_against_the_queue(
-    settings: Any, serving: Any, dapo: Any, make_manifest: Any
-) -> None:
+async def test_groups_that_wait_count_against_the_queue(settings: Any, dapo: Any) -> None:
     async with serving(settings, max_queued=20) as served:
         refused = await served.admin.post("/v1/rolloutjobs", json=dapo(11, targetGroups=2))
         assert refused.status_code == 429
@@ -542,18 +530,16 @@ async def test_groups_that_wait_count_against_the_queue(
         assert made.status_code == 201
 
 
-async def test_a_cancelled_job_starts_no_more_groups_and_leaves_no_rows(
-    served: Any, dapo: Any, worker_of: Any, eventually: Any
-) -> None:
+async def test_a_cancelled_job_starts_no_more_groups_and_leaves_no_rows(served: Any, dapo: Any) -> None:
     await open_step(served.admin, dapo(0, stream=True, targetGroups=2), 6)
-    evaluations = await begin(worker_of(served.worker), 4)
-    await finish_group(worker_of(served.worker), evaluations, "t0", 0.0, 1.0)
+    evaluations = await begin(Worker(served.worker), 4)
+    await finish_group(Worker(served.worker), evaluations, "t0", 0.0, 1.0)
     document = (await served.admin.post(f"{PATH}/cancel", json={})).json()
     assert document["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "Cancelled"
     assert "completionTime" in document["status"]
     assert document["status"]["dynamicSampling"]["droppedGroups"] == 2
     assert document["status"]["dynamicSampling"]["surplusRollouts"] == 0
-    assert await worker_of(served.worker).lease(init=16, run=16, eval=16) == []
+    assert await Worker(served.worker).lease(init=16, run=16, eval=16) == []
     await served.admin.delete(PATH)
 
     async def stored() -> bool:
@@ -570,12 +556,12 @@ async def test_a_cancelled_job_starts_no_more_groups_and_leaves_no_rows(
 
 
 async def test_large_surplus_is_ended_by_the_sweep(
-    served: Any, dapo: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, dapo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can lease what one transaction does not cancel, and the sweep ends it."""
     monkeypatch.setattr(transitions, "CANCEL_BATCH", 3)
     await served.admin.post("/v1/rolloutjobs", json=dapo(9, targetGroups=1, maxInFlightGroups=6))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     evaluations = await begin(worker, 2)
     await finish_group(worker, evaluations, "t0", 0.0, 1.0)
     told = await status_of(served.admin)
@@ -589,11 +575,9 @@ async def test_large_surplus_is_ended_by_the_sweep(
     assert "completionTime" in told
 
 
-async def test_pages_of_informative_groups_come_in_the_order_of_ends(
-    served: Any, dapo: Any, worker_of: Any
-) -> None:
+async def test_pages_of_informative_groups_come_in_the_order_of_ends(served: Any, dapo: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=dapo(12, targetGroups=6, maxInFlightGroups=4))
-    await worker_of(served.worker).finish_all(mixed(*(f"t{i}" for i in range(0, 12, 2))))
+    await Worker(served.worker).finish_all(mixed(*(f"t{i}" for i in range(0, 12, 2))))
     whole = [g["group_id"] for g in await groups_of(served.admin, informative=True)]
     assert len(whole) == len(set(whole)) == 6
     cursor, found = "", []

@@ -12,6 +12,8 @@ import pytest
 from rollyard_api.jobs import jobs
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.waiting import eventually
 
 
 async def _post(served: Any, manifest: Any) -> Any:
@@ -25,7 +27,7 @@ async def _job(served: Any, name: str = "job") -> dict[str, Any]:
     return document
 
 
-async def test_submitting_twice_is_the_same_as_once(served: Any, make_manifest: Any) -> None:
+async def test_submitting_twice_is_the_same_as_once(served: Any) -> None:
     first = await _post(served, make_manifest())
     again = await _post(served, make_manifest())
     assert (first.status_code, again.status_code) == (201, 200)
@@ -37,7 +39,7 @@ async def test_submitting_twice_is_the_same_as_once(served: Any, make_manifest: 
     assert other.json()["type"] == "https://rollyard.dev/problems/already-exists"
 
 
-async def test_same_name_in_another_namespace(served: Any, make_manifest: Any) -> None:
+async def test_same_name_in_another_namespace(served: Any) -> None:
     await _post(served, make_manifest())
     answer = await served.admin.post("/v1/rolloutjobs?namespace=team", json=make_manifest(samplesPerTask=2))
     assert answer.status_code == 201
@@ -79,7 +81,7 @@ async def test_same_name_in_another_namespace(served: Any, make_manifest: Any) -
         ({"agent": {"type": "tools"}}, "spec", "'backendRef' is required"),
     ],
 )
-async def test_refused_by_field(served: Any, make_manifest: Any, change: Any, field: str, right: str) -> None:
+async def test_refused_by_field(served: Any, change: Any, field: str, right: str) -> None:
     answer = await _post(served, make_manifest(**change))
     assert answer.status_code == 422, answer.text
     (line,) = [line for line in answer.json()["errors"] if line.startswith(field)]
@@ -99,9 +101,7 @@ async def test_refused_by_field(served: Any, make_manifest: Any, change: Any, fi
         ("POST /v1/leases?wait=1", "wait: unknown query parameter; known: none"),
     ],
 )
-async def test_unknown_query_parameters_are_refused(
-    served: Any, make_manifest: Any, call: str, said: str
-) -> None:
+async def test_unknown_query_parameters_are_refused(served: Any, call: str, said: str) -> None:
     method, path = call.split()
     answer = await served.admin.request(method, path, json=make_manifest() if method == "POST" else None)
     assert (answer.status_code, answer.json()["errors"]) == (422, [said])
@@ -113,7 +113,7 @@ async def test_body_that_is_no_json(served: Any) -> None:
     assert (answer.status_code, answer.json()["reason"]) == (400, "MalformedBody")
 
 
-async def test_body_too_long(serving: Any, settings: Any) -> None:
+async def test_body_too_long(settings: Any) -> None:
     async with serving(settings, max_body_bytes=1000) as served:
         answer = await served.admin.post("/v1/rolloutjobs", content=b" " * 1001)
         assert (answer.status_code, answer.json()["reason"]) == (413, "BodyTooLarge")
@@ -130,9 +130,7 @@ def _write_tasks(path: Path, broken: dict[int, str] | None = None) -> None:
         path.write_text(text)
 
 
-async def test_broken_line_refuses_the_whole_list(
-    serving: Any, settings: Any, make_manifest: Any, tmp_path_factory: Any
-) -> None:
+async def test_broken_line_refuses_the_whole_list(settings: Any, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("data") / "tasks.jsonl"
     _write_tasks(file, {7312: '{"id": "t7312", "prompt": 5}'})
     async with serving(settings, allow_tasks_from=(f"file://{file.parent}",)) as served:
@@ -145,9 +143,7 @@ async def test_broken_line_refuses_the_whole_list(
         assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []
 
 
-async def test_ten_thousand_tasks_from_a_compressed_file(
-    serving: Any, settings: Any, make_manifest: Any, tmp_path_factory: Any
-) -> None:
+async def test_ten_thousand_tasks_from_a_compressed_file(settings: Any, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("data") / "tasks.jsonl.gz"
     _write_tasks(file)
     async with serving(settings, allow_tasks_from=(f"file://{file.parent}",)) as served:
@@ -158,7 +154,7 @@ async def test_ten_thousand_tasks_from_a_compressed_file(
         assert (await _post(served, make_manifest(tasks={"url": f"file://{file}"}))).status_code == 200
 
 
-async def test_stream(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_stream(served: Any) -> None:
     await _post(served, make_manifest(tasks={"stream": True}))
     assert "rollyard.dev/closed" not in (await _job(served))["metadata"]["annotations"]
     push = "/v1/rolloutjobs/job/tasks"
@@ -171,7 +167,7 @@ async def test_stream(served: Any, make_manifest: Any, worker_of: Any) -> None:
     broken = await served.admin.post(push, content=body + '{"id": 3}\n', headers=headers)
     assert broken.status_code == 422
     assert broken.json()["errors"][0].startswith("line 3: id:")
-    assert await worker_of(served.worker).finish_all() == 2
+    assert await Worker(served.worker).finish_all() == 2
     assert "completionTime" not in (await _job(served))["status"]
     await served.admin.post("/v1/rolloutjobs/job/close")
     closed = await _job(served)
@@ -181,7 +177,7 @@ async def test_stream(served: Any, make_manifest: Any, worker_of: Any) -> None:
     assert (late.status_code, late.json()["reason"]) == (409, "JobClosed")
 
 
-async def test_streams_have_tasks_of_their_own(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_streams_have_tasks_of_their_own(served: Any) -> None:
     for name in ("job", "other"):
         await _post(served, make_manifest(name, tasks={"stream": True}))
         push = f"/v1/rolloutjobs/{name}/tasks"
@@ -190,10 +186,10 @@ async def test_streams_have_tasks_of_their_own(served: Any, make_manifest: Any, 
         found = await served.admin.get(push, params={"id": ["b", "nobody", "a"]})
         read = [json.loads(line) for line in found.content.splitlines()]
         assert [(one["id"], one["prompt"]) for one in read] == [("b", name), ("a", name)]
-    assert await worker_of(served.worker).finish_all() == 4
+    assert await Worker(served.worker).finish_all() == 4
 
 
-async def test_full_queue_answers_429(serving: Any, settings: Any, make_manifest: Any) -> None:
+async def test_full_queue_answers_429(settings: Any) -> None:
     async with serving(settings, max_queued=3) as served:
         assert (await _post(served, make_manifest())).status_code == 201
         answer = await _post(served, make_manifest("other"))
@@ -202,9 +198,9 @@ async def test_full_queue_answers_429(serving: Any, settings: Any, make_manifest
         assert (await served.admin.get("/v1/rolloutjobs/other")).status_code == 404
 
 
-async def test_cancel_a_job(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_cancel_a_job(served: Any) -> None:
     await _post(served, make_manifest(samplesPerTask=2))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     (lease, *_) = await worker.lease(init=2)
     answer = await served.admin.post("/v1/rolloutjobs/job/cancel", json={})
     assert answer.json()["status"]["counts"]["cancelled"] == 4
@@ -216,7 +212,7 @@ async def test_cancel_a_job(served: Any, make_manifest: Any, worker_of: Any) -> 
     assert {(r["status"], r["reason"], r["reward"]) for r in records} == {("cancelled", "Cancelled", None)}
 
 
-async def test_cancel_a_group(served: Any, make_manifest: Any) -> None:
+async def test_cancel_a_group(served: Any) -> None:
     await _post(served, make_manifest(samplesPerTask=2))
     await _post(served, make_manifest("other", samplesPerTask=2))
     cancel = "/v1/rolloutjobs/job/cancel"
@@ -234,11 +230,9 @@ async def test_cancel_a_group(served: Any, make_manifest: Any) -> None:
     assert (await served.admin.post(cancel, json={"grup": "t1"})).status_code == 422
 
 
-async def test_delete_frees_the_name_and_removes_the_rows(
-    served: Any, make_manifest: Any, worker_of: Any, eventually: Any
-) -> None:
+async def test_delete_frees_the_name_and_removes_the_rows(served: Any) -> None:
     await _post(served, make_manifest())
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     (lease,) = await worker.lease(init=1)
     assert (await served.admin.delete("/v1/rolloutjobs/job")).status_code == 202
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
@@ -255,21 +249,7 @@ async def test_delete_frees_the_name_and_removes_the_rows(
     assert await worker.finish_all() == 6, "nothing of the new job was removed"
 
 
-async def test_active_deadline(served: Any, make_manifest: Any) -> None:
-    await _post(served, make_manifest(activeDeadlineSeconds=60))
-
-    def later(tx: Transaction) -> None:
-        tx.now += 61
-        jobs.enforce(tx)
-
-    await served.plane.database.write(later)
-    await served.plane.sweep()
-    told = await _job(served)
-    assert told["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
-    assert told["status"]["counts"]["cancelled"] == 2
-
-
-async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_manifest: Any) -> None:
+async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any) -> None:
     await _post(served, make_manifest(activeDeadlineSeconds=60))
 
     def pass_(tx: Transaction, seconds: float) -> list[int]:
@@ -286,27 +266,11 @@ async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any, make_ma
     assert len(await served.plane.database.write(partial(pass_, seconds=70))) == 1
 
 
-async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> None:
-    await _post(served, make_manifest(ttlSecondsAfterFinished=60))
-    await worker_of(served.worker).finish_all()
-    await served.plane.sweep()
-    await _job(served)
-
-    def later(tx: Transaction) -> None:
-        tx.now += 61
-        jobs.enforce(tx)
-
-    await served.plane.database.write(later)
-    assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
-
-
-async def test_deadlines_and_times_to_live_are_those_of_each_job(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_deadlines_and_times_to_live_are_those_of_each_job(served: Any) -> None:
     for name, seconds in (("a", 600), ("b", 60), ("c", 600), ("never", None)):
         limits = {} if seconds is None else {"ttlSecondsAfterFinished": seconds}
         await _post(served, make_manifest(name, **limits))
-    await worker_of(served.worker).finish_all()
+    await Worker(served.worker).finish_all()
     for name, seconds in (("late", 60), ("later", 600), ("unbounded", None)):
         limits = {} if seconds is None else {"activeDeadlineSeconds": seconds}
         await _post(served, make_manifest(name, **limits))
@@ -323,16 +287,18 @@ async def test_deadlines_and_times_to_live_are_those_of_each_job(
 
     (ended,) = await served.plane.database.write(partial(pass_, seconds=120))
     await served.plane.cancel_rest(ended)
-    assert (await _job(served, "late"))["status"]["counts"]["cancelled"] == 2
+    late = await _job(served, "late")
+    assert late["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
+    assert late["status"]["counts"]["cancelled"] == 2
     assert await left() == ["a", "c", "never", "late", "later", "unbounded"]
     assert len(await served.plane.database.write(partial(pass_, seconds=1200))) == 1
     assert await left() == ["never", "late", "later", "unbounded"]
 
 
-async def test_suspend_and_priority(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_suspend_and_priority(served: Any) -> None:
     await _post(served, make_manifest())
     await _post(served, make_manifest("other"))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     patched = await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
     assert patched.json()["spec"]["suspend"] is True
     assert patched.json()["metadata"]["generation"] == 2
@@ -342,7 +308,7 @@ async def test_suspend_and_priority(served: Any, make_manifest: Any, worker_of: 
     assert (await _post(served, make_manifest())).status_code == 200
 
 
-async def test_status_of_the_driver(served: Any, make_manifest: Any) -> None:
+async def test_status_of_the_driver(served: Any) -> None:
     await _post(served, make_manifest())
 
     def condition(status: str, when: str) -> dict[str, Any]:
@@ -364,7 +330,7 @@ async def test_status_of_the_driver(served: Any, make_manifest: Any) -> None:
     assert flipped["counts"]["total"] == 2
 
 
-async def test_roles(served: Any, make_manifest: Any) -> None:
+async def test_roles(served: Any) -> None:
     path = "/v1/rolloutjobs"
     assert (await served.anonymous.get(path)).status_code == 401
     wrong = await served.anonymous.get(path, headers={"Authorization": "Bearer x"})

@@ -23,6 +23,7 @@ from rollyard_api.trajectories.packed import segments_of
 from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_crds.token_arrays import PackedSegment
 from rollyard_crds.trajectory import Transcript
+from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import packed, reported
 from rollyard_testing.pace import patience
 
@@ -39,11 +40,11 @@ async def _expire_all(served: Any, max_expiries: int = 10) -> int:
 
 
 @pytest.fixture
-async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def worker(served: Any) -> Any:
     manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
     answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert answer.status_code == 201, answer.text
-    return worker_of(served.worker)
+    return Worker(served.worker)
 
 
 async def _counts(served: Any) -> dict[str, Any]:
@@ -77,11 +78,9 @@ async def test_heartbeat_renews(served: Any, worker: Any) -> None:
     assert await served.plane.database.write(op) == 0
 
 
-async def test_a_heartbeat_renews_every_lease_that_it_names_and_no_other(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_heartbeat_renews_every_lease_that_it_names_and_no_other(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     named = await worker.lease(init=4)
     forgotten = named.pop(1)
 
@@ -136,38 +135,12 @@ async def test_expired_eval_is_tried_once_more_in_its_sandbox_then_from_init(
     assert [one["sandbox"] for one in await worker.lease(eval=1)] == [fresh["sandbox"]]
 
 
-async def test_a_rollout_that_kills_its_worker_every_time_ends_as_failed(served: Any, worker: Any) -> None:
-    for _ in range(4):
-        (lease,) = await worker.lease(init=1)
-        await _expire_all(served, max_expiries=3)
-    assert await worker.lease(init=1) == []
-    line = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).json()
-    assert (line["status"], line["reason"], line["reward"]) == ("failed", "LeaseExpired", None)
-    assert await worker.complete(worker.result(lease)) == ["stale"]
-
-
-async def test_failures_are_retried_then_final(served: Any, worker: Any) -> None:
-    for attempt in range(3):
-        (lease,) = await worker.lease(init=1)
-        assert lease["attempt"] == attempt
-        assert await worker.fail(lease, "ImageBroken", message="no such image") == "accepted"
-        assert await worker.fail(lease, "ImageBroken") == "repeated"
-    record = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).json()
-    assert (record["status"], record["reason"], record["reward"]) == ("failed", "ImageBroken", None)
-    assert record["attempt"] == 3
-    assert record["message"] == "no such image"
-    group = await served.admin.get("/v1/rolloutjobs/job/groups", params={"dropped": True})
-    assert group.json()["reason"] == "TooFewRewards"
-
-
-async def test_attempts_are_counted_for_each_stage_and_limited_by_its_own_job(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_attempts_are_counted_for_each_stage_and_limited_by_its_own_job(served: Any) -> None:
     tasks = {"inline": [{"id": "t0", "prompt": "p"}]}
     for name, limits in (("job", {"init": 2, "run": 3}), ("other", {"init": 3, "run": 2})):
         stages = {stage: {"maxAttempts": most} for stage, most in limits.items()}
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, tasks=tasks, stages=stages))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
 
     async def fail_both(stage: str) -> dict[str, int]:
         leases = await worker.lease(**{stage: 2})
@@ -188,13 +161,13 @@ async def test_attempts_are_counted_for_each_stage_and_limited_by_its_own_job(
     assert counts == [1, 1]
 
 
-async def test_a_failed_stage_is_tried_again_in_its_sandbox(served: Any, worker: Any, worker_of: Any) -> None:
+async def test_a_failed_stage_is_tried_again_in_its_sandbox(served: Any, worker: Any) -> None:
     (init,) = await worker.lease(init=1)
     await worker.complete(worker.result(init, carry={"k": 1}))
     for stage in ("run", "eval"):
         (lease,) = await worker.lease(**{stage: 1})
         assert await worker.fail(lease) == "accepted"
-        elsewhere = worker_of(served.worker, node="elsewhere")
+        elsewhere = Worker(served.worker, node="elsewhere")
         assert await elsewhere.lease(init=1, run=1, eval=1) == []
         assert await elsewhere.lease(**{stage: 1}) == []
         (again,) = await worker.lease(**{stage: 1})
@@ -205,11 +178,11 @@ async def test_a_failed_stage_is_tried_again_in_its_sandbox(served: Any, worker:
         await worker.complete(worker.result(again))
 
 
-async def test_without_a_sandbox_any_node_may_continue(served: Any, worker: Any, worker_of: Any) -> None:
+async def test_without_a_sandbox_any_node_may_continue(served: Any, worker: Any) -> None:
     (init,) = await worker.lease(init=1)
     await worker.complete(worker.result(init, sandbox=None))
     for number, stage in enumerate(("run", "run", "eval", "eval")):
-        elsewhere = worker_of(served.worker, name=f"w{number}", node=f"n{number}")
+        elsewhere = Worker(served.worker, name=f"w{number}", node=f"n{number}")
         (lease,) = await elsewhere.lease(**{stage: 1})
         assert lease["sandbox"] is None
         if number % 2:
@@ -231,6 +204,7 @@ async def test_a_report_is_judged_by_its_token_and_stage_and_by_what_it_reports(
     assert await worker.complete(worker.result(first)) == ["stale"], "it failed, and is queued again"
     for _ in range(9):
         (lease,) = await worker.lease(init=1)
+        assert lease["attempt"] == 0
         assert await worker.fail(lease, counts=False) == "accepted"
     (last,) = await worker.lease(init=1)
     assert last["token"] == 11
@@ -239,29 +213,6 @@ async def test_a_report_is_judged_by_its_token_and_stage_and_by_what_it_reports(
     assert await worker.fail(last) == "stale", "it was complete"
     assert await worker.complete(worker.result(first)) == ["stale"], "no repeat of the one with token 11"
     assert (await _counts(served))["run"] == {"queued": 1, "active": 0}
-
-
-async def test_not_retryable_is_final_at_once(served: Any, worker: Any) -> None:
-    (lease,) = await worker.lease(init=1)
-    assert await worker.fail(lease, "BadTask", retryable=False) == "accepted"
-    assert (await _counts(served))["failed"] == 1
-
-
-async def test_handing_over_counts_no_attempt(served: Any, worker: Any) -> None:
-    for _ in range(5):
-        (lease,) = await worker.lease(init=1)
-        assert lease["attempt"] == 0
-        assert await worker.fail(lease, "Draining", counts=False) == "accepted"
-    assert (await _counts(served))["init"]["queued"] == 1
-
-
-async def test_lost_sandbox_returns_to_init(served: Any, worker: Any) -> None:
-    (init,) = await worker.lease(init=1)
-    await worker.complete(worker.result(init))
-    (run,) = await worker.lease(run=1)
-    assert await worker.fail(run, "SandboxLost", return_to="init") == "accepted"
-    (again,) = await worker.lease(init=1)
-    assert again["rollout"] == run["rollout"]
 
 
 async def test_unknown_sandbox_is_no_orphan_while_an_init_may_own_it(served: Any, worker: Any) -> None:
@@ -275,9 +226,7 @@ async def test_unknown_sandbox_is_no_orphan_while_an_init_may_own_it(served: Any
     assert (await worker.heartbeat(sandboxes=["sb-new", "sb-left"]))["orphans"] == ["sb-left"]
 
 
-async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(
-    served: Any, worker: Any, make_manifest: Any
-) -> None:
+async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(served: Any, worker: Any) -> None:
     (first,) = await worker.lease(init=1)
     await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
     assert (await worker.heartbeat(first, sandboxes=["sb-first"]))["orphans"] == []
@@ -289,11 +238,9 @@ async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(
     assert told["orphans"] == ["sb-first"], "it was there before the only Init that is left"
 
 
-async def test_only_an_init_of_the_same_node_may_own_an_unknown_sandbox(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_only_an_init_of_the_same_node_may_own_an_unknown_sandbox(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-    here, elsewhere = worker_of(served.worker), worker_of(served.worker, name="e", node="elsewhere")
+    here, elsewhere = Worker(served.worker), Worker(served.worker, name="e", node="elsewhere")
     (init,) = await here.lease(init=1)
     await here.complete(here.result(init))
     (run,) = await here.lease(run=1)
@@ -321,7 +268,7 @@ async def test_a_fenced_off_holder_of_a_cancelled_rollout_has_lost_it(served: An
 
 
 async def test_nothing_of_a_cancelled_job_is_leased_while_its_rollouts_are_being_ended(
-    served: Any, worker: Any, make_manifest: Any
+    served: Any, worker: Any
 ) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest("other"))
 
@@ -334,12 +281,10 @@ async def test_nothing_of_a_cancelled_job_is_leased_while_its_rollouts_are_being
     assert (await _counts(served))["cancelled"] == 1
 
 
-async def test_a_failure_that_every_rollout_would_have_ends_the_job(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_failure_that_every_rollout_would_have_ends_the_job(served: Any) -> None:
     tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(5)]}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*map(worker.result, await worker.lease(init=4)))
     first, second, third = await worker.lease(run=3)
     said = {"message": "set agent.toolParser", "retryable": False}
@@ -367,9 +312,7 @@ async def test_the_only_rollout_of_a_job_ends_it_with_its_reason(served: Any, wo
     assert job["status"]["completionTime"]
 
 
-async def test_jobs_of_one_name_in_two_namespaces_are_leased_apart(
-    served: Any, worker: Any, make_manifest: Any
-) -> None:
+async def test_jobs_of_one_name_in_two_namespaces_are_leased_apart(served: Any, worker: Any) -> None:
     await served.admin.post("/v1/rolloutjobs?namespace=team", json=make_manifest())
     body = {"worker": "w", "node": "n", "capacity": {"init": 8}}
     for asked, number in (
@@ -384,11 +327,11 @@ async def test_jobs_of_one_name_in_two_namespaces_are_leased_apart(
 
 
 async def test_a_request_for_several_stages_is_bounded_as_a_whole_and_later_stages_come_first(
-    served: Any, make_manifest: Any, worker_of: Any
+    served: Any,
 ) -> None:
     tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(67)]}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     for stage, count in (("init", 3), ("run", 1)):
         leases = await worker.lease(**{stage: count})
         assert await worker.complete(*map(worker.result, leases)) == ["accepted"] * count
@@ -397,16 +340,7 @@ async def test_a_request_for_several_stages_is_bounded_as_a_whole_and_later_stag
     assert len(await worker.lease(init=64, run=64, eval=64)) == 3
 
 
-async def test_cancelled_while_leased(served: Any, worker: Any) -> None:
-    (lease,) = await worker.lease(init=1)
-    await served.admin.post("/v1/rolloutjobs/job/cancel", json={"rollout": lease["rollout"]})
-    told = await worker.heartbeat(lease)
-    assert told["cancelled"] == [{"rollout": lease["rollout"], "token": lease["token"]}]
-    assert await worker.complete(worker.result(lease)) == ["cancelled"]
-    assert (await _counts(served))["cancelled"] == 1
-
-
-async def test_long_poll_wakes_when_a_job_comes(served: Any, worker: Any, make_manifest: Any) -> None:
+async def test_long_poll_wakes_when_a_job_comes(served: Any, worker: Any) -> None:
     await worker.lease(init=1)
     waiting = asyncio.create_task(worker.lease(wait=60, init=1))
     await served.until_waiting()
@@ -646,11 +580,9 @@ async def test_numbers_that_would_break_statistics_and_records_are_refused(
     assert await worker.complete(worker.result(lease)) == ["accepted"]
 
 
-async def test_one_wrong_report_refuses_all_of_its_request(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_one_wrong_report_refuses_all_of_its_request(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     first, second = await worker.lease(init=2)
     good, name = worker.result(first), "results[1]"
     record = _ran(_trajectory())["results"][0]["trajectory"]
@@ -689,14 +621,12 @@ async def test_one_wrong_report_refuses_all_of_its_request(
     assert await worker.complete(good, worker.result(second)) == ["accepted"] * 2, "nothing was taken before"
 
 
-async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(served: Any) -> None:
     await served.admin.post(
         "/v1/rolloutjobs",
         json=make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, samplesPerTask=2),
     )
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*map(worker.result, await worker.lease(init=2)))
     count = 8192
     segment = {
@@ -766,11 +696,9 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
     assert await worker.complete(worker.result(lease, reward=-1e6)) == ["accepted"]
 
 
-async def test_the_reason_of_a_reward_reaches_the_record(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_the_reason_of_a_reward_reaches_the_record(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
     runs = await worker.lease(run=8)
     recorded = worker.result(runs[0])["trajectory"]
@@ -817,7 +745,7 @@ async def test_spec_for_workers(served: Any, worker: Any) -> None:
     assert (await get(params={"name": "job", "uid": "another"})).status_code == 404
 
 
-async def test_images_of_waiting_tasks_for_workers(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_images_of_waiting_tasks_for_workers(served: Any) -> None:
     """They come in the order of the queue, each once, and without those of rollouts that were leased."""
     named = ["docker://a:1", None, "docker://b:1", "docker://a:1", "dockerfile:0123", "docker://c:1"]
     tasks = [
@@ -830,7 +758,7 @@ async def test_images_of_waiting_tasks_for_workers(served: Any, make_manifest: A
     seen = []
     for leased in (0, 2, 6, 4):
         if leased:
-            assert len(await worker_of(served.worker).lease(init=leased)) == leased
+            assert len(await Worker(served.worker).lease(init=leased)) == leased
         seen.append((await get(params={"name": "job", "uid": uid})).json()["images"])
     every = ["docker://a:1", "docker://b:1", "docker://c:1"]
     # The second task named a:1, too, and is leased in the third step.

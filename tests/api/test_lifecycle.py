@@ -9,16 +9,18 @@ import pyarrow.parquet as pq
 from rollyard_crds.lease import LeaseResponse
 from rollyard_crds.rolloutjob import RolloutJob
 from rollyard_crds.trajectory import Trajectory, Transcript
+from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.waiting import eventually
 
 
-async def test_whole_way(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_whole_way(served: Any) -> None:
     made = await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=3))
     assert made.status_code == 201, made.text
     job = RolloutJob.model_validate(made.json())
     assert job.status.counts.total == 6
     assert job.status.counts.init.queued == 6
 
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     answer = await served.worker.post(
         "/v1/leases", json={"worker": "w", "node": "n", "capacity": {"init": 2}, "wait": 0}
     )
@@ -32,7 +34,7 @@ async def test_whole_way(served: Any, make_manifest: Any, worker_of: Any) -> Non
     (run,) = await worker.lease(run=1)
     assert run["carry"] == {"x": 1}
     assert run["sandbox"]["node"] == "n"
-    assert await worker_of(served.worker, node="elsewhere").lease(run=1, eval=1) == []
+    assert await Worker(served.worker, node="elsewhere").lease(run=1, eval=1) == []
     assert await worker.complete(worker.result(run)) == ["accepted"]
     (evaluation,) = await worker.lease(eval=1)
     assert Transcript.model_validate(evaluation["trajectory"]).sampled_tokens == 2
@@ -47,11 +49,9 @@ async def test_whole_way(served: Any, make_manifest: Any, worker_of: Any) -> Non
     assert "completionTime" in told
 
 
-async def test_segments_that_templates_began_are_counted(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_segments_that_templates_began_are_counted(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=4)])
     results = [worker.result(lease) for lease in await worker.lease(run=4)]
     for result, breaks in zip(results, (2, 0, 1, 0), strict=True):
@@ -64,12 +64,10 @@ async def test_segments_that_templates_began_are_counted(
     assert sorted(json.loads(line)["template_breaks"] for line in lines) == [0, 0, 1, 2]
 
 
-async def test_what_workers_measure_adds_up_over_stages_attempts_and_segments(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_what_workers_measure_adds_up_over_stages_attempts_and_segments(served: Any) -> None:
     tasks = {"inline": [{"id": "t0", "prompt": "p"}]}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease, times={"own_seconds": 0.5}))
     (lease,) = await worker.lease(run=1)
@@ -88,9 +86,9 @@ async def test_what_workers_measure_adds_up_over_stages_attempts_and_segments(
     assert "rollyard_sampled_tokens_total 6.0" in (await served.admin.get("/metrics")).text
 
 
-async def test_results_in_every_form(served: Any, make_manifest: Any, worker_of: Any, tmp_path: Any) -> None:
+async def test_results_in_every_form(served: Any, tmp_path: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    await worker_of(served.worker).finish_all(lambda lease: float(lease["sample_index"]))
+    await Worker(served.worker).finish_all(lambda lease: float(lease["sample_index"]))
 
     path = "/v1/rolloutjobs/job/trajectories"
     lines = await served.admin.get(path, params={"limit": 3})
@@ -129,12 +127,10 @@ async def test_results_in_every_form(served: Any, make_manifest: Any, worker_of:
     assert {item["id"] for item in summaries["items"]} == {t.id for t in got}
 
 
-async def test_records_reach_the_store_once(
-    served: Any, make_manifest: Any, worker_of: Any, eventually: Any, tmp_path: Any
-) -> None:
+async def test_records_reach_the_store_once(served: Any, tmp_path: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     before = None
-    await worker_of(served.worker).finish_all()
+    await Worker(served.worker).finish_all()
     before = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).content
 
     async def stored() -> bool:

@@ -20,7 +20,6 @@ from rollyard_crds.names import NO_TOOL_PARSER, STAGES
 
 LIMITS = Limits(max_attempts={"init": 2, "run": 3, "eval": 1}, samples=2, min_group_size=1)
 MOST_LEASES = 3
-COUNTERS = ("failures_init", "failures_run", "failures_eval", "expiries", "eval_expiries", "outages")
 FIELDS = set(Rollout.__struct_fields__)
 NEW = Rollout(
     id="job-1-0",

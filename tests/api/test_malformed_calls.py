@@ -9,6 +9,7 @@ import pytest
 from rollyard_api.jobs.job_views import MALFORMED_ROLLOUTS
 from rollyard_api.machine.events import RunDone
 from rollyard_api.rollouts import wire
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.crds.segments import reported
 
 MALFORMED = {"name": "", "error": "malformed tool call: </tool_call> is missing"}
@@ -73,14 +74,12 @@ async def status(served: Any) -> dict[str, Any]:
     return found
 
 
-async def test_a_job_without_a_well_formed_call(
-    settings: Any, serving: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_a_job_without_a_well_formed_call(settings: Any) -> None:
     tasks = {"inline": [{"id": f"t{n}", "prompt": "p"} for n in range(3 * MALFORMED_ROLLOUTS)]}
     async with serving(settings) as served:
         made = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
         assert made.status_code == 201, made.text
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         await play(worker, [turn()], 4)
         await play(worker, [turn(MALFORMED), turn(MALFORMED)], MALFORMED_ROLLOUTS - 1)
         assert "malformedCalls" not in await status(served), "too few to tell"
@@ -89,7 +88,7 @@ async def test_a_job_without_a_well_formed_call(
         assert (await status(served))["malformedCalls"] == expected
     async with serving(settings) as served:
         assert (await status(served))["malformedCalls"] == expected
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         await play(worker, [turn(MALFORMED), turn(GOOD)], 1)
         assert "malformedCalls" not in await status(served)
         await play(worker, [turn(MALFORMED)], MALFORMED_ROLLOUTS)

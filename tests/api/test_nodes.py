@@ -12,16 +12,17 @@ from rollyard_api.storage import schema
 from rollyard_api.storage.database import Transaction
 from rollyard_crds.names import NODE
 from rollyard_crds.security.job_token import job_token
+from rollyard_testing.api.plane import Worker, make_manifest
 
 SILENT = 60.0
 
 
 @pytest.fixture
-async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def worker(served: Any) -> Any:
     manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]})
     answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert answer.status_code == 201, answer.text
-    return worker_of(served.worker)
+    return Worker(served.worker)
 
 
 async def _silent(served: Any, seconds: float) -> int:
@@ -40,18 +41,18 @@ async def _queued(served: Any) -> dict[str, int]:
     return {stage: counts[stage]["queued"] for stage in ("init", "run", "eval") if counts[stage]["queued"]}
 
 
-async def test_what_waits_for_a_silent_node_begins_anew(served: Any, worker: Any, worker_of: Any) -> None:
+async def test_what_waits_for_a_silent_node_begins_anew(served: Any, worker: Any) -> None:
     first, second = await worker.lease(init=2)
     await worker.complete(worker.result(first), worker.result(second))
     (run,) = await worker.lease(run=1)
     await worker.complete(worker.result(run))
     assert await _queued(served) == {"run": 1, "eval": 1}
-    assert await worker_of(served.worker, name="b", node="other").lease(run=4, eval=4) == []
+    assert await Worker(served.worker, name="b", node="other").lease(run=4, eval=4) == []
     await worker.heartbeat()
     assert await _silent(served, SILENT - 5) == 0
     assert await _silent(served, SILENT + 10) == 2
     assert await _queued(served) == {"init": 2}
-    again = await worker_of(served.worker, name="b", node="other").lease(init=4)
+    again = await Worker(served.worker, name="b", node="other").lease(init=4)
     assert [one["attempt"] for one in again] == [0, 0], "no failure"
     assert await worker.complete(worker.result(run)) == ["repeated"]
 
@@ -66,12 +67,10 @@ async def test_a_node_that_speaks_keeps_what_waits_for_it(served: Any, worker: A
     assert await _queued(served) == {"run": 1}
 
 
-async def test_only_what_waits_for_the_silent_one_of_several_nodes_begins_anew(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_only_what_waits_for_the_silent_one_of_several_nodes_begins_anew(served: Any) -> None:
     tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(3)]}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-    workers = [worker_of(served.worker, name=f"w{node}", node=node) for node in ("a", "b", "c")]
+    workers = [Worker(served.worker, name=f"w{node}", node=node) for node in ("a", "b", "c")]
     for one in workers:
         (lease,) = await one.lease(init=1)
         await one.complete(one.result(lease))
@@ -102,8 +101,8 @@ async def test_a_restart_gives_every_node_its_time(served: Any, worker: Any) -> 
     assert await served.plane.database.write(late) == 0
 
 
-async def test_pods_are_of_no_node(served: Any, worker: Any, worker_of: Any) -> None:
-    of_pods = worker_of(served.worker, name="p", node=NODE)
+async def test_pods_are_of_no_node(served: Any, worker: Any) -> None:
+    of_pods = Worker(served.worker, name="p", node=NODE)
     (lease, _) = await of_pods.lease(init=2)
     await of_pods.complete(of_pods.result(lease))
     await of_pods.heartbeat()
@@ -139,10 +138,10 @@ async def test_a_sandbox_that_another_worker_uses_is_not_removed(served: Any, wo
     assert await worker.complete(worker.result(run)) == ["accepted"]
 
 
-async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any, worker_of: Any) -> None:
+async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> None:
     """A node for which a rollout waits is not, and neither is one that was heard a while ago."""
     await worker.heartbeat()
-    waited_for = worker_of(served.worker, node="waited for")
+    waited_for = Worker(served.worker, node="waited for")
     (lease,) = await waited_for.lease(init=1)
     await waited_for.complete(waited_for.result(lease))
     await waited_for.heartbeat()
@@ -164,8 +163,8 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any, work
 # Tokens for one job.
 
 
-async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: Any, worker_of: Any) -> None:
-    other = worker_of(served.worker, name="o")
+async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: Any) -> None:
+    other = Worker(served.worker, name="o")
     (lease,) = await other.lease(init=1, job="other")
     await other.complete(other.result(lease))
     (mine,) = await bound.lease(init=1, job="job")
@@ -193,13 +192,11 @@ async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: 
 
 
 @pytest.mark.parametrize("speaks", ["a worker of the job", "a worker of every job"])
-async def test_a_node_is_heard_through_either_kind_of_worker(
-    served: Any, bound: Any, worker_of: Any, speaks: str
-) -> None:
+async def test_a_node_is_heard_through_either_kind_of_worker(served: Any, bound: Any, speaks: str) -> None:
     (mine,) = await bound.lease(init=1, job="job")
     await bound.complete(bound.result(mine))
     await bound.heartbeat()
-    await worker_of(served.worker, name="o").heartbeat()
+    await Worker(served.worker, name="o").heartbeat()
 
     def later(tx: Transaction) -> int:
         tx.now += SILENT + 10
@@ -212,7 +209,7 @@ async def test_a_node_is_heard_through_either_kind_of_worker(
 
 
 @pytest.fixture
-async def bound(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def bound(served: Any) -> Any:
     """Return a worker with a token for the job `job`, beside another job."""
     for name in ("job", "other"):
         manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
@@ -224,7 +221,7 @@ async def bound(served: Any, make_manifest: Any, worker_of: Any) -> Any:
     transport = httpx.ASGITransport(app=served.worker._transport.app, raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
-        yield worker_of(http)
+        yield Worker(http)
 
 
 async def test_a_bound_worker_works_for_its_job(bound: Any) -> None:
@@ -237,10 +234,8 @@ async def test_a_bound_worker_works_for_its_job(bound: Any) -> None:
     assert (await bound.http.get("/v1/leases/job", params={"name": "job"})).status_code == 200
 
 
-async def test_what_a_bound_worker_lists_does_not_replace_the_list_of_others(
-    served: Any, bound: Any, worker_of: Any
-) -> None:
-    other = worker_of(served.worker, name="o")
+async def test_what_a_bound_worker_lists_does_not_replace_the_list_of_others(served: Any, bound: Any) -> None:
+    other = Worker(served.worker, name="o")
     (first,) = await other.lease(init=1, job="other")
     assert (await other.heartbeat(first, sandboxes=["sb-left"]))["orphans"] == []
     assert len(await bound.lease(init=1, job="job")) == 1
@@ -248,30 +243,3 @@ async def test_what_a_bound_worker_lists_does_not_replace_the_list_of_others(
     assert await other.complete(other.result(first)) == ["accepted"]
     told = await other.heartbeat(sandboxes=["sb-left"])
     assert told["orphans"] == ["sb-left"], "it was listed before the Init that is left"
-
-
-async def test_a_bound_worker_reaches_no_other_job(served: Any, bound: Any, worker_of: Any) -> None:
-    other = worker_of(served.worker, name="o")
-    (lease,) = await other.lease(init=1, job="other")
-    ref = {"rollout": lease["rollout"], "token": lease["token"]}
-    ask = {"worker": "w", "node": "n", "capacity": {"init": 1}}
-    beat = {"worker": "w", "node": "n", "leases": []}
-    sandbox = other.result(lease)["sandbox"]["id"]
-    await other.complete(other.result(lease))
-    failure = {**ref, "stage": "init", "reason": "x"}
-    post = bound.http.post
-    refused = [
-        await post("/v1/leases", json=ask),
-        await post("/v1/leases", json=ask | {"job": "other"}),
-        await post("/v1/leases", json=ask | {"job": "job", "namespace": "elsewhere"}),
-        await post("/v1/leases/heartbeat", json=beat | {"leases": [ref]}),
-        await post("/v1/leases/heartbeat", json=beat | {"sandboxes": [sandbox], "ending": [sandbox]}),
-        await post("/v1/leases/complete", json={"worker": "w", "results": [other.result(lease)]}),
-        await post("/v1/leases/fail", json={"worker": "w", "failures": [failure]}),
-        await post("/v1/leases/route", json=ref | {"failed_url": "http://x"}),
-        await bound.http.get("/v1/leases/job", params={"name": "other"}),
-        await bound.http.get("/v1/rolloutjobs"),
-        await bound.http.get("/v1/claims"),
-    ]
-    assert [answer.status_code for answer in refused] == [403] * len(refused)
-    assert "default/job only" in refused[0].json()["detail"]

@@ -10,6 +10,8 @@ from rollyard_api.machine.failure_policy import MAX_OUTAGES
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
+from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.manifests import pool_manifest
 
 URL = "http://backend-0:8000"
 HOUR = 3600.0
@@ -55,20 +57,15 @@ class Pool:
 
 
 async def create_pool(served: Any, name: str) -> None:
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": name},
-        "spec": {"model": "tiny"},
-    }
+    manifest = pool_manifest(name, {"model": "tiny"})
     assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
 
 
 @pytest.fixture
-async def make_pool(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def make_pool(served: Any) -> Any:
     async def make(init: int = 16, **spec: Any) -> Pool:
         await create_pool(served, "pool")
-        pool = Pool(served, worker_of(served.worker))
+        pool = Pool(served, Worker(served.worker))
         await pool.ready(True)
         job = make_manifest(
             agent={"type": "tools"}, backendRef={"name": "pool"}, stages={"run": {"maxAttempts": 2}}, **spec
@@ -98,9 +95,7 @@ async def test_runs_that_an_outage_interrupts_return_without_an_attempt(make_poo
     assert await pool.worker.finish_all() == 2
 
 
-async def test_an_outage_of_one_pool_is_none_of_anothers(
-    make_pool: Any, served: Any, make_manifest: Any
-) -> None:
+async def test_an_outage_of_one_pool_is_none_of_anothers(make_pool: Any, served: Any) -> None:
     """Neither for failures that one request reports, nor for what waits in the queues."""
     pool = await make_pool()
     await create_pool(served, "second")

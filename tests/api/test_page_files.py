@@ -14,6 +14,7 @@ from rollyard_api.browsers import page
 from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, host_name, path_prefix
 from rollyard_api.browsers.page import takes_gzip
 from rollyard_api.settings import Settings
+from rollyard_testing.api.plane import make_manifest, serving
 
 SCRIPT = "assets/app-0A1B2C3D.js"
 INDEX = f"""<!doctype html>
@@ -45,7 +46,7 @@ Opened = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
 @pytest.fixture
-def opened(serving: Any, settings: Settings, folder: Path) -> Opened:
+def opened(settings: Settings, folder: Path) -> Opened:
     """Return a starter of a control plane with this page, which yields a client without a token."""
 
     @asynccontextmanager
@@ -177,7 +178,7 @@ async def test_below_a_prefix_there_is_all(opened: Opened) -> None:
             assert (await http.get(path)).status_code == 401, path
 
 
-async def test_calls_below_a_prefix(serving: Any, settings: Settings, make_manifest: Any) -> None:
+async def test_calls_below_a_prefix(settings: Settings) -> None:
     async with serving(settings, browsers=BrowserSettings(path_prefix="/x")) as served:
         assert (await served.admin.post("/x/v1/rolloutjobs", json=make_manifest())).status_code == 201
         assert (await served.admin.get("/x/v1/rolloutjobs/job")).status_code == 200
@@ -213,7 +214,7 @@ async def test_a_page_that_is_too_large_is_an_error(opened: Opened, monkeypatch:
 
 
 async def test_documentation_needs_no_internet_and_no_inline_script(
-    opened: Opened, settings: Settings, serving: Any
+    opened: Opened, settings: Settings
 ) -> None:
     shown = BrowserSettings(path_prefix="/x", allowed_hosts=("test",))
     async with serving(settings, browsers=shown, open_docs=True) as served:

@@ -19,6 +19,8 @@ from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone
 from rollyard_client.call import ready
 from rollyard_client.paging import Cursor, Files, Listing
 from rollyard_client.requests.results import Page
+from rollyard_testing.api.plane import Worker, make_manifest, serving, start_api
+from rollyard_testing.waiting import eventually
 
 NOTES = "n" * 3000
 PAGE = 8_000
@@ -42,7 +44,7 @@ async def finish(worker: Any) -> None:
         assert set(await worker.complete(*results)) == {"accepted"}
 
 
-async def stored(served: Any, eventually: Any) -> None:
+async def stored(served: Any) -> None:
     async def look() -> bool:
         return bool(await served.plane.archive.unstored() == 0)
 
@@ -50,7 +52,7 @@ async def stored(served: Any, eventually: Any) -> None:
 
 
 async def test_a_backlog_is_stored_without_pauses(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results that came faster than one part takes in a second do not pile up."""
     monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
@@ -58,7 +60,7 @@ async def test_a_backlog_is_stored_without_pauses(
     monkeypatch.setattr("rollyard_api.service.BACKLOG", 3)
     async with serving(settings) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(9), samplesPerTask=1))
-        await finish(worker_of(served.worker))
+        await finish(Worker(served.worker))
         assert await served.plane.archive.unstored() == 9
         await served.plane.flush()
         assert await served.plane.archive.unstored() == 1, "less than a backlog waits for the next round"
@@ -68,9 +70,8 @@ async def test_a_backlog_is_stored_without_pauses(
 
 @pytest.mark.parametrize("where", ["database", "store"])
 async def test_pages_end_early_and_the_cursor_goes_on(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any, tmp_path: Any,
-    where: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    settings: Settings, tmp_path: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if where == "database":
         monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
     async with serving(settings, page_bytes=PAGE) as served:
@@ -78,9 +79,9 @@ async def test_pages_end_early_and_the_cursor_goes_on(
             "/v1/rolloutjobs", json=make_manifest(tasks=tasks(6), samplesPerTask=2)
         )
         assert made.status_code == 201
-        await finish(worker_of(served.worker))
+        await finish(Worker(served.worker))
         if where == "store":
-            await stored(served, eventually)
+            await stored(served)
         path = "/v1/rolloutjobs/job/trajectories"
 
         ids: list[str] = []
@@ -127,12 +128,10 @@ async def test_pages_end_early_and_the_cursor_goes_on(
         assert sorted(groups) == [f"t{i}" for i in range(6)]
 
 
-async def test_one_record_larger_than_a_page_has_a_page_to_itself(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_one_record_larger_than_a_page_has_a_page_to_itself(settings: Settings) -> None:
     async with serving(settings, page_bytes=1000) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(2), samplesPerTask=3))
-        await finish(worker_of(served.worker))
+        await finish(Worker(served.worker))
         path = "/v1/rolloutjobs/job"
         page = await served.admin.get(f"{path}/trajectories")
         (line,) = page.content.splitlines()
@@ -152,12 +151,10 @@ async def test_one_record_larger_than_a_page_has_a_page_to_itself(
         assert (refused.status_code, refused.json()["reason"]) == (413, "GroupTooLarge")
 
 
-async def test_a_group_larger_than_a_page_whose_first_sample_failed(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_group_larger_than_a_page_whose_first_sample_failed(settings: Settings) -> None:
     async with serving(settings, page_bytes=1000) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(1), samplesPerTask=4))
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         leases = await worker.lease(init=4)
         (failing,) = (one for one in leases if one["sample_index"] == 0)
         await worker.fail(failing, "BadTask", retryable=False)
@@ -168,9 +165,7 @@ async def test_a_group_larger_than_a_page_whose_first_sample_failed(
         assert [one["sample_index"] for one in group["trajectories"]] == [1, 2, 3]
 
 
-async def test_lists_of_jobs_and_rollouts_are_bounded_too(
-    settings: Settings, serving: Any, make_manifest: Any
-) -> None:
+async def test_lists_of_jobs_and_rollouts_are_bounded_too(settings: Settings) -> None:
     big = {"inline": [{"id": "t", "prompt": "p" * 5000}]}
     async with serving(settings, page_bytes=PAGE) as served:
         for n in range(5):
@@ -193,13 +188,11 @@ async def test_lists_of_jobs_and_rollouts_are_bounded_too(
             assert pages > 1, path
 
 
-async def test_leases_carry_a_bounded_number_of_bytes(
-    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_leases_carry_a_bounded_number_of_bytes(settings: Settings) -> None:
     big = {"inline": [{"id": f"t{i}", "prompt": "p" * 5000} for i in range(6)]}
     async with serving(settings, page_bytes=12_000) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=big))
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         (first,) = await worker.lease(init=1)
         await worker.complete(worker.result(first))
         both = await worker.lease(init=16, run=16)
@@ -214,10 +207,10 @@ async def test_leases_carry_a_bounded_number_of_bytes(
 # Cursors.
 
 
-async def test_cursors_of_a_deleted_job_are_gone(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_cursors_of_a_deleted_job_are_gone(served: Any) -> None:
     path = "/v1/rolloutjobs/job"
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    await worker_of(served.worker).finish_all()
+    await Worker(served.worker).finish_all()
     old = {
         what: (await served.admin.get(f"{path}/{what}", params={"limit": 1})).headers["rollyard-cursor"]
         for what in ("trajectories", "groups")
@@ -242,11 +235,9 @@ async def test_cursors_of_a_deleted_job_are_gone(served: Any, make_manifest: Any
         assert (beyond.status_code, beyond.json()["reason"]) == (409, "CursorBeyondEnd")
 
 
-async def test_garbage_is_refused_by_the_name_of_the_parameter(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_garbage_is_refused_by_the_name_of_the_parameter(served: Any) -> None:
     uid = (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).json()["metadata"]["uid"]
-    await worker_of(served.worker).finish_all()
+    await Worker(served.worker).finish_all()
     good = cursors.text("trajectories", uid, 1)
     packed = base64.urlsafe_b64encode(b"\xff" * 17).decode()
     bad = [
@@ -279,9 +270,7 @@ async def test_garbage_is_refused_by_the_name_of_the_parameter(
     assert (stream.status_code, stream.json()["reason"]) == (400, "CursorInvalid")
 
 
-async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
-    served: Any, make_manifest: Any, eventually: Any
-) -> None:
+async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(served: Any) -> None:
     path = "/v1/rolloutjobs/job"
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
     poll = asyncio.create_task(served.admin.get(f"{path}/trajectories", params={"wait": 60}))
@@ -306,10 +295,9 @@ async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
 class Simulation:
     """A trainer that keeps reading while somebody submits, completes, deletes and submits again."""
 
-    def __init__(self, seed: int, served: Any, worker: Any, make_manifest: Any, eventually: Any) -> None:
+    def __init__(self, seed: int, served: Any, worker: Any) -> None:
         self.rng = random.Random(seed)
-        self.eventually = eventually
-        self.served, self.worker, self.make = served, worker, make_manifest
+        self.served, self.worker = served, worker
         self.lives = 0
         self.there = False
         self.ended: dict[str, set[str]] = {}
@@ -323,7 +311,7 @@ class Simulation:
     async def submit(self) -> None:
         if not self.there:
             made = await self.served.admin.post(
-                "/v1/rolloutjobs", json=self.make(tasks=tasks(self.rng.randint(1, 4)), samplesPerTask=2)
+                "/v1/rolloutjobs", json=make_manifest(tasks=tasks(self.rng.randint(1, 4)), samplesPerTask=2)
             )
             self.uid, self.there = made.json()["metadata"]["uid"], True
             self.ended[self.uid] = set()
@@ -341,7 +329,7 @@ class Simulation:
             await self.served.admin.delete("/v1/rolloutjobs/job")
             self.there = False
             if self.rng.random() < 0.5:
-                await stored(self.served, self.eventually)
+                await stored(self.served)
                 await self.served.plane.sweep()
 
     async def read_some(self) -> None:
@@ -367,10 +355,8 @@ class Simulation:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_no_sequence_of_calls_skips_or_repeats_a_result(
-    seed: int, served: Any, worker_of: Any, make_manifest: Any, eventually: Any
-) -> None:
-    run = Simulation(seed, served, worker_of(served.worker), make_manifest, eventually)
+async def test_no_sequence_of_calls_skips_or_repeats_a_result(seed: int, served: Any) -> None:
+    run = Simulation(seed, served, Worker(served.worker))
     for _ in range(60):
         await run.rng.choice(
             [run.submit, run.complete, run.complete, run.read_some, run.read_some, run.delete]
@@ -407,9 +393,7 @@ def test_clients_do_not_take_a_short_page_for_the_end() -> None:
     assert empty.done
 
 
-async def test_the_sdk_raises_typed_errors_and_exports_all(
-    tmp_path: Any, start_api: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_the_sdk_raises_typed_errors_and_exports_all(tmp_path: Any) -> None:
     import httpx
 
     with start_api(tmp_path, "--page-bytes", "6000") as process:
@@ -420,7 +404,7 @@ async def test_the_sdk_raises_typed_errors_and_exports_all(
             ) as http,
         ):
             job = await client.submit(make_manifest(tasks=tasks(6)))
-            await finish(worker_of(http))
+            await finish(Worker(http))
             assert len([one async for one in client.trajectories("job")]) == 6
             assert len([one async for one in client.groups("job", dropped=True)]) == 6
             rows = 0

@@ -15,18 +15,17 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.schema import backends, pools, rollouts
 from rollyard_api.weights.coordinator import Coordinator
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 MODEL = "tiny"
 
 
 def pool(**engine: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": MODEL, "maxActiveRollouts": 3, **({"engine": engine} if engine else {})},
-    }
+    return pool_manifest(
+        "pool", {"model": MODEL, "maxActiveRollouts": 3, **({"engine": engine} if engine else {})}
+    )
 
 
 async def _report(served: Any, **ready: bool) -> None:
@@ -40,12 +39,12 @@ async def _report(served: Any, **ready: bool) -> None:
 
 
 @pytest.fixture
-async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+async def worker(served: Any) -> Any:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks, "samplesPerTask": 2}
     answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
     assert answer.status_code == 201, answer.text
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
     return worker
 
@@ -298,9 +297,7 @@ async def test_a_draining_backend_gets_no_rollouts_and_keeps_its_own(served: Any
     assert (await _route(served, before[0], blame=False))["backend"]["url"] == other
 
 
-async def test_nothing_is_lost_when_the_pool_scales_down(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_nothing_is_lost_when_the_pool_scales_down(served: Any) -> None:
     """Three backends have 60 rollouts; two vanish, and the third has room for one at a time."""
     manifest = pool()
     manifest["spec"]["maxActiveRollouts"] = 20
@@ -309,7 +306,7 @@ async def test_nothing_is_lost_when_the_pool_scales_down(
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(10)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks, "samplesPerTask": 8}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     for _ in range(2):
         await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=64)])
     held = {lease["rollout"]: lease for lease in await worker.lease(run=64)}
@@ -348,9 +345,7 @@ async def test_nothing_is_lost_when_the_pool_scales_down(
     assert (counts["succeeded"], counts["total"]) == (80, 80)
 
 
-async def test_a_group_moves_together_and_a_failed_attempt_goes_elsewhere(
-    served: Any, worker: Any, make_manifest: Any
-) -> None:
+async def test_a_group_moves_together_and_a_failed_attempt_goes_elsewhere(served: Any, worker: Any) -> None:
     await served.admin.post("/v1/backendpools", json=pool())
     await served.admin.patch("/v1/backendpools/pool", json={"spec": {"maxActiveRollouts": 50}})
     await _report(served, a=True, b=True, c=True)

@@ -22,7 +22,9 @@ import httpx
 import pytest
 from rollyard_api.core.sockets import NoSocket, listening_socket
 from rollyard_testing.api.control_plane import self_signed
+from rollyard_testing.api.plane import Worker, make_manifest, start_api
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 
 def _http(process: Any, role: str = "admin", **options: Any) -> httpx.AsyncClient:
@@ -30,15 +32,13 @@ def _http(process: Any, role: str = "admin", **options: Any) -> httpx.AsyncClien
     return httpx.AsyncClient(base_url=process.url, headers=headers, timeout=patience(70), **options)
 
 
-async def test_tokens_and_graceful_stop_with_a_long_poll_open(
-    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_tokens_and_graceful_stop_with_a_long_poll_open(tmp_path: Path) -> None:
     with start_api(tmp_path) as process:
         assert stat.S_IMODE((tmp_path / "tokens.json").stat().st_mode) == 0o600
         assert set(process.tokens) == {"admin", "worker", "driver", "metrics", "viewer"}
         assert len(set(process.tokens.values())) == 5
         async with _http(process, "worker") as http:
-            waiting = asyncio.create_task(worker_of(http).lease(wait=60, init=1))
+            waiting = asyncio.create_task(Worker(http).lease(wait=60, init=1))
             await asyncio.sleep(0.3)  # Nothing tells that another process has begun to wait.
             assert not waiting.done()
             process.popen.send_signal(signal.SIGTERM)
@@ -49,17 +49,15 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
         assert again.tokens == tokens
 
 
-async def test_nothing_is_leased_to_a_worker_that_is_gone(
-    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_nothing_is_leased_to_a_worker_that_is_gone(tmp_path: Path) -> None:
     with start_api(tmp_path) as process:
         async with _http(process) as http:
-            waiting = asyncio.create_task(worker_of(http, "dead").lease(wait=60, init=8))
+            waiting = asyncio.create_task(Worker(http, "dead").lease(wait=60, init=8))
             await asyncio.sleep(0.5)  # Nothing tells that another process has begun to wait.
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            alive = asyncio.create_task(worker_of(http, "alive").lease(wait=10, init=8))
+            alive = asyncio.create_task(Worker(http, "alive").lease(wait=10, init=8))
             await http.post("/v1/rolloutjobs", json=make_manifest())
             assert len(await alive) == 2
 
@@ -87,7 +85,7 @@ def test_an_address_of_a_family_that_the_machine_lacks(monkeypatch: pytest.Monke
         listening_socket("::1", 8765, "--port")
 
 
-def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> None:
+def test_one_control_plane_per_state_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
     with start_api(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
@@ -97,22 +95,12 @@ def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> N
     )
 
 
-def test_broken_token_file(tmp_path: Path) -> None:
-    (tmp_path / "tokens.json").write_text("[]")
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
-    assert done.returncode == 2
-    assert "tokens.json" in done.stderr.splitlines()[-1]
-
-
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_kill_9_loses_and_doubles_nothing(
-    seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_kill_9_loses_and_doubles_nothing(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(40)]}
     rewards: dict[str, float] = {}
@@ -127,13 +115,13 @@ async def test_kill_9_loses_and_doubles_nothing(
                     assert answer.status_code == 201
                     submitted = True
                 if life < 3:
-                    work = asyncio.create_task(_work(worker_of(http), rewards))
+                    work = asyncio.create_task(_work(Worker(http), rewards))
                     await asyncio.sleep(rng.uniform(0.05, 0.6))
                     process.kill()
                     with pytest.raises(httpx.TransportError):
                         await work
                     continue
-                await _recover(worker_of(http), rewards)
+                await _recover(Worker(http), rewards)
                 await _judge(http, tmp_path, rewards)
 
 
@@ -181,9 +169,7 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", SEEDS[:2])
-async def test_kill_9_loses_and_doubles_nothing_of_dynamic_sampling(
-    seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_kill_9_loses_and_doubles_nothing_of_dynamic_sampling(seed: int, tmp_path: Path) -> None:
     """The counters agree with the groups at every restart, and steps that were answered are open."""
     rng = random.Random(seed)
     spec = {"tasks": {"stream": True}, "samplesPerTask": 2}
@@ -199,12 +185,12 @@ async def test_kill_9_loses_and_doubles_nothing_of_dynamic_sampling(
                     await http.post("/v1/rolloutjobs/job/tasks", json={"tasks": tasks})
                 await _check_counters(http, rewards, steps)
                 if life == 3:
-                    await _recover(worker_of(http), rewards)
+                    await _recover(Worker(http), rewards)
                     await http.post("/v1/rolloutjobs/job/close")
-                    await _recover(worker_of(http), rewards)
+                    await _recover(Worker(http), rewards)
                     await _check_counters(http, rewards, steps)
                     continue
-                work = asyncio.create_task(_work(worker_of(http), rewards))
+                work = asyncio.create_task(_work(Worker(http), rewards))
                 opening = asyncio.create_task(_open_steps(http, life, steps))
                 await asyncio.sleep(rng.uniform(0.1, 0.6))
                 process.kill()
@@ -244,9 +230,7 @@ async def _check_counters(http: httpx.AsyncClient, rewards: dict[str, float], st
         assert rewards.get(rollout, reward) == reward
 
 
-async def test_events(
-    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any, eventually: Any
-) -> None:
+async def test_events(tmp_path: Path) -> None:
     from rollyard_client.sse import JobEvent, Parser
 
     with start_api(tmp_path) as process:
@@ -269,7 +253,7 @@ async def test_events(
                 return bool(got)
 
             await eventually(told)
-            worker = worker_of(http)
+            worker = Worker(http)
             leases = await worker.lease(init=2)
             await asyncio.wait_for(listening, patience(20))
             first = [e for e in got if e.name == "transition"]
@@ -287,15 +271,13 @@ async def test_events(
             assert [e["reward"] for e in ends] == [1.0, 1.0]
 
 
-async def test_kill_9_keeps_claims(
-    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_kill_9_keeps_claims(tmp_path: Path) -> None:
     shape = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
     bound = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
     with start_api(tmp_path) as process:
         async with _http(process) as http:
             await http.post("/v1/rolloutjobs", json=make_manifest())
-            leases = await worker_of(http, node="kubernetes").lease(init=2)
+            leases = await Worker(http, node="kubernetes").lease(init=2)
             bodies = [{"rollout": x["rollout"], "token": x["token"], "shape": shape} for x in leases]
             kept, dropped = [(await http.post("/v1/claims", json=body)).json()["id"] for body in bodies]
             for claim in (kept, dropped):
@@ -323,7 +305,7 @@ def _refused(folder: Path, *arguments: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-async def test_tokens_from_a_file(tmp_path: Path, start_api: Any) -> None:
+async def test_tokens_from_a_file(tmp_path: Path) -> None:
     given = {"admin": "a-token", "worker": "w-token", "driver": "d-token"}
     mounted = tmp_path / "secret" / "tokens.json"
     mounted.parent.mkdir()
@@ -339,6 +321,8 @@ async def test_tokens_from_a_file(tmp_path: Path, start_api: Any) -> None:
 
 
 def test_token_files_that_are_no_use(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("[]")
+    assert "tokens.json" in _refused(tmp_path)
     file = tmp_path / "given.json"
     assert "cannot be read: No such file" in _refused(tmp_path, "--tokens", str(file))
     file.write_text('{"admin": "a", "worker": "w"}')
@@ -355,9 +339,7 @@ def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
     return self_signed(tmp_path)
 
 
-async def test_https(
-    tmp_path: Path, start_api: Any, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_https(tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from rollyard_client import Client, ContextError, DriverClient, Retry, ServerUnavailable
 
     options = ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
@@ -397,7 +379,7 @@ def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, P
     assert "no PEM certificate and key" in _refused(tmp_path, "--tls-cert", key, "--tls-key", chain)
 
 
-async def test_a_unix_socket_of_this_user_alone(tmp_path: Path, start_api: Any) -> None:
+async def test_a_unix_socket_of_this_user_alone(tmp_path: Path) -> None:
     from rollyard_client import Client, DriverClient, Retry, ServerUnavailable
     from rollyard_client.unixsocket import socket_url
 

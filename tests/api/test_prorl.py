@@ -23,8 +23,10 @@ from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.prorl.process_calls import FORMATS, task_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
+from rollyard_testing.api.plane import Worker, start_api
 from rollyard_testing.inference.scripted import VllmShaped
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 MATH = {
     "data_source": "deepscaler",
@@ -145,7 +147,7 @@ Serve = Callable[..., Any]
 
 
 @pytest.fixture
-def serve(settings: Settings, worker_of: Any) -> Serve:
+def serve(settings: Settings) -> Serve:
     """Return a starter of a control plane with the calls: `async with serve(**settings)`."""
 
     @asynccontextmanager
@@ -175,7 +177,7 @@ def serve(settings: Settings, worker_of: Any) -> Serve:
                     timeout=patience(70),
                 ) as worker,
             ):
-                yield Prorl(plane, client, worker_of(worker), admin)
+                yield Prorl(plane, client, Worker(worker), admin)
 
     return make
 
@@ -378,7 +380,7 @@ async def test_stop_ends_everything_and_answers_who_waits(prorl: Prorl) -> None:
     assert not job["status"].get("completionTime"), "the stream stays open for the next batch"
 
 
-async def test_a_client_without_a_job_id_that_leaves_ends_its_rollout(prorl: Prorl, eventually: Any) -> None:
+async def test_a_client_without_a_job_id_that_leaves_ends_its_rollout(prorl: Prorl) -> None:
     kept, left = prorl.process(job_id="kept"), prorl.process(job_id=None)
     await prorl.leases("init", 2)
     for call in (kept, left):
@@ -546,9 +548,7 @@ def test_settings_name_the_field_that_is_wrong(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
 
 
-def test_the_calls_are_off_unless_asked_for_and_wrong_settings_end_the_start(
-    start_api: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_calls_are_off_unless_asked_for_and_wrong_settings_end_the_start(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     with start_api(tmp_path / "a") as off:

@@ -14,6 +14,8 @@ from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import ClaimList
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.unfinished import UnfinishedJobs
+from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 UID = "rollyard.dev/object-uid"
@@ -51,7 +53,7 @@ async def _warm(served: Any, **query: Any) -> ClaimList:
     return ClaimList.model_validate(answer.json())
 
 
-async def test_registering_again_is_the_same_as_once(served: Any, make_manifest: Any) -> None:
+async def test_registering_again_is_the_same_as_once(served: Any) -> None:
     first = await _put(served, _object(make_manifest(samplesPerTask=2), labels={"team": "a"}))
     assert first.status_code == 201, first.text
     made = first.json()
@@ -66,7 +68,7 @@ async def test_registering_again_is_the_same_as_once(served: Any, make_manifest:
     assert posted.status_code == 200, "the same job, submitted over REST"
 
 
-async def test_what_may_change_is_brought_up_to_date(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_what_may_change_is_brought_up_to_date(served: Any) -> None:
     await _put(served, _object(make_manifest()))
     spec = {
         "stages": {"init": {"maxAttempts": 1, "replicas": 2, "maxReplicas": 5}},
@@ -90,14 +92,14 @@ async def test_what_may_change_is_brought_up_to_date(served: Any, make_manifest:
     assert same.json()["metadata"]["generation"] == 2, "labels are not the spec"
     assert same.json()["metadata"]["labels"] == {"team": "c"}
 
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     (lease, _) = await worker.lease(init=2)
     await worker.fail(lease, "Broken")
     assert (await _job(served))["status"]["counts"]["failed"] == 1, "one attempt, as the new spec says"
 
 
-async def test_suspending_by_the_object(served: Any, make_manifest: Any, worker_of: Any) -> None:
-    worker = worker_of(served.worker)
+async def test_suspending_by_the_object(served: Any) -> None:
+    worker = Worker(served.worker)
     await _put(served, _object(make_manifest()))
     deadline = {"activeDeadlineSeconds": 60}
     suspended = await _put(served, _object(make_manifest(suspend=True, **deadline)))
@@ -130,7 +132,7 @@ async def test_suspending_by_the_object(served: Any, make_manifest: Any, worker_
 )
 @pytest.mark.parametrize(("old", "new"), [("u1", "u1"), (None, "u1"), ("u1", None)])
 async def test_another_job_conflicts(
-    served: Any, make_manifest: Any, change: Any, field: str, old: str | None, new: str | None
+    served: Any, change: Any, field: str, old: str | None, new: str | None
 ) -> None:
     before = (await _put(served, _object(make_manifest(), old))).json()
     answer = await _put(served, _object(make_manifest(**change), new))
@@ -141,9 +143,9 @@ async def test_another_job_conflicts(
     assert (after["metadata"]["generation"], after["spec"]["priority"]) == (1, 0), "nothing was changed"
 
 
-async def test_an_object_made_anew_replaces_the_job(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_an_object_made_anew_replaces_the_job(served: Any) -> None:
     first = (await _put(served, _object(make_manifest()))).json()
-    worker = worker_of(served.worker, node="kubernetes")
+    worker = Worker(served.worker, node="kubernetes")
     (lease, _) = await worker.lease(init=2)
     shape = {"cpu": 1.0, "memory_bytes": 1, "disk_bytes": 1, "processes": 16}
     body = {"rollout": lease["rollout"], "token": lease["token"], "shape": shape}
@@ -167,14 +169,12 @@ async def _unfinished(served: Any) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("before", ["running", "cancelled", "succeeded"])
-async def test_deleting_the_job_of_an_object_is_its_drivers_business(
-    served: Any, make_manifest: Any, worker_of: Any, before: str
-) -> None:
+async def test_deleting_the_job_of_an_object_is_its_drivers_business(served: Any, before: str) -> None:
     await _put(served, _object(make_manifest()))
     if before == "cancelled":
         await served.admin.post("/v1/rolloutjobs/job/cancel", json={})
     elif before == "succeeded":
-        await worker_of(served.worker).finish_all()
+        await Worker(served.worker).finish_all()
     for _ in range(2):
         asked = await served.admin.delete("/v1/rolloutjobs/job")
         assert (asked.status_code, asked.json()["deleted"]) == (202, False)
@@ -190,9 +190,9 @@ async def test_deleting_the_job_of_an_object_is_its_drivers_business(
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
 
 
-async def test_the_time_to_live_of_an_objects_job(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_the_time_to_live_of_an_objects_job(served: Any) -> None:
     await _put(served, _object(make_manifest(ttlSecondsAfterFinished=600)))
-    await worker_of(served.worker).finish_all()
+    await Worker(served.worker).finish_all()
     await served.plane.sweep()
 
     def later(tx: Any) -> None:
@@ -207,7 +207,7 @@ async def test_the_time_to_live_of_an_objects_job(served: Any, make_manifest: An
         assert await _unfinished(served) == {"job": "Deleted"}, "its driver removes object and job"
 
 
-async def test_the_object_of_a_submitted_job(served: Any, make_manifest: Any) -> None:
+async def test_the_object_of_a_submitted_job(served: Any) -> None:
     forged = _object(make_manifest())
     await served.admin.post("/v1/rolloutjobs", json=forged)
     assert UID not in (await _job(served))["metadata"]["annotations"], "only registering counts"
@@ -218,7 +218,7 @@ async def test_the_object_of_a_submitted_job(served: Any, make_manifest: Any) ->
     assert kept.json()["metadata"]["annotations"][UID] == "u5"
 
 
-async def test_what_of_an_object_is_kept(served: Any, make_manifest: Any) -> None:
+async def test_what_of_an_object_is_kept(served: Any) -> None:
     manifest = _object(
         make_manifest(),
         uid="object",
@@ -244,7 +244,7 @@ async def test_what_of_an_object_is_kept(served: Any, make_manifest: Any) -> Non
     assert (told["metadata"]["generation"], told["status"]["phase"]) == (1, "Pending")
 
 
-async def test_tasks_of_a_config_map(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_tasks_of_a_config_map(served: Any) -> None:
     manifest = make_manifest(tasks={"configMapRef": {"name": "tasks"}})
     posted = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert posted.status_code == 422
@@ -263,7 +263,7 @@ async def test_tasks_of_a_config_map(served: Any, make_manifest: Any, worker_of:
         assert (await _put(served, _object(manifest), **tasks)).status_code == 200
     assert (await _job(served))["status"]["counts"]["total"] == 2
     assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 200, "it is there"
-    assert await worker_of(served.worker).finish_all() == 2
+    assert await Worker(served.worker).finish_all() == 2
     other = await _put(served, _object(make_manifest("other")), tasks=TASKS)
     assert other.json()["errors"] == ["tasks: belong to a job whose spec.tasks is a configMapRef"]
 
@@ -276,7 +276,7 @@ async def test_tasks_of_a_config_map(served: Any, make_manifest: Any, worker_of:
         ("/v1/rolloutjobs/job", {"name": "job", "annotations": {UID: "u" * 129}}, "metadata.annotations"),
     ],
 )
-async def test_refused_by_field(served: Any, make_manifest: Any, path: str, body: Any, field: str) -> None:
+async def test_refused_by_field(served: Any, path: str, body: Any, field: str) -> None:
     manifest = make_manifest() | {"metadata": body}
     answer = await served.driver.put(path, json={"manifest": manifest})
     assert answer.status_code == 422, answer.text
@@ -288,7 +288,7 @@ async def test_refused_by_field(served: Any, make_manifest: Any, path: str, body
     assert (handler.status_code, handler.json()["reason"]) == (422, "NotInstalled")
 
 
-async def test_namespaces_and_roles(served: Any, make_manifest: Any) -> None:
+async def test_namespaces_and_roles(served: Any) -> None:
     body = {"manifest": make_manifest()}
     assert (await served.worker.put("/v1/rolloutjobs/job", json=body)).status_code == 403
     assert (await served.worker.delete("/v1/rolloutjobs/job")).status_code == 403
@@ -300,14 +300,14 @@ async def test_namespaces_and_roles(served: Any, make_manifest: Any) -> None:
     assert (await served.driver.get("/v1/rolloutjobs/job")).status_code == 200
 
 
-async def test_full_queue(serving: Any, settings: Any, make_manifest: Any) -> None:
+async def test_full_queue(settings: Any) -> None:
     async with serving(settings, max_queued=2) as served:
         assert (await _put(served, _object(make_manifest()))).status_code == 201
         full = await _put(served, _object(make_manifest("other")))
         assert (full.status_code, full.json()["reason"]) == (429, "QueueFull")
 
 
-async def test_only_unfinished_jobs(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_only_unfinished_jobs(served: Any) -> None:
     for name in ("one", "two", "three"):
         await _put(served, _object(make_manifest(name)))
     await served.driver.post("/v1/rolloutjobs/two/cancel", json={})
@@ -328,7 +328,7 @@ async def test_only_unfinished_jobs(served: Any, make_manifest: Any, worker_of: 
     assert await names() == ["one", "two", "three"]
 
 
-async def test_unfinished_jobs_are_waited_on(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_unfinished_jobs_are_waited_on(served: Any) -> None:
     async def look(revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
         params = {"wait": wait} if revision is None else {"wait": wait, "revision": revision}
         answer = await served.driver.get("/v1/unfinished", params=params)
@@ -356,7 +356,7 @@ async def test_unfinished_jobs_are_waited_on(served: Any, make_manifest: Any, wo
     assert refused.status_code == 403
 
 
-async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_warm_sandboxes(served: Any) -> None:
     sandbox = {"image": "docker://busybox", "warm": 3, "resources": {"cpu": "500m", "memory": "2Gi"}}
     manifest = make_manifest(sandbox=sandbox)
     await served.admin.post("/v1/rolloutjobs", json=manifest)
@@ -385,11 +385,11 @@ async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -
         await after(_put(served, _object(manifest | {"spec": manifest["spec"] | {"suspend": True}})))
     ).warm == []
     assert len((await after(_put(served, _object(manifest)))).warm) == 1
-    assert (await after(worker_of(served.worker).finish_all())).warm == []
+    assert (await after(Worker(served.worker).finish_all())).warm == []
 
 
 @pytest.mark.parametrize("end", ["cancel", "delete"])
-async def test_no_warm_sandboxes_for_a_job_that_is_over(served: Any, make_manifest: Any, end: str) -> None:
+async def test_no_warm_sandboxes_for_a_job_that_is_over(served: Any, end: str) -> None:
     await _put(served, _object(make_manifest()))
     await _admit(served)
     before = await _warm(served)
@@ -404,19 +404,14 @@ async def test_no_warm_sandboxes_for_a_job_that_is_over(served: Any, make_manife
 
 
 @pytest.mark.parametrize("spec", [{"placement": "slurm"}, {"placement": "local"}, {"sandbox": {"warm": 0}}])
-async def test_no_warm_sandboxes_where_none_are_wanted(served: Any, make_manifest: Any, spec: Any) -> None:
+async def test_no_warm_sandboxes_where_none_are_wanted(served: Any, spec: Any) -> None:
     await _put(served, _object(make_manifest(**spec)))
     await _admit(served)
     assert (await _warm(served)).warm == []
 
 
 def _pool(uid: str | None = "u1", **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool", "annotations": {} if uid is None else {UID: uid}},
-        "spec": {"model": "tiny", **spec},
-    }
+    return pool_manifest("pool", {"model": "tiny", **spec}, annotations={} if uid is None else {UID: uid})
 
 
 async def _put_pool(served: Any, pool: dict[str, Any]) -> Any:

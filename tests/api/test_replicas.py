@@ -11,7 +11,10 @@ import orjson
 import pytest
 import sqlalchemy as sa
 from rollyard_api.settings import Settings
+from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 
 @pytest.fixture
@@ -25,17 +28,15 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Settings, Sett
     )
 
 
-async def test_two_replicas(
-    both: Any, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any
-) -> None:
+async def test_two_replicas(both: Any) -> None:
     async with serving(both[0]) as one, serving(both[1]) as two:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(30)]}
-        waiting = asyncio.create_task(worker_of(two.worker, "w").lease(wait=60, init=1))
+        waiting = asyncio.create_task(Worker(two.worker, "w").lease(wait=60, init=1))
         manifest = make_manifest(tasks=tasks, samplesPerTask=2)
         assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
         assert (await two.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 200
         (lease,) = await asyncio.wait_for(waiting, patience(20))
-        workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
+        workers = [Worker(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
         assert await workers[0].complete(workers[0].result(lease)) == ["accepted"]
         async with asyncio.TaskGroup() as group:
             done = [group.create_task(_work(worker)) for worker in workers]
@@ -45,7 +46,7 @@ async def test_two_replicas(
         async def stored() -> bool:
             return await one.plane.archive.unstored() == 0
 
-        await eventually(stored, 30)
+        await eventually(stored)
         records = (await two.admin.get("/v1/rolloutjobs/job/trajectories", params={"limit": 1000})).content
         assert len({orjson.loads(line)["id"] for line in records.splitlines()}) == 60
         files = Path(both[0].trajectories).rglob("*.ndjson")
@@ -65,21 +66,17 @@ async def _work(worker: Any) -> list[tuple[str, str]]:
     return taken
 
 
-async def test_two_replicas_keep_the_limit_of_a_backend(
-    both: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_two_replicas_keep_the_limit_of_a_backend(both: Any) -> None:
     """Both count and give out at the same moment; together they give no more than there are places."""
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {
+    pool = pool_manifest(
+        "pool",
+        {
             "model": "tiny",
             "tokenizer": "byte",
             "engine": {"type": "embedded"},
             "maxActiveRollouts": 2,
         },
-    }
+    )
     urls = ["http://a", "http://b"]
     async with serving(both[0]) as one, serving(both[1]) as two:
         assert (await one.admin.post("/v1/backendpools", json=pool)).status_code == 201
@@ -89,7 +86,7 @@ async def test_two_replicas_keep_the_limit_of_a_backend(
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(80)]}
         manifest = make_manifest(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
         assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-        workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate([one, two] * 4)]
+        workers = [Worker(replica.worker, f"w{i}") for i, replica in enumerate([one, two] * 4)]
         first = workers[0]
         while leases := await first.lease(init=64):
             await first.complete(*[first.result(lease) for lease in leases])
@@ -102,17 +99,10 @@ async def test_two_replicas_keep_the_limit_of_a_backend(
                     await worker.complete(*[worker.result(lease) for lease in leases])
 
 
-async def test_a_report_that_waits_for_a_backend_holds_no_job(
-    both: Any, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any
-) -> None:
+async def test_a_report_that_waits_for_a_backend_holds_no_job(both: Any) -> None:
     """Reports lock backends before jobs. One that did it the other way round could be in a deadlock with one
     of the other replica, of which another test would see nothing, because deadlocks are tried again."""
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": "tiny", "tokenizer": "byte", "engine": {"type": "embedded"}},
-    }
+    pool = pool_manifest("pool", {"model": "tiny", "tokenizer": "byte", "engine": {"type": "embedded"}})
     async with serving(both[0]) as one:
         assert (await one.admin.post("/v1/backendpools", json=pool)).status_code == 201
         report = {"backends": [{"url": "http://a", "ready": True}]}
@@ -120,7 +110,7 @@ async def test_a_report_that_waits_for_a_backend_holds_no_job(
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
         manifest = make_manifest(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
         assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-        worker = worker_of(one.worker)
+        worker = Worker(one.worker)
         await worker.complete(*map(worker.result, await worker.lease(init=3)))
         scored, ran, failed = await worker.lease(run=3)
         await worker.complete(worker.result(scored))
@@ -142,9 +132,7 @@ async def test_a_report_that_waits_for_a_backend_holds_no_job(
         assert await reporting == ["accepted"] * 2
 
 
-async def test_two_replicas_and_one_claim(
-    both: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_two_replicas_and_one_claim(both: Any) -> None:
     """A claim that is filed at both at once is one claim; a client that waits at one gets what the other was
     sent.
     """
@@ -152,7 +140,7 @@ async def test_two_replicas_and_one_claim(
     async with serving(both[0]) as one, serving(both[1]) as two:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(16)]}
         assert (await one.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))).status_code == 201
-        leases = await worker_of(one.worker, node="kubernetes").lease(init=16)
+        leases = await Worker(one.worker, node="kubernetes").lease(init=16)
         bodies = [{"rollout": x["rollout"], "token": x["token"], "shape": shape} for x in leases]
         filed = await asyncio.gather(
             *[replica.worker.post("/v1/claims", json=body) for body in bodies for replica in (one, two)]
@@ -179,16 +167,14 @@ async def test_two_replicas_and_one_claim(
         assert {claim["state"] for claim in left} == {"Released"}
 
 
-async def test_two_replicas_agree_on_dynamic_sampling(
-    both: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_two_replicas_agree_on_dynamic_sampling(both: Any) -> None:
     """Four workers report to two replicas; the job ends once, and every group is started and counted once."""
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(60)]}
     sampling = {"targetGroups": 12, "maxInFlightGroups": 6}
     manifest = make_manifest(tasks=tasks, samplesPerTask=3, dynamicSampling=sampling)
     async with serving(both[0]) as one, serving(both[1]) as two:
         await one.admin.post("/v1/rolloutjobs", json=manifest)
-        workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
+        workers = [Worker(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
         async with asyncio.TaskGroup() as group:
             for worker in workers:
                 group.create_task(_sample(worker))

@@ -12,6 +12,7 @@ from rollyard_api.jobs import reward_services as module
 from rollyard_api.jobs.reward_services import RewardServices, ServiceAllowList, ServiceCall
 from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_crds.fields.reward import RewardServiceSpec
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.api.reward_service import SECRET, ScriptedRewardService
 
 
@@ -22,7 +23,7 @@ async def service() -> AsyncIterator[ScriptedRewardService]:
 
 
 @pytest.fixture
-async def plane(settings: Any, serving: Any, service: ScriptedRewardService) -> AsyncIterator[Any]:
+async def plane(settings: Any, service: ScriptedRewardService) -> AsyncIterator[Any]:
     """Yield a control plane whose installer allows the service."""
     async with serving(settings, allow_rewards_from=(service.url,)) as made:
         yield made
@@ -47,11 +48,11 @@ async def ask(served: Any, lease: dict[str, Any], episode: Any = None) -> Any:
 
 
 async def test_the_service_gets_the_episode_and_its_score_comes_back(
-    plane: Any, service: ScriptedRewardService, make_manifest: Any, worker_of: Any
+    plane: Any, service: ScriptedRewardService
 ) -> None:
     manifest = make_manifest(**with_service(f"{service.url}score"))
     assert (await plane.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-    worker = worker_of(plane.worker)
+    worker = Worker(plane.worker)
     lease, other = await in_eval(plane, worker)
     told = await ask(plane, lease, {"final_text": "ü", "components": {"a": 1.5}})
     assert (told.status_code, told.json()) == (
@@ -69,9 +70,9 @@ async def test_the_service_gets_the_episode_and_its_score_comes_back(
     assert (await ask(plane, other)).status_code == 200
 
 
-async def test_a_job_without_a_service_asks_none(plane: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_a_job_without_a_service_asks_none(plane: Any) -> None:
     assert (await plane.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
-    lease, _ = await in_eval(plane, worker_of(plane.worker))
+    lease, _ = await in_eval(plane, Worker(plane.worker))
     refused = await ask(plane, lease)
     assert (refused.status_code, refused.json()["reason"]) == (409, "NoRewardService")
 
@@ -164,9 +165,7 @@ def test_only_web_servers_can_be_listed(prefix: str) -> None:
         ServiceAllowList.of([prefix])
 
 
-async def test_a_job_names_what_the_installer_allows(
-    plane: Any, service: ScriptedRewardService, make_manifest: Any
-) -> None:
+async def test_a_job_names_what_the_installer_allows(plane: Any, service: ScriptedRewardService) -> None:
     elsewhere = make_manifest(**with_service("http://127.0.0.1:9/score"))
     refused = await plane.admin.post("/v1/rolloutjobs", json=elsewhere)
     assert (refused.status_code, refused.json()["reason"]) == (422, "RewardServiceNotAllowed")
@@ -179,7 +178,7 @@ async def test_a_job_names_what_the_installer_allows(
 
 
 async def test_an_installer_who_lists_nothing_allows_nothing(
-    served: Any, service: ScriptedRewardService, make_manifest: Any
+    served: Any, service: ScriptedRewardService
 ) -> None:
     manifest = make_manifest(**with_service(f"{service.url}score"))
     unlisted = await served.admin.post("/v1/rolloutjobs", json=manifest)
@@ -188,7 +187,7 @@ async def test_an_installer_who_lists_nothing_allows_nothing(
     assert not service.paths
 
 
-async def test_a_function_must_be_installed(served: Any, make_manifest: Any) -> None:
+async def test_a_function_must_be_installed(served: Any) -> None:
     manifest = make_manifest(reward={"function": {"name": "nobodys"}})
     refused = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert (refused.status_code, refused.json()["reason"]) == (422, "NotInstalled")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard_testing.api.plane import make_manifest, serving
 from rollyard_testing.pace import patience
 
 PYPI = ["pypi.org", "files.pythonhosted.org"]
@@ -18,7 +19,7 @@ def _with(manifest: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
     return manifest | {"spec": manifest["spec"] | {"sandbox": sandbox}}
 
 
-async def test_no_host_is_allowed_unless_the_installer_lists_it(served: Any, make_manifest: Any) -> None:
+async def test_no_host_is_allowed_unless_the_installer_lists_it(served: Any) -> None:
     answer = await served.admin.post("/v1/rolloutjobs", json=_with(make_manifest(), PYPI))
     assert answer.status_code == 422
     problem = answer.json()
@@ -42,12 +43,7 @@ LISTS = [
 
 @pytest.mark.parametrize(("allowed", "hosts", "refused"), LISTS)
 async def test_a_job_names_hosts_of_the_list_only(
-    serving: Any,
-    settings: Any,
-    make_manifest: Any,
-    allowed: tuple[str, ...],
-    hosts: list[str],
-    refused: list[int],
+    settings: Any, allowed: tuple[str, ...], hosts: list[str], refused: list[int]
 ) -> None:
     async with serving(settings, allow_sandbox_hosts=allowed) as served:
         manifest = _with(make_manifest(), hosts)
@@ -66,9 +62,7 @@ def _for_eval(manifest: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
     return manifest | {"spec": manifest["spec"] | {"stages": stages}}
 
 
-async def test_hosts_for_eval_have_a_list_of_their_own(
-    serving: Any, settings: Any, make_manifest: Any
-) -> None:
+async def test_hosts_for_eval_have_a_list_of_their_own(settings: Any) -> None:
     """Who lets policies reach a host has not agreed that hidden tests are sent there."""
     allowed = {"allow_sandbox_hosts": ("*",), "allow_eval_hosts": ("pypi.org",)}
     async with serving(settings, **allowed) as served:
@@ -82,9 +76,7 @@ async def test_hosts_for_eval_have_a_list_of_their_own(
         assert answer.status_code == 201, answer.text
 
 
-async def test_only_workers_learn_where_a_host_is_pinned(
-    serving: Any, settings: Any, make_manifest: Any
-) -> None:
+async def test_only_workers_learn_where_a_host_is_pinned(settings: Any) -> None:
     pins = ("pypi.org=10.1.2.3", "*.pythonhosted.org=10.1.0.0/16")
     allowed = {"allow_sandbox_hosts": ("example.org", pins[0]), "allow_eval_hosts": pins}
     async with serving(settings, **allowed) as served:
@@ -103,16 +95,14 @@ async def test_only_workers_learn_where_a_host_is_pinned(
         assert "pinnedHosts" in answer.text
 
 
-async def test_a_driver_registers_no_other_hosts_either(served: Any, make_manifest: Any) -> None:
+async def test_a_driver_registers_no_other_hosts_either(served: Any) -> None:
     manifest = _with(make_manifest(), PYPI)
     manifest["metadata"]["annotations"] = {"rollyard.dev/object-uid": "u1"}
     answer = await served.driver.put("/v1/rolloutjobs/job", json={"manifest": manifest})
     assert (answer.status_code, answer.json()["reason"]) == (422, "HostsNotAllowed")
 
 
-async def test_a_job_that_is_registered_gets_no_hosts_later(
-    serving: Any, settings: Any, make_manifest: Any
-) -> None:
+async def test_a_job_that_is_registered_gets_no_hosts_later(settings: Any) -> None:
     async with serving(settings, allow_sandbox_hosts=("*",)) as served:
         manifest = make_manifest()
         manifest["metadata"]["annotations"] = {"rollyard.dev/object-uid": "u1"}

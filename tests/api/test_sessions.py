@@ -18,6 +18,7 @@ from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.settings import Settings
 from rollyard_api.storage.schema import browser_sessions, sign_in_codes
 from rollyard_testing.api.browser import TestBrowser
+from rollyard_testing.api.plane import make_manifest, serving
 from rollyard_testing.pace import patience
 
 OLD = {"admin": "a-secret", "worker": "w", "driver": "d", "viewer": "v-secret"}
@@ -88,7 +89,7 @@ async def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(served: Any
     assert sorted(attributes) == ["HttpOnly", "Max-Age=604800", "Path=/", "SameSite=strict"]
 
 
-async def test_behind_https_the_cookie_is_bound_to_it(serving: Any, settings: Settings) -> None:
+async def test_behind_https_the_cookie_is_bound_to_it(settings: Settings) -> None:
     host = "rollyard.example.org"
     for prefix, start in (("", "__Host-rollyard-"), ("/lab", "__Secure-rollyard-")):
         shown = BrowserSettings(allowed_hosts=(host,), path_prefix=prefix)
@@ -139,7 +140,7 @@ async def test_signing_in_again_ends_the_earlier_session(served: Any) -> None:
 
 
 @pytest.mark.parametrize("changed", ["idle_seconds", "session_seconds"])
-async def test_a_session_expires(serving: Any, settings: Settings, changed: str) -> None:
+async def test_a_session_expires(settings: Settings, changed: str) -> None:
     shown = replace(BrowserSettings(), **{changed: 0.4})
     async with serving(settings, browsers=shown) as served:
         browser = await signed_in(served)
@@ -154,7 +155,7 @@ async def test_a_session_expires(serving: Any, settings: Settings, changed: str)
         assert answer.json()["reason"] == "SessionEnded"
 
 
-async def test_a_session_in_use_outlives_the_idle_time(serving: Any, settings: Settings) -> None:
+async def test_a_session_in_use_outlives_the_idle_time(settings: Settings) -> None:
     async with serving(settings, browsers=replace(BrowserSettings(), idle_seconds=3.0)) as served:
         browser = await signed_in(served)
         end = time.monotonic() + 4.5
@@ -171,7 +172,7 @@ async def test_a_code_expires(served: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert (answer.status_code, answer.json()["reason"]) == (401, "CodeUnusable")
 
 
-async def test_a_session_ends_with_its_token(serving: Any, settings: Settings, tmp_path: Path) -> None:
+async def test_a_session_ends_with_its_token(settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "given.json"
 
     def write(**changes: Any) -> None:
@@ -213,9 +214,7 @@ async def test_a_session_ends_with_its_token(serving: Any, settings: Settings, t
         assert await statuses(of_admin, of_viewer) == [401, 401]
 
 
-async def test_an_open_stream_ends_with_its_session(
-    served: Any, make_manifest: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_open_stream_ends_with_its_session(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollyard_api.browsers import door
     from rollyard_api.routes import events
 
@@ -277,7 +276,7 @@ async def test_the_number_of_codes_and_sessions_is_bounded(
     assert answers == [204, 401, 204, 204, 204]
 
 
-async def test_every_replica_and_a_restart_know_the_session(serving: Any, settings: Settings) -> None:
+async def test_every_replica_and_a_restart_know_the_session(settings: Settings) -> None:
     async with serving(settings) as served:
         browser = await signed_in(served)
         name = await served.plane.sessions.installation()

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from rollyard_api.rollouts.leasing import Share, allocate
+from rollyard_testing.api.plane import Worker, make_manifest
 
 
 def _allocate(
@@ -38,11 +39,11 @@ def test_a_job_that_may_have_no_more_leaves_its_places_to_others() -> None:
     assert Counter(taken) == {1: 1, 2: 4}
 
 
-async def test_two_jobs_of_very_different_size(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_two_jobs_of_very_different_size(served: Any) -> None:
     many = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(200)]}
     for name, tasks in (("large", many), ("small", {"inline": many["inline"][:6]})):
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, tasks=tasks))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     first = await worker.lease(init=8)
     assert Counter(lease["job"] for lease in first) == {"large": 4, "small": 4}
     second = await worker.lease(init=8)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 
 ROLLOUTS = 24
 STEPS = 90
@@ -55,10 +56,10 @@ class Ledger:
 class Simulation:
     """One seeded run."""
 
-    def __init__(self, seed: int, served: Any, worker_of: Any) -> None:
+    def __init__(self, seed: int, served: Any) -> None:
         self.rng = random.Random(seed)
         self.ledger = Ledger()
-        self.workers = [worker_of(served.worker, f"w{i}", f"n{i % 2}") for i in range(3)]
+        self.workers = [Worker(served.worker, f"w{i}", f"n{i % 2}") for i in range(3)]
         self.held: list[tuple[Any, dict[str, Any]]] = []
         self.past: list[tuple[Any, dict[str, Any]]] = []
         self.served = served
@@ -178,9 +179,7 @@ async def _audit(served: Any, ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_exactly_one_result(
-    seed: int, settings: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_exactly_one_result(seed: int, settings: Any) -> None:
     tasks = [{"id": f"t{i}", "prompt": "p"} for i in range(ROLLOUTS // 4)]
     rounds = 3
     simulation: Simulation | None = None
@@ -189,7 +188,7 @@ async def test_exactly_one_result(
             if simulation is None:
                 manifest = make_manifest(tasks={"inline": tasks}, samplesPerTask=4)
                 assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-                simulation = Simulation(seed, served, worker_of)
+                simulation = Simulation(seed, served)
             simulation.connect(served)
             for _ in range(STEPS // rounds):
                 await simulation.step()

@@ -13,6 +13,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 from rollyard_tasks import file_rows, row_texts, task_file
+from rollyard_testing.api.plane import make_manifest, serving
 
 
 def line(name: str) -> str:
@@ -47,21 +48,19 @@ async def uploaded(served: Any, data: bytes) -> str:
     return str(answer.json()["url"])
 
 
-async def submitted(served: Any, make_manifest: Any, data: bytes) -> Any:
+async def submitted(served: Any, data: bytes) -> Any:
     source = {"url": await uploaded(served, data), "onBadRow": "skip"}
     return await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=source))
 
 
-async def test_a_job_says_which_rows_were_skipped_and_a_restart_keeps_it(
-    settings: Any, serving: Any, make_manifest: Any
-) -> None:
+async def test_a_job_says_which_rows_were_skipped_and_a_restart_keeps_it(settings: Any) -> None:
     data = gzip.compress("\n".join(ROWS).encode())
     async with serving(settings) as served:
-        made = await submitted(served, make_manifest, data)
+        made = await submitted(served, data)
         assert made.status_code == 201, made.text
         assert made.json()["status"]["skippedRows"] == SKIPPED
         assert made.json()["status"]["counts"]["total"] == 3
-        again = await submitted(served, make_manifest, data)
+        again = await submitted(served, data)
         assert again.status_code == 200, "the same spec is the same job"
         assert again.json()["status"]["skippedRows"] == SKIPPED
         refusing = make_manifest("other", tasks={"url": await uploaded(served, data)})
@@ -77,17 +76,17 @@ async def test_a_job_says_which_rows_were_skipped_and_a_restart_keeps_it(
         assert (found["phase"], found["skippedRows"]) == ("Run", SKIPPED)
 
 
-async def test_a_job_without_bad_rows_says_nothing(served: Any, make_manifest: Any) -> None:
-    made = await submitted(served, make_manifest, line("a").encode())
+async def test_a_job_without_bad_rows_says_nothing(served: Any) -> None:
+    made = await submitted(served, line("a").encode())
     assert made.status_code == 201, made.text
     assert "skippedRows" not in made.json()["status"]
 
 
-async def test_rows_of_parquet(served: Any, make_manifest: Any) -> None:
+async def test_rows_of_parquet(served: Any) -> None:
     rows = [{"id": "a", "prompt": "?"}, {"id": "a b", "prompt": "?"}, {"id": "c", "prompt": "?"}]
     file = io.BytesIO()
     parquet.write_table(arrow.Table.from_pylist(rows), file)
-    made = await submitted(served, make_manifest, file.getvalue())
+    made = await submitted(served, file.getvalue())
     assert made.status_code == 201, made.text
     skipped = made.json()["status"]["skippedRows"]
     assert (skipped["count"], skipped["read"]) == (1, 3)
@@ -104,27 +103,23 @@ async def test_rows_of_parquet(served: Any, make_manifest: Any) -> None:
     ],
     ids=["no task", "encoding", "gzip", "bzip2"],
 )
-async def test_what_is_not_a_fault_of_one_row_is_refused(
-    served: Any, make_manifest: Any, data: bytes, why: str
-) -> None:
-    answer = await submitted(served, make_manifest, data)
+async def test_what_is_not_a_fault_of_one_row_is_refused(served: Any, data: bytes, why: str) -> None:
+    answer = await submitted(served, data)
     assert (answer.status_code, answer.json()["reason"]) == (422, "InvalidTasks"), answer.text
     assert why in answer.text
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
 
 
-async def test_skipped_rows_count_as_lines_of_the_file(
-    served: Any, make_manifest: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_skipped_rows_count_as_lines_of_the_file(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_file, "MAX_TASKS", 10)
     for bad, status in ((9, 201), (10, 422)):
-        answer = await submitted(served, make_manifest, f"{line('a')}\n".encode() + b"{\n" * bad)
+        answer = await submitted(served, f"{line('a')}\n".encode() + b"{\n" * bad)
         assert answer.status_code == status, answer.text
         await served.admin.delete("/v1/rolloutjobs/job")
     assert "holds more than 10 rows" in answer.text
 
 
-async def test_a_target_counts_the_tasks_that_are_left(served: Any, make_manifest: Any) -> None:
+async def test_a_target_counts_the_tasks_that_are_left(served: Any) -> None:
     url = await uploaded(served, "\n".join(ROWS).encode())
     for target, status in ((4, 422), (3, 201)):
         spec = {"samplesPerTask": 2, "dynamicSampling": {"targetGroups": target}}
@@ -133,7 +128,7 @@ async def test_a_target_counts_the_tasks_that_are_left(served: Any, make_manifes
         assert answer.status_code == status, answer.text
 
 
-async def test_a_driver_says_which_rows_of_a_config_map_it_skipped(served: Any, make_manifest: Any) -> None:
+async def test_a_driver_says_which_rows_of_a_config_map_it_skipped(served: Any) -> None:
     job = make_manifest(tasks={"configMapRef": {"name": "tasks"}, "onBadRow": "skip"})
     body = {"manifest": job, "tasks": [{"id": "a", "prompt": "?"}], "skipped": SKIPPED}
     for status in (201, 200):

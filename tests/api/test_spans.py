@@ -12,6 +12,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import rollouts
 from rollyard_process.telemetry.identity import is_sampled, trace_id
 from rollyard_process.telemetry.options import TraceOptions
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
 PATH = "/v1/rolloutjobs/job"
@@ -24,13 +25,13 @@ def receiver() -> Any:
 
 
 @pytest.fixture
-async def traced(settings: Any, serving: Any, receiver: Receiver) -> AsyncIterator[Any]:
+async def traced(settings: Any, receiver: Receiver) -> AsyncIterator[Any]:
     """Yield a control plane that sends its spans to the receiver."""
     async with serving(settings, traces=TraceOptions(f"{receiver.url}/v1/traces")) as served:
         yield served
 
 
-async def _submit(served: Any, make_manifest: Any, **spec: Any) -> None:
+async def _submit(served: Any, **spec: Any) -> None:
     manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, **spec)
     answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert answer.status_code == 201, answer.text
@@ -63,12 +64,10 @@ def _sums(spans: list[GotSpan], record: dict[str, Any]) -> None:
         assert active == pytest.approx(timing["active_seconds"], abs=1e-4)
 
 
-async def test_every_way_of_a_rollout_is_one_tree(
-    traced: Any, make_manifest: Any, worker_of: Any, receiver: Receiver
-) -> None:
+async def test_every_way_of_a_rollout_is_one_tree(traced: Any, receiver: Receiver) -> None:
     """A failure, a hand-over, an expired lease, and then success: attempts are spans of their own."""
-    await _submit(traced, make_manifest)
-    worker = worker_of(traced.worker)
+    await _submit(traced)
+    worker = Worker(traced.worker)
     (lease,) = await worker.lease(init=1)
     await worker.fail(lease, "ImageBroken", message="no such image")
     (lease,) = await worker.lease(init=1)
@@ -101,12 +100,10 @@ async def test_every_way_of_a_rollout_is_one_tree(
 
 
 @pytest.mark.parametrize("stage", ["queued", "leased"])
-async def test_a_cancelled_rollout_has_its_last_state(
-    traced: Any, make_manifest: Any, worker_of: Any, receiver: Receiver, stage: str
-) -> None:
-    await _submit(traced, make_manifest)
+async def test_a_cancelled_rollout_has_its_last_state(traced: Any, receiver: Receiver, stage: str) -> None:
+    await _submit(traced)
     if stage == "leased":
-        await worker_of(traced.worker).lease(init=1)
+        await Worker(traced.worker).lease(init=1)
     await traced.admin.post(f"{PATH}/cancel")
     await traced.plane.cancel_rest(1)
     (spans,) = _spans(traced, receiver).values()
@@ -118,11 +115,9 @@ async def test_a_cancelled_rollout_has_its_last_state(
     assert root.seconds == pytest.approx(sum(span.seconds for span in spans if span.parent), abs=1e-3)
 
 
-async def test_a_rollout_that_fails_for_good_is_an_error(
-    traced: Any, make_manifest: Any, worker_of: Any, receiver: Receiver
-) -> None:
-    await _submit(traced, make_manifest)
-    worker = worker_of(traced.worker)
+async def test_a_rollout_that_fails_for_good_is_an_error(traced: Any, receiver: Receiver) -> None:
+    await _submit(traced)
+    worker = Worker(traced.worker)
     (lease,) = await worker.lease(init=1)
     await worker.fail(lease, "UnknownImage", retryable=False)
     (spans,) = _spans(traced, receiver).values()
@@ -132,15 +127,13 @@ async def test_a_rollout_that_fails_for_good_is_an_error(
     assert root.attributes["error.type"] == "UnknownImage"
 
 
-async def test_what_is_dropped_is_counted_in_the_metrics(
-    settings: Any, serving: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_what_is_dropped_is_counted_in_the_metrics(settings: Any) -> None:
     """Nothing listens at the receiver's port, and the job does not notice."""
     with receiving() as gone:
         url = gone.url
     async with serving(settings, traces=TraceOptions(f"{url}/v1/traces")) as served:
-        await _submit(served, make_manifest)
-        assert await worker_of(served.worker).finish_all() == 1
+        await _submit(served)
+        assert await Worker(served.worker).finish_all() == 1
         served.plane.traces.close(20.0)
         text = (await served.admin.get("/metrics")).text
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("rollyard_spans"))
@@ -148,28 +141,26 @@ async def test_what_is_dropped_is_counted_in_the_metrics(
     assert float(lines['rollyard_spans_dropped_total{reason="not_taken"}']) == 7
 
 
-async def test_without_traces_there_is_no_span(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_without_traces_there_is_no_span(served: Any) -> None:
     seen: list[int] = []
     after = served.plane.after_commit
     served.plane.database._after = lambda committed: (
         seen.extend(len(tx.spans) for tx in committed), after(committed)
     )  # fmt: skip
-    await _submit(served, make_manifest)
-    assert await worker_of(served.worker).finish_all() == 1
+    await _submit(served)
+    assert await Worker(served.worker).finish_all() == 1
     assert seen
     assert not any(seen)
     assert "rollyard_spans" not in (await served.admin.get("/metrics")).text
 
 
-async def test_of_a_fraction_of_groups_all_samples_are_traced(
-    settings: Any, serving: Any, make_manifest: Any, worker_of: Any, receiver: Receiver
-) -> None:
+async def test_of_a_fraction_of_groups_all_samples_are_traced(settings: Any, receiver: Receiver) -> None:
     options = TraceOptions(f"{receiver.url}/v1/traces", 0.5)
     async with serving(settings, traces=options) as served:
         tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(24)]}
         manifest = make_manifest(tasks=tasks, samplesPerTask=2)
         assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-        assert await worker_of(served.worker).finish_all() == 48
+        assert await Worker(served.worker).finish_all() == 48
         traces = _spans(served, receiver)
         items = (await served.admin.get(f"{PATH}/rollouts")).json()["items"]
     chosen = [item["id"] for item in items if is_sampled(item["id"], 0.5)]

@@ -13,7 +13,9 @@ from rollyard_api.backends import stats
 from rollyard_api.backends.stats import WINDOW_SECONDS, Poller, Window
 from rollyard_api.backends.throughput import MIN_TOKENS, Speeds
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
+from rollyard_testing.manifests import pool_manifest
 
 
 @given(
@@ -60,12 +62,7 @@ def test_only_material_changes_are_written() -> None:
     assert not stats.material(None, None)
 
 
-POOL = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "BackendPool",
-    "metadata": {"name": "pool"},
-    "spec": {"model": "tiny"},
-}
+POOL = pool_manifest("pool", {"model": "tiny"})
 
 
 async def _report(served: Any, *urls: str, ready: bool = True) -> None:
@@ -136,13 +133,13 @@ async def _runs(served: Any, worker: Any, **fields: Any) -> None:
     await served.plane.speeds.write(served.plane.database)
 
 
-async def test_speed_is_measured(served: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_speed_is_measured(served: Any) -> None:
     await served.admin.post("/v1/backendpools", json=POOL)
     await _report(served, "http://a")
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(20)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=20)])
 
     async def speed() -> float | None:

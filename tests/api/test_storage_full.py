@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import pytest
 from rollyard_api.settings import Settings
+from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.waiting import eventually
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def sqlite(tmp_path: Path) -> Settings:
     return Settings(state_dir=tmp_path, sweep_seconds=3600.0, health_seconds=3600.0)
 
 
-async def test_full_database(sqlite: Settings, serving: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_full_database(sqlite: Settings) -> None:
     big = {"inline": [{"id": f"b{i}", "prompt": os.urandom(30_000).hex()} for i in range(40)]}
     async with serving(sqlite, sqlite_max_pages=100) as served:
         assert (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
@@ -27,7 +29,7 @@ async def test_full_database(sqlite: Settings, serving: Any, make_manifest: Any,
         assert (await served.admin.get("/v1/rolloutjobs/big")).status_code == 404
         counts = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
         assert counts["init"]["queued"] == 2
-        assert await worker_of(served.worker).finish_all() == 2, "what needs no room continues"
+        assert await Worker(served.worker).finish_all() == 2, "what needs no room continues"
     async with serving(sqlite) as served:
         assert (
             await served.admin.post("/v1/rolloutjobs", json=make_manifest("big", tasks=big))
@@ -54,15 +56,13 @@ def tiny(tmp_path: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-async def test_full_trajectory_store(
-    sqlite: Settings, serving: Any, make_manifest: Any, worker_of: Any, tiny: Path, eventually: Any
-) -> None:
+async def test_full_trajectory_store(sqlite: Settings, tiny: Path) -> None:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(12)]}
     filler = tiny / "filler"
     async with serving(sqlite, trajectories=str(tiny), max_unstored=2) as served:
         filler.write_bytes(b"x" * 250_000)
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         big = {"notes": "y" * 30_000}
 
         async def through(stage: str) -> list[dict[str, Any]]:
@@ -97,12 +97,12 @@ async def test_full_trajectory_store(
             )
             return answer.status_code == 200
 
-        await eventually(taken, 20)
+        await eventually(taken)
 
         async def stored() -> bool:
             return await served.plane.archive.unstored() == 0
 
-        await eventually(stored, 20)
+        await eventually(stored)
         records = (await served.admin.get(path, params={"limit": 1000})).content.splitlines()
         assert len(records) == 12
         parts = b"".join(file.read_bytes() for file in tiny.rglob("*.ndjson")).splitlines()

@@ -23,6 +23,7 @@ from rollyard_crds import Task
 from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.harbor.archive import pack
+from rollyard_testing.api.plane import Worker, make_manifest
 
 BLOB = f"blob:sha256:{'0' * 64}"
 PIECE = 700
@@ -161,9 +162,7 @@ def test_line_separators_of_unicode_are_letters_of_pushed_tasks() -> None:
     assert [orjson.loads(unpack(each.packed)) for each in found] == rows
 
 
-async def test_a_task_of_60_mebibytes_reaches_its_worker_alone(
-    served: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_task_of_60_mebibytes_reaches_its_worker_alone(served: Any) -> None:
     cases = [{"input": "7 " * (8 << 20), "output": "1"}] * 3 + [{"input": "8" * (12 << 20), "output": "1"}]
     rows = [{"id": "small", "prompt": "?"}, {"id": "large", "prompt": "?", "tests": {"cases": cases}}]
     data = gzip.compress(json.dumps(rows).encode(), 1)
@@ -171,6 +170,6 @@ async def test_a_task_of_60_mebibytes_reaches_its_worker_alone(
     url = (await served.admin.put(f"/v1/blobs/{digest}", content=data)).json()["url"]
     answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks={"url": url}))
     assert answer.status_code == 201, answer.text
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     found = [await worker.lease(init=4) for _ in rows]
     assert [[lease["task"] for lease in leases] for leases in found] == [[row] for row in rows]

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from rollyard_api.jobs import blobs
 from rollyard_api.storage.schema import blob_pieces, jobs
 from rollyard_api.storage.schema import blobs as blob_table
+from rollyard_testing.api.plane import make_manifest, serving
 from rollyard_testing.pace import patience
 
 LINES = [json.dumps({"id": f"t{i}", "prompt": f"{i} + 1?", "answer": str(i + 1)}) for i in range(5_000)]
@@ -59,7 +60,7 @@ async def rows(served: Any) -> int:
     return found
 
 
-async def test_a_job_over_an_upload(served: Any, make_manifest: Any) -> None:
+async def test_a_job_over_an_upload(served: Any) -> None:
     for data in (TEXT, gzip.compress(TEXT)):
         digest = digest_of(data)
         made = await upload(served, data)
@@ -75,7 +76,7 @@ async def test_a_job_over_an_upload(served: Any, make_manifest: Any) -> None:
         assert (await submit(served, manifest)).status_code == 200
 
 
-async def test_what_is_refused_leaves_nothing(serving: Any, settings: Any, make_manifest: Any) -> None:
+async def test_what_is_refused_leaves_nothing(settings: Any) -> None:
     limits = {"max_blob_bytes": 1 << 20, "max_namespace_blob_bytes": 3 << 19, "max_namespace_blobs": 2}
     async with serving(settings, **limits) as served:
         wrong = await upload(served, b"x" * 300_000, digest="0" * 64)
@@ -105,7 +106,7 @@ async def test_what_is_refused_leaves_nothing(serving: Any, settings: Any, make_
         assert (await upload(served, b"a third one", namespace="other")).status_code == 201
 
 
-async def test_an_upload_is_of_its_namespace(served: Any, make_manifest: Any) -> None:
+async def test_an_upload_is_of_its_namespace(served: Any) -> None:
     digest = digest_of(TEXT)
     await upload(served, TEXT, namespace="team-a")
     there = await served.admin.get(f"/v1/blobs/{digest}", params={"namespace": "team-b"})
@@ -121,7 +122,7 @@ async def test_an_upload_is_of_its_namespace(served: Any, make_manifest: Any) ->
     assert answers[0].text.replace(digest, "2" * 64) == answers[1].text
 
 
-async def test_it_goes_with_the_last_job(served: Any, make_manifest: Any) -> None:
+async def test_it_goes_with_the_last_job(served: Any) -> None:
     data = LINES[0].encode()
     tasks = {"url": f"blob:sha256:{digest_of(data)}"}
     # Pretend that an upload was not asked for during longer than one stays.
@@ -149,15 +150,6 @@ async def test_it_goes_with_the_last_job(served: Any, make_manifest: Any) -> Non
     assert missing.json()["reason"] == "BlobNotFound"
 
 
-async def test_who_may_upload(served: Any) -> None:
-    path = f"/v1/blobs/{digest_of(b'x')}"
-    for client in (served.worker, served.driver, served.anonymous):
-        assert (await client.put(path, content=b"x")).status_code in (401, 403)
-    for client in (served.worker, served.anonymous):
-        assert (await client.get(path)).status_code in (401, 403)
-    assert await stored(served) == (0, 0)
-
-
 async def test_uploads_at_once_are_bounded(served: Any) -> None:
     gate = asyncio.Event()
 
@@ -175,7 +167,7 @@ async def test_uploads_at_once_are_bounded(served: Any) -> None:
     assert sorted(await asyncio.gather(*running, return_exceptions=True), key=str) == [False] * 3 + [True]
 
 
-async def test_lines_of_an_upload_are_quoted_to_its_owner(served: Any, make_manifest: Any) -> None:
+async def test_lines_of_an_upload_are_quoted_to_its_owner(served: Any) -> None:
     data = b'{"id": "a", "prompt": 5}\n'
     await upload(served, data)
     answer = await submit(served, make_manifest(tasks={"url": f"blob:sha256:{digest_of(data)}"}))
@@ -184,13 +176,13 @@ async def test_lines_of_an_upload_are_quoted_to_its_owner(served: Any, make_mani
 
 
 @pytest.mark.parametrize("url", ["blob:sha256:" + "A" * 64, "blob:md5:x", "blob:"])
-async def test_a_malformed_reference(served: Any, make_manifest: Any, url: str) -> None:
+async def test_a_malformed_reference(served: Any, url: str) -> None:
     answer = await submit(served, make_manifest(tasks={"url": url}))
     assert (answer.status_code, answer.json()["reason"]) == (422, "InvalidTasks")
     assert "64 lower-case hexadecimal digits" in answer.text
 
 
-async def test_an_upload_outlives_the_process(serving: Any, settings: Any, make_manifest: Any) -> None:
+async def test_an_upload_outlives_the_process(settings: Any) -> None:
     async with serving(settings) as served:
         await upload(served, TEXT)
     async with serving(settings, sweep_seconds=1800.0) as served:

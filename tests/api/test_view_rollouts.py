@@ -16,6 +16,8 @@ from rollyard_api.views import keyset
 from rollyard_api.views.fleet.feed import BUFFER
 from rollyard_api.views.job.grid import GroupFilter
 from rollyard_api.views.job.rollout_list import RolloutFilter
+from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 TEXT = "x" * 50_000
@@ -46,12 +48,12 @@ SEGMENT = {
 VOCABULARY = {"H": 0, "e": 1, "Ġw": 2, "Ã": 3, "©": 4, "ok": 5, "Ċ": 6}
 
 
-async def a_rollout(served: Any, worker_of: Any, make_manifest: Any, **spec: Any) -> list[str]:
+async def a_rollout(served: Any, **spec: Any) -> list[str]:
     """Run a job of one group with two samples, and return the ids of its rollouts."""
     spec = {"tasks": {"inline": [{"id": "t0", "prompt": "p"}]}, "samplesPerTask": 2, **spec}
     made = await served.admin.post("/v1/rolloutjobs", json=make_manifest("job", **spec))
     assert made.status_code == 201, made.text
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     ids = set()
     while leases := await worker.lease(init=16, run=16, eval=16):
         for lease in leases:
@@ -73,7 +75,7 @@ async def a_rollout(served: Any, worker_of: Any, make_manifest: Any, **spec: Any
 
 
 @pytest.fixture(params=["database", "store"])
-async def ids(request: Any, served: Any, worker_of: Any, make_manifest: Any, tmp_path: Path) -> list[str]:
+async def ids(request: Any, served: Any, tmp_path: Path) -> list[str]:
     """Return two ended rollouts, whose records are in the database or in the trajectory store."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -83,23 +85,21 @@ async def ids(request: Any, served: Any, worker_of: Any, make_manifest: Any, tmp
         "decoder": {"type": "ByteLevel"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(document))
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {
+    pool = pool_manifest(
+        "pool",
+        {
             "model": "m",
             "tokenizer": str(folder),
             "engine": {"type": "external", "external": {"urls": ["http://127.0.0.1:9"]}},
         },
-    }
+    )
     made = await served.admin.post("/v1/backendpools", json=pool)
     if made.status_code != 201:
         pytest.fail(made.text)
     await served.plane.database.write(
         lambda tx: tx.conn.exec_driver_sql("UPDATE backends SET ready = true") and None
     )
-    found = await a_rollout(served, worker_of, make_manifest, backendRef={"name": "pool"})
+    found = await a_rollout(served, backendRef={"name": "pool"})
     if request.param == "store":
         await served.plane.flush()
     return found
@@ -281,7 +281,7 @@ def test_the_words_of_a_conversation_are_bounded() -> None:
     assert words.hashes(["a" * 10_000_000]) == words.hash_of("a" * words.MAX_CHARACTERS)
 
 
-async def test_the_gantt_shows_stages_over_time(served: Any, ids: list[str], worker_of: Any) -> None:
+async def test_the_gantt_shows_stages_over_time(served: Any, ids: list[str]) -> None:
     for sort in ("-duration", "started"):
         answer = await served.viewer.get("/v1/rolloutjobs/job/gantt", params={"sort": sort})
         items = answer.json()["items"]
@@ -290,11 +290,9 @@ async def test_the_gantt_shows_stages_over_time(served: Any, ids: list[str], wor
         assert "open" not in items[0]
 
 
-async def test_a_running_rollout_is_seen_as_far_as_it_has_come(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_a_running_rollout_is_seen_as_far_as_it_has_come(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-    worker = worker_of(served.worker, "w1")
+    worker = Worker(served.worker, "w1")
     (lease, other) = await worker.lease(init=2)
     assert (await worker.heartbeat(lease, other))["watched"] == []
     url = path(lease["rollout"], "live")
@@ -345,7 +343,7 @@ async def _events(stream: Any, names: set[str]) -> dict[str, Any]:
     return found
 
 
-async def test_followers_share_one_reader(served: Any, worker_of: Any, make_manifest: Any) -> None:
+async def test_followers_share_one_reader(served: Any) -> None:
     plane = served.plane
     followers = [plane.views.feed.follow(None, lambda: False) for _ in range(3)]
     followers.append(plane.views.feed.follow(("default", "other"), lambda: False))
@@ -354,7 +352,7 @@ async def test_followers_share_one_reader(served: Any, worker_of: Any, make_mani
     await plane.views.feed.tick()
     before = plane.views.fleet.reads
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     while leases := await worker.lease(init=9, run=9, eval=9):
         await worker.complete(*map(worker.result, leases))
     await plane.views.folding.round()

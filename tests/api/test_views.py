@@ -7,11 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from rollyard_testing.api.plane import Worker, make_manifest
 
 TASKS = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(6)]}
 
 
-async def a_job(served: Any, worker_of: Any, make_manifest: Any, name: str = "job", **spec: Any) -> Any:
+async def a_job(served: Any, name: str = "job", **spec: Any) -> Any:
     """Submit a job of 6 groups with 2 samples, end it, and return its worker.
 
     Task i's samples have the rewards i/10 and i/10 + 0.05, and the first rollout of t5 fails.
@@ -19,7 +20,7 @@ async def a_job(served: Any, worker_of: Any, make_manifest: Any, name: str = "jo
     spec = {"tasks": TASKS, "samplesPerTask": 2, **spec}
     made = await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, **spec))
     assert made.status_code == 201, made.text
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     while leases := await worker.lease(init=16, run=16, eval=16, job=name):
         for lease in leases:
             task, sample = int(lease["task"]["id"][1:]), lease["sample_index"]
@@ -44,10 +45,8 @@ async def rows(served: Any, name: str = "job", **params: Any) -> list[dict[str, 
         params["continue"] = answer.json()["metadata"]["continue"]
 
 
-async def test_slim_rows_are_sorted_and_filtered_page_by_page(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
-    await a_job(served, worker_of, make_manifest)
+async def test_slim_rows_are_sorted_and_filtered_page_by_page(served: Any) -> None:
+    await a_job(served)
     by_id = await rows(served, limit=5)
     assert len(by_id) == 12
     assert [row["id"] for row in by_id] == sorted(row["id"] for row in by_id)
@@ -84,10 +83,8 @@ async def test_slim_rows_are_sorted_and_filtered_page_by_page(
     assert await rows(served, sort="since") == []
 
 
-async def test_a_continue_belongs_to_its_order_and_filters(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
-    await a_job(served, worker_of, make_manifest)
+async def test_a_continue_belongs_to_its_order_and_filters(served: Any) -> None:
+    await a_job(served)
     path = "/v1/rolloutjobs/job/rollouts"
     asked = {"slim": True, "limit": 3, "sort": "reward"}
     given = (await served.viewer.get(path, params=asked)).json()["metadata"]["continue"]
@@ -116,11 +113,9 @@ async def test_a_continue_belongs_to_its_order_and_filters(
     assert infinite.status_code == 400
 
 
-async def test_unfinished_rollouts_are_listed_by_the_time_in_their_state(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_unfinished_rollouts_are_listed_by_the_time_in_their_state(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=TASKS, samplesPerTask=2))
-    worker = worker_of(served.worker, "w1", "n1")
+    worker = Worker(served.worker, "w1", "n1")
     leases = await worker.lease(init=3)
     found = await rows(served, sort="since", limit=5)
     assert len(found) == 12
@@ -146,18 +141,16 @@ async def grid(served: Any, **params: Any) -> list[dict[str, Any]]:
         params["continue"] = answer.json()["metadata"]["continue"]
 
 
-async def test_the_grid_has_a_row_for_each_group_and_a_cell_for_each_sample(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_the_grid_has_a_row_for_each_group_and_a_cell_for_each_sample(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=TASKS, samplesPerTask=2))
     assert {(row["state"], row["mean"]) for row in await grid(served)} == {("waiting", None)}
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     (lease,) = await worker.lease(init=1)
     (active,) = [row for row in await grid(served) if row["state"] == "active"]
     assert [cell[1] for cell in active["samples"]].count("l") == 1
     await worker.fail(lease, counts=False)
     await served.admin.delete("/v1/rolloutjobs/job")
-    await a_job(served, worker_of, make_manifest)
+    await a_job(served)
     answer = (await served.viewer.get("/v1/rolloutjobs/job/grid", params={"limit": 500})).json()
     assert [row["task_id"] for row in answer["items"]] == [f"t{i}" for i in range(6)]
     ids = {answer["prefix"] + cell[0] for row in answer["items"] for cell in row["samples"]}
@@ -179,10 +172,8 @@ async def test_the_grid_has_a_row_for_each_group_and_a_cell_for_each_sample(
     assert [row["task_id"] for row in await grid(served, task="t2", sort="reward")] == ["t2"]
 
 
-async def test_statistics_are_kept_and_count_each_rollout_once(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
-    await a_job(served, worker_of, make_manifest)
+async def test_statistics_are_kept_and_count_each_rollout_once(served: Any) -> None:
+    await a_job(served)
     found = (await served.viewer.get("/v1/rolloutjobs/job/statistics")).json()
     assert found["upto"] == 12
     rewards = found["rewards"]
@@ -202,12 +193,10 @@ async def test_statistics_are_kept_and_count_each_rollout_once(
     assert (await served.viewer.get("/v1/rolloutjobs/job/statistics")).json() == found
 
 
-async def test_the_overview_shows_jobs_queues_rates_and_workers(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
-    await a_job(served, worker_of, make_manifest, "done")
+async def test_the_overview_shows_jobs_queues_rates_and_workers(served: Any) -> None:
+    await a_job(served, "done")
     await served.admin.post("/v1/rolloutjobs", json=make_manifest("open", tasks=TASKS))
-    worker = worker_of(served.worker, "w2", "n2")
+    worker = Worker(served.worker, "w2", "n2")
     first, second = await worker.lease(init=2, run=8)
     await worker.fail(first, "TestBroken", message="it broke\x1b[31m", retryable=True)
     await served.plane.views.folding.round()
@@ -239,7 +228,7 @@ async def test_the_overview_shows_jobs_queues_rates_and_workers(
     assert (job["waits_for"]["reason"], job["suspended"]) == ("Suspended", True)
 
 
-async def test_jobs_come_late_ones_first_and_page_by_page(served: Any, make_manifest: Any) -> None:
+async def test_jobs_come_late_ones_first_and_page_by_page(served: Any) -> None:
     for place in range(5):
         spec = {"activeDeadlineSeconds": 1000} if place == 3 else {}
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(f"job{place}", **spec))
@@ -266,8 +255,8 @@ async def test_jobs_come_late_ones_first_and_page_by_page(served: Any, make_mani
     assert (await served.viewer.get("/v1/jobs", params={"namespace": "other"})).json()["items"] == []
 
 
-async def test_what_is_kept_of_a_job_goes_with_it(served: Any, worker_of: Any, make_manifest: Any) -> None:
-    await a_job(served, worker_of, make_manifest)
+async def test_what_is_kept_of_a_job_goes_with_it(served: Any) -> None:
+    await a_job(served)
     await served.plane.views.folding.round()
     await served.plane.flush()
     await served.admin.delete("/v1/rolloutjobs/job")
@@ -304,13 +293,11 @@ async def looks(served: Any, name: str) -> dict[str, Any]:
     return found
 
 
-async def test_what_other_jobs_do_changes_no_view_of_a_job(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_what_other_jobs_do_changes_no_view_of_a_job(served: Any) -> None:
     """The other jobs have the same tasks, and groups, samples and failures with the same numbers."""
 
     async def some_jobs(ended: str, unfinished: str) -> None:
-        worker = await a_job(served, worker_of, make_manifest, ended)
+        worker = await a_job(served, ended)
         tasks = {"tasks": TASKS, "samplesPerTask": 2}
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(unfinished, **tasks))
         leases = await worker.lease(init=3, job=unfinished)
@@ -327,13 +314,11 @@ async def test_what_other_jobs_do_changes_no_view_of_a_job(
             assert after[view] == what, (name, view)
 
 
-async def test_a_brief_names_the_samples_beside_it_and_the_failures_around_it(
-    served: Any, worker_of: Any, make_manifest: Any
-) -> None:
+async def test_a_brief_names_the_samples_beside_it_and_the_failures_around_it(served: Any) -> None:
     """Samples are neighbours by their numbers within the group, failures by the order of their ends."""
     spec = {"tasks": {"inline": TASKS["inline"][:2]}, "samplesPerTask": 4}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     leases = {(one["task"]["id"], one["sample_index"]): one for one in await worker.lease(init=8)}
     ids = {place: lease["rollout"] for place, lease in leases.items()}
     for place in (("t0", 2), ("t1", 1), ("t0", 0), ("t0", 3)):

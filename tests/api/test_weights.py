@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from rollyard_api.settings import Settings
 from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.api.databases import migrated_database
+from rollyard_testing.api.plane import serving
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]
@@ -143,7 +146,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-async def yard(settings: Settings, serving: Any, engines: list[Engine]) -> AsyncIterator[Any]:
+async def yard(settings: Settings, engines: list[Engine]) -> AsyncIterator[Any]:
     """Yield a control plane with a ready pool of the two engines."""
     async with serving(settings) as served:
         await make_pool(served.admin, [engine.url for engine in engines])
@@ -151,12 +154,9 @@ async def yard(settings: Settings, serving: Any, engines: list[Engine]) -> Async
 
 
 async def make_pool(admin: httpx.AsyncClient, urls: list[str]) -> None:
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "p"},
-        "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
-    }
+    manifest = pool_manifest(
+        "p", {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}}
+    )
     assert (await admin.post("/v1/backendpools", json=manifest)).status_code == 201
     end = time.monotonic() + patience(30)
     while not all(b["ready"] for b in (await backends_of(admin))):
@@ -217,7 +217,7 @@ async def test_update_is_verified_on_every_backend(
 
 
 async def test_refused_weights_are_taken_back(
-    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+    yard: Any, engines: list[Engine], other: Path, references: Any
 ) -> None:
     assert (await update(yard.admin, "v1", MODEL, reference=references["first"]))["state"] == "Succeeded"
     done = await update(yard.admin, "v2", other, reference=references["first"])
@@ -230,19 +230,14 @@ async def test_refused_weights_are_taken_back(
         found = await backends_of(yard.admin)
         return all((b["weights"], b["policyVersion"]) == ("Current", "v1") for b in found)
 
-    await eventually(restored, 20)
+    await eventually(restored)
     for engine in engines:
         assert (engine.label(), engine.paused()) == ("v1", False)
         assert engine.logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
 
 
 async def test_refused_first_weights_are_taken_back_without_a_restart(
-    yard: Any,
-    engines: list[Engine],
-    other: Path,
-    references: Any,
-    eventually: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    yard: Any, engines: list[Engine], other: Path, references: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The servers are compared with what they gave themselves before, even if the reference is wrong."""
     steps: dict[VllmWeights, list[str]] = defaultdict(list)
@@ -264,7 +259,7 @@ async def test_refused_first_weights_are_taken_back_without_a_restart(
         assert not any(b["restartRequested"] for b in found), found
         return all(b["weights"] == "Current" and b["policyVersion"] == "0" for b in found)
 
-    await eventually(back, 20)
+    await eventually(back)
     assert [engine.popen.pid for engine in engines] == pids
     reloads = [each[each.index("reload") :][:3] for each in steps.values() if "reload" in each]
     assert reloads, steps
@@ -278,12 +273,7 @@ async def test_refused_first_weights_are_taken_back_without_a_restart(
 
 
 async def test_refused_first_weights_need_a_restart_where_they_cannot_be_loaded_again(
-    yard: Any,
-    engines: list[Engine],
-    other: Path,
-    references: Any,
-    eventually: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    yard: Any, engines: list[Engine], other: Path, references: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nowhere(self: VllmWeights) -> str | None:
         return None
@@ -295,7 +285,7 @@ async def test_refused_first_weights_need_a_restart_where_they_cannot_be_loaded_
     async def flagged() -> bool:
         return all(b["restartRequested"] for b in await backends_of(yard.admin))
 
-    await eventually(flagged, 20)
+    await eventually(flagged)
     found = await backends_of(yard.admin)
     assert {b["weights"] for b in found} == {"Failed"}
     assert all("restart it" in b["message"] for b in found)
@@ -307,20 +297,20 @@ async def test_refused_first_weights_need_a_restart_where_they_cannot_be_loaded_
     async def back() -> bool:
         return all(b["weights"] == "Current" and b["ready"] for b in await backends_of(yard.admin))
 
-    await eventually(back, 30)
+    await eventually(back)
     assert not any(engine.paused() for engine in engines)
     assert (await status_of(yard.admin))["policyVersion"] == ""
 
 
 async def test_half_updated_pool_is_healed_when_the_server_is_back(
-    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+    yard: Any, engines: list[Engine], other: Path, references: Any
 ) -> None:
     engines[1].kill()
 
     async def noticed() -> bool:
         return not (await backends_of(yard.admin))[1]["ready"]
 
-    await eventually(noticed, 20)
+    await eventually(noticed)
     answer = await post(yard.admin, "v1", {"checkpoint": {"path": str(other)}}, reference=references["other"])
     number = answer.json()["id"]
 
@@ -328,7 +318,7 @@ async def test_half_updated_pool_is_healed_when_the_server_is_back(
         found = await backends_of(yard.admin)
         return [b["weights"] for b in found] == ["Current", "Stale"]
 
-    await eventually(half, 20)
+    await eventually(half)
     assert (await yard.admin.get(f"/v1/backendpools/p/weights/{number}")).json()["state"] == "Running"
     engines[1].start()
     done = (await yard.admin.get(f"/v1/backendpools/p/weights/{number}", params={"wait": 30})).json()
@@ -340,12 +330,12 @@ async def test_half_updated_pool_is_healed_when_the_server_is_back(
     async def healed() -> bool:
         return (await backends_of(yard.admin))[0]["weights"] == "Current" and engines[0].label() == "v1"
 
-    await eventually(healed, 30)
+    await eventually(healed)
     assert engines[0].logprobs() == pytest.approx(references["other"]["logprobs"], abs=1e-4)
 
 
 async def test_pushed_weights_on_a_paused_pool(
-    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+    yard: Any, engines: list[Engine], other: Path, references: Any
 ) -> None:
     answer = await yard.admin.post("/v1/backendpools/p/pause", params={"mode": "wait"})
     assert (answer.status_code, answer.json()["status"]["paused"]) == (200, True)
@@ -368,7 +358,7 @@ async def test_pushed_weights_on_a_paused_pool(
         found = (await backends_of(yard.admin))[0]
         return bool(found["weights"] == "Stale" and "push them again" in found["message"])
 
-    await eventually(stale, 30)
+    await eventually(stale)
 
 
 async def test_pause_and_resume(yard: Any, engines: list[Engine]) -> None:
@@ -407,7 +397,7 @@ async def test_unverified_where_there_is_nothing_to_compare_with(yard: Any, othe
 
 
 async def test_a_control_plane_killed_between_pausing_and_resuming(
-    settings: Settings, serving: Any, engines: list[Engine], eventually: Callable[..., Any]
+    settings: Settings, engines: list[Engine]
 ) -> None:
     """The pool stays paused over a restart, and its servers continue once it is resumed."""
     async with serving(settings) as served:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from rollyard_api.weights import checkpoints
 from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_crds.weights import WeightSource
 from rollyard_testing.api.databases import migrated_database
+from rollyard_testing.api.plane import Worker, make_manifest, serving, start_api
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -57,21 +60,16 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def pool_of(urls: list[str]) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "p"},
-        "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
-    }
+    return pool_manifest("p", {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}})
 
 
-async def made(admin: httpx.AsyncClient, urls: list[str], eventually: Callable[..., Any]) -> None:
+async def made(admin: httpx.AsyncClient, urls: list[str]) -> None:
     assert (await admin.post("/v1/backendpools", json=pool_of(urls))).status_code == 201
 
     async def ready() -> bool:
         return all(b["ready"] for b in await backends_of(admin))
 
-    await eventually(ready, 20)
+    await eventually(ready)
 
 
 async def backends_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -122,11 +120,7 @@ STEPS: tuple[Step, ...] = ("measure", "pause", "load", "label", "resume", "compa
 
 @pytest.mark.faults
 async def test_kill_9_of_the_control_plane_at_each_step(
-    tmp_path: Path,
-    start_api: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    tmp_path: Path, servers: list[Scripted], checkpoint: Path
 ) -> None:
     """Updates follow each other, each killed while both servers are at another step of it.
 
@@ -140,7 +134,7 @@ async def test_kill_9_of_the_control_plane_at_each_step(
             headers = {"Authorization": f"Bearer {process.tokens['admin']}"}
             async with httpx.AsyncClient(base_url=process.url, headers=headers, timeout=patience(70)) as http:
                 if number is None:
-                    await made(http, [server.url for server in servers], eventually)
+                    await made(http, [server.url for server in servers])
                 else:
                     done = await ended(http, number)
                     assert (done["state"], done["verified"]) == ("Succeeded", True), done
@@ -159,22 +153,18 @@ async def test_kill_9_of_the_control_plane_at_each_step(
                 async def reached(step: Step = step) -> bool:
                     return all(server.paths[step] in server.seen for server in servers)
 
-                await eventually(reached, 30)
+                await eventually(reached)
                 process.kill()
         for server in servers:
             server.gates.pop(server.paths[step]).set()
 
 
 async def test_nothing_is_sampled_with_what_old_weights_have_computed(
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     """The prefix cache is emptied after the weights are loaded and before anything is sampled again."""
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         for server in servers:
             server.seen.clear()
         done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
@@ -188,15 +178,11 @@ async def test_nothing_is_sampled_with_what_old_weights_have_computed(
 
 
 async def test_a_server_that_fails_now_and_then(
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     """A reload that fails twice with 500, and a pause that hangs, are tried until they work."""
     async with serving(settings, **quick(settings, pause=0.5)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         servers[0].failing[servers[0].paths["load"]] = 2
         servers[1].gates[servers[1].paths["pause"]] = threading.Event()
         number = (await post(served.admin, checkpoint)).json()["id"]
@@ -205,7 +191,7 @@ async def test_a_server_that_fails_now_and_then(
             parts = (await ended(served.admin, number, 0))["backends"]
             return any("no answer within" in part["message"] for part in parts)
 
-        await eventually(hangs, 20)
+        await eventually(hangs)
         assert (await backends_of(served.admin))[1]["weights"] == "Updating"
         servers[1].gates.pop(servers[1].paths["pause"]).set()
         done = await ended(served.admin, number)
@@ -214,21 +200,17 @@ async def test_a_server_that_fails_now_and_then(
 
 
 async def test_a_server_that_never_loads_waits_for_its_restart(
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         servers[0].failing[servers[0].paths["load"]] = 1_000
         number = (await post(served.admin, checkpoint)).json()["id"]
 
         async def flagged() -> bool:
             return bool((await backends_of(served.admin))[0]["restartRequested"])
 
-        await eventually(flagged, 20)
+        await eventually(flagged)
         half = await backends_of(served.admin)
         assert [b["weights"] for b in half] == ["Failed", "Current"]
         assert (await ended(served.admin, number, 0))["state"] == "Running"
@@ -239,15 +221,9 @@ async def test_a_server_that_never_loads_waits_for_its_restart(
         assert [(s.label, s.weights, s.paused) for s in servers] == [("v1", "new", False)] * 2
 
 
-async def test_no_server_loads(
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
-) -> None:
+async def test_no_server_loads(settings: Settings, servers: list[Scripted], checkpoint: Path) -> None:
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         for server in servers:
             server.failing[server.paths["load"]] = 1_000
         number = (await post(served.admin, checkpoint)).json()["id"]
@@ -258,15 +234,10 @@ async def test_no_server_loads(
 
 
 async def test_one_server_that_keeps_old_weights_fails_the_update(
-    shape: str,
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    shape: str, settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         servers[1].stale = True
         done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
         assert done["state"] == "Failed"
@@ -286,7 +257,7 @@ async def test_one_server_that_keeps_old_weights_fails_the_update(
                 for server in servers
             )
 
-        await eventually(flagged, 20)
+        await eventually(flagged)
         for server in servers:
             assert server.paused == (server in restarted), "nothing is sampled with weights that nobody knows"
         for server in restarted:
@@ -296,7 +267,7 @@ async def test_one_server_that_keeps_old_weights_fails_the_update(
         async def back() -> bool:
             return all(b["weights"] == "Current" for b in await backends_of(served.admin))
 
-        await eventually(back, 30)
+        await eventually(back)
         done = await ended(served.admin, (await post(served.admin, checkpoint, "v2")).json()["id"])
         assert done["state"] == "Succeeded"
 
@@ -316,10 +287,8 @@ async def test_the_tolerance_follows_from_the_data_type_unless_it_is_given(
     tolerance: float | None,
     state: str,
     settings: Settings,
-    serving: Any,
     servers: list[Scripted],
     checkpoint: Path,
-    eventually: Callable[..., Any],
 ) -> None:
     """The servers differ from the reference by 0.3 nats, and do not say in which type they compute."""
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -327,7 +296,7 @@ async def test_the_tolerance_follows_from_the_data_type_unless_it_is_given(
     if tolerance is not None:
         near["tolerance"] = tolerance
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         done = await ended(served.admin, (await post(served.admin, checkpoint, reference=near)).json()["id"])
         assert done["state"] == state, done
         if state == "Failed":
@@ -336,15 +305,11 @@ async def test_the_tolerance_follows_from_the_data_type_unless_it_is_given(
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 async def test_bad_folders_name_the_field_and_the_file(
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
 
         async def refusal(folder: Path, **fields: Any) -> str:
             answer = await post(served.admin, folder, **fields)
@@ -389,21 +354,13 @@ def test_a_folder_that_only_the_servers_see_is_left_to_them(engine: str, tmp_pat
     indirect=["settings"],
 )
 async def test_stale_rollouts(
-    choice: str,
-    lag: int,
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    make_manifest: Any,
-    worker_of: Any,
-    eventually: Callable[..., Any],
+    choice: str, lag: int, settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     """Rollouts beyond maxPolicyLag are returned in Run, before Eval and at completion, once and without an
     attempt.
     """
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
         manifest = make_manifest(
             tasks=tasks,
@@ -414,7 +371,7 @@ async def test_stale_rollouts(
         )
         answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
         assert answer.status_code == 201, answer.text
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         await worker.complete(*[worker.result(one) for one in await worker.lease(init=3)])
         held = await worker.lease(run=3)
         assert len(held) == 3
@@ -460,7 +417,7 @@ async def test_stale_rollouts(
 
 
 @pytest.fixture
-async def calm(settings: Settings, serving: Any) -> AsyncIterator[Any]:
+async def calm(settings: Settings) -> AsyncIterator[Any]:
     """Yield a control plane that leaves the weights of backends to the test."""
     async with serving(settings, weights_seconds=3600.0) as served:
         yield served
@@ -479,7 +436,7 @@ async def _updated(served: Any, pool: str, url: str, index: int, weights: str = 
     return count
 
 
-async def _on_pools(served: Any, make_manifest: Any, worker_of: Any, **lags: int | None) -> dict[str, Any]:
+async def _on_pools(served: Any, **lags: int | None) -> dict[str, Any]:
     """Bring two rollouts of each job to Run, and return the leases by job.
 
     The jobs that are called `q...` are on another pool than the rest, and `team` is on one of another
@@ -500,7 +457,7 @@ async def _on_pools(served: Any, make_manifest: Any, worker_of: Any, **lags: int
         )
         query = {"namespace": "team" if job == "team" else "default"}
         assert (await served.admin.post("/v1/rolloutjobs", params=query, json=manifest)).status_code == 201
-    worker = worker_of(served.worker)
+    worker = Worker(served.worker)
     count = 2 * len(lags)
     await worker.complete(*[worker.result(one) for one in await worker.lease(init=count)])
     held: dict[str, Any] = {job: [] for job in lags}
@@ -510,13 +467,11 @@ async def _on_pools(served: Any, make_manifest: Any, worker_of: Any, **lags: int
     return held
 
 
-async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
-    calm: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(calm: Any) -> None:
     """One rollout of each job is in Run, and the other one waits for Eval, or is there already."""
     lags = {"strict": 0, "lenient": 1, "unbounded": None, "q-strict": 0, "team": 0}
-    held = await _on_pools(calm, make_manifest, worker_of, **lags)
-    worker = worker_of(calm.worker)
+    held = await _on_pools(calm, **lags)
+    worker = Worker(calm.worker)
     assert set(await worker.complete(*[worker.result(two) for _, two in held.values()])) == {"accepted"}
     (evaluated,) = await worker.lease(eval=1, job="q-strict")
 
@@ -546,14 +501,10 @@ async def test_each_job_has_a_lag_of_its_own_and_only_updates_of_its_pool_count(
     assert sorted(one["job"] for one in again) == ["lenient"] * 2 + ["q-strict"] + ["strict"] * 2
 
 
-async def test_a_rollout_that_leaves_run_after_too_many_updates_begins_again(
-    calm: Any, make_manifest: Any, worker_of: Any
-) -> None:
+async def test_a_rollout_that_leaves_run_after_too_many_updates_begins_again(calm: Any) -> None:
     """An update that another backend of the pool got while it was in Run is noticed when it is complete."""
-    held = await _on_pools(
-        calm, make_manifest, worker_of, strict=0, lenient=1, unbounded=None, **{"q-strict": 0}
-    )
-    worker = worker_of(calm.worker)
+    held = await _on_pools(calm, strict=0, lenient=1, unbounded=None, **{"q-strict": 0})
+    worker = Worker(calm.worker)
 
     def update(tx: Transaction) -> None:
         tx.conn.execute(sa.update(pools).where(pools.c.namespace == "default").values(policy_index=1))
@@ -569,11 +520,9 @@ async def test_a_rollout_that_leaves_run_after_too_many_updates_begins_again(
     )
 
 
-async def test_a_backend_that_gets_other_weights_takes_back_what_is_in_run_on_it(
-    calm: Any, make_manifest: Any, worker_of: Any
-) -> None:
-    held = await _on_pools(calm, make_manifest, worker_of, one=None, two=None, team=None)
-    worker = worker_of(calm.worker)
+async def test_a_backend_that_gets_other_weights_takes_back_what_is_in_run_on_it(calm: Any) -> None:
+    held = await _on_pools(calm, one=None, two=None, team=None)
+    worker = Worker(calm.worker)
     leases = [lease for of_job in held.values() for lease in of_job]
     url = held["one"][0]["backend"]["url"]
     there = [x for x in leases if x["backend"]["url"] == url and x["namespace"] == "default"]
@@ -592,19 +541,13 @@ async def test_a_backend_that_gets_other_weights_takes_back_what_is_in_run_on_it
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 async def test_in_flight_restart_fences_what_is_in_run(
-    settings: Settings,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    make_manifest: Any,
-    worker_of: Any,
-    eventually: Callable[..., Any],
+    settings: Settings, servers: list[Scripted], checkpoint: Path
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
-        await made(served.admin, [server.url for server in servers], eventually)
+        await made(served.admin, [server.url for server in servers])
         manifest = make_manifest(backendRef={"name": "p"}, agent={"type": "tools"})
         assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
-        worker = worker_of(served.worker)
+        worker = Worker(served.worker)
         await worker.complete(*[worker.result(one) for one in await worker.lease(init=2)])
         held = await worker.lease(run=2)
         sandboxes = [one["sandbox"]["id"] for one in held]
@@ -629,19 +572,14 @@ async def test_in_flight_restart_fences_what_is_in_run(
 
 @pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 async def test_one_of_two_replicas_makes_an_update(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    serving: Any,
-    servers: list[Scripted],
-    checkpoint: Path,
-    eventually: Callable[..., Any],
+    request: pytest.FixtureRequest, tmp_path: Path, servers: list[Scripted], checkpoint: Path
 ) -> None:
     database = request.getfixturevalue("fresh_postgres")
     common: dict[str, Any] = {"db": database, "trajectories": str(tmp_path / "store"), "recheck_seconds": 0.1}
     one = Settings(state_dir=tmp_path / "a", sweep_seconds=3600.0, **common)
     two = replace(one, state_dir=tmp_path / "b")
     async with serving(one, **quick(one)) as first, serving(two, **quick(two)) as second:
-        await made(first.admin, [server.url for server in servers], eventually)
+        await made(first.admin, [server.url for server in servers])
         for server in servers:
             server.seen.clear()
         number = (await post(second.admin, checkpoint)).json()["id"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 from rollyard_api.settings import Settings
 from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_api.weights.verification import PROMPT_TOKENS
+from rollyard_testing.api.plane import serving
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, VllmShaped
-
-Eventually = Callable[..., Any]
+from rollyard_testing.waiting import eventually
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ class Pool:
 
 
 @pytest.fixture
-async def pool(settings: Settings, serving: Any, checkpoint: Path, forward: Path) -> AsyncIterator[Pool]:
+async def pool(settings: Settings, checkpoint: Path, forward: Path) -> AsyncIterator[Pool]:
     quick = {"weights_seconds": 0.05, "weight_limits": UpdateLimits(look=0.2), "verify_python": str(forward)}
     async with serving(settings, **quick) as served:
         spec = {"model": "tiny", "engine": {"type": "vllm"}}
@@ -107,7 +107,7 @@ async def test_an_update_of_an_empty_pool_waits_and_is_verified_on_the_first_bac
 
 
 async def test_the_first_backend_shows_that_an_update_cannot_be_verified(
-    pool: Pool, server: VllmShaped, forward: Path, eventually: Eventually
+    pool: Pool, server: VllmShaped, forward: Path
 ) -> None:
     forward.unlink()
     number = await pool.begin("v1")
@@ -162,7 +162,7 @@ async def test_nothing_was_pushed_into_a_pool_without_backends(pool: Pool, serve
 
 
 async def test_a_server_that_lost_weights_that_cannot_be_verified_any_more_is_not_restarted(
-    pool: Pool, server: VllmShaped, checkpoint: Path, eventually: Eventually
+    pool: Pool, server: VllmShaped, checkpoint: Path
 ) -> None:
     await pool.report(server)
     done = await pool.update(await pool.begin("v1"))
@@ -191,7 +191,7 @@ async def test_a_server_that_lost_weights_that_cannot_be_verified_any_more_is_no
 
 
 async def test_a_backend_that_came_after_the_push_waits_until_they_are_pushed_again(
-    pool: Pool, server: VllmShaped, eventually: Eventually
+    pool: Pool, server: VllmShaped
 ) -> None:
     pushed = {"source": {"pushed": True}, "reference": REFERENCE}
     other = VllmShaped()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from rollyard_api.weights.verification import fixed_prompt
 from rollyard_crds.weights import PauseMode, WeightSource
 from rollyard_inference.errors import BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_testing.api.weights import FULL, NEXT, ONE, PUSHED, Pools
+from rollyard_testing.waiting import eventually
 
 
 class Server:
@@ -426,9 +427,7 @@ async def test_an_update_is_taken_over_once_its_owner_is_silent(
 
 
 @pytest.mark.parametrize("two", ["postgresql"], indirect=True)
-async def test_a_refusal_waits_for_an_update_that_is_being_added(
-    two: Pools, eventually: Callable[..., Any]
-) -> None:
+async def test_a_refusal_waits_for_an_update_that_is_being_added(two: Pools) -> None:
     """Both lock the pool first, so that neither can wait for the other."""
     number = await two.begin("v1", FULL)
     engine = sa.create_engine(two.served.plane.database.writer.url)
@@ -445,7 +444,7 @@ async def test_a_refusal_waits_for_an_update_that_is_being_added(
             async def waits() -> bool:
                 return bool(watching.scalar(blocked))
 
-            await eventually(waits, 10)
+            await eventually(waits)
             adding.execute(sa.text("SET LOCAL lock_timeout = '500ms'"))
             adding.execute(sa.update(weight_updates).values(state="Superseded"))
             adding.execute(sa.update(pools).where(pools.c.name == "p").values(policy_index=2))
@@ -507,7 +506,7 @@ async def rounds(two: Pools, disk: Bulkhead, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_control_plane_that_reaches_no_server_leaves_the_update_to_others(
-    two: Pools, rounds: Rounds, eventually: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    two: Pools, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = await two.begin("v1", FULL)
 
@@ -520,14 +519,12 @@ async def test_a_control_plane_that_reaches_no_server_leaves_the_update_to_other
         await rounds.coordinator.round()
         return {part["message"] for part in (await two.update(number))["backends"]} == {"no route"}
 
-    await eventually(reported, 10)
+    await eventually(reported)
     query = sa.select(weight_updates.c.owner)
     assert await two.served.plane.database.read(lambda conn: conn.scalar(query)) is None
 
 
-async def test_every_server_that_was_restarted_is_noticed(
-    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
-) -> None:
+async def test_every_server_that_was_restarted_is_noticed(two: Pools, rounds: Rounds) -> None:
     """A server that calls its weights otherwise than they were called gets the weights again."""
     number = await two.begin("v1", FULL)
     for url in two.urls:
@@ -547,17 +544,17 @@ async def test_every_server_that_was_restarted_is_noticed(
         ends = ["pause abort", "load /full", "label v1", "flush", "resume"]
         return calls == {two.urls[1]: ends, two.urls[4]: ends}
 
-    await eventually(loaded, 10)
+    await eventually(loaded)
 
     async def current() -> bool:
         return await rounds.weights() == ["Current"] * 5
 
-    await eventually(current, 10)
+    await eventually(current)
     assert (await two.update(number))["state"] == "Succeeded"
 
 
 async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
-    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
+    two: Pools, rounds: Rounds
 ) -> None:
     await two.write(records.pause, namespace="default", name="p", mode="keep")
     rounds.servers[two.urls[2]]._missing = ("resume",)
@@ -567,7 +564,7 @@ async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
         found = (await two.status())["backends"]
         return [(b["weights"], b["message"]) for b in found] == [("Updating", PAUSED)] * 5
 
-    await eventually(paused, 10)
+    await eventually(paused)
     assert [server.calls for server in rounds.servers.values()] == [["pause keep"]] * 5
     assert {b["weights"] for b in (await two.status("q"))["backends"]} == {"Current"}
     await two.write(records.pause, namespace="default", name="p", mode=None)
@@ -576,15 +573,13 @@ async def test_a_paused_pool_pauses_its_servers_in_its_mode_and_resumes_them(
         await rounds.coordinator.round()
         return await rounds.weights() == ["Current"] * 5
 
-    await eventually(resumed, 10)
+    await eventually(resumed)
     calls = [server.calls for server in rounds.servers.values()]
     assert calls == [["pause keep", *([] if at == 2 else ["resume"])] for at in range(5)]
     assert {b["message"] for b in (await two.status())["backends"]} == {""}
 
 
-async def test_a_server_that_refuses_what_it_is_to_load_keeps_what_it_has(
-    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
-) -> None:
+async def test_a_server_that_refuses_what_it_is_to_load_keeps_what_it_has(two: Pools, rounds: Rounds) -> None:
     """One refusal is enough, since the request is wrong; an error is tried again."""
     first = await two.begin("v1", FULL)
     await two.succeed(first)
@@ -598,7 +593,7 @@ async def test_a_server_that_refuses_what_it_is_to_load_keeps_what_it_has(
         await rounds.coordinator.round()
         return str((await two.update(number))["state"]) == "Failed"
 
-    await eventually(failed, 10)
+    await eventually(failed)
     assert "no such layer" in (await two.update(number))["message"]
     assert (await two.status())["policyVersion"] == "v1"
     for server in rounds.servers.values():
@@ -608,7 +603,7 @@ async def test_a_server_that_refuses_what_it_is_to_load_keeps_what_it_has(
         await rounds.coordinator.round()
         return await rounds.weights() == ["Current"] * 5
 
-    await eventually(back, 20)
+    await eventually(back)
     assert {b["policyVersion"] for b in (await two.status())["backends"]} == {"v1"}
     assert {server.loaded for server in rounds.servers.values()} == {"/full"}
     assert not any(b["restartRequested"] for b in (await two.status())["backends"])
@@ -616,7 +611,7 @@ async def test_a_server_that_refuses_what_it_is_to_load_keeps_what_it_has(
 
 
 async def test_a_server_that_is_watched_is_believed_once_it_has_a_label_of_its_own(
-    two: Pools, rounds: Rounds, eventually: Callable[..., Any]
+    two: Pools, rounds: Rounds
 ) -> None:
     await two.begin("v1", FULL)
     for url in two.urls:
@@ -629,7 +624,7 @@ async def test_a_server_that_is_watched_is_believed_once_it_has_a_label_of_its_o
         await rounds.coordinator.round()
         return not (await two.status())["backends"][1]["restartRequested"]
 
-    await eventually(again, 10)
+    await eventually(again)
     await rounds.coordinator.round()
     asked = [b["restartRequested"] for b in (await two.status())["backends"]]
     assert asked == [True, False, True, True, True]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from rollyard_api.rollouts import sweeps
+from rollyard_testing.api.plane import Worker, make_manifest
 
 
 @pytest.fixture
-async def job(served: Any, make_manifest: Any) -> None:
+async def job(served: Any) -> None:
     tasks = [{"id": f"t{number}", "prompt": "p"} for number in range(4)]
     answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks={"inline": tasks}))
     assert answer.status_code == 201, answer.text
@@ -29,8 +30,8 @@ async def _counts(served: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("job")
-async def test_the_leases_of_a_dead_worker_return_at_once(served: Any, worker_of: Any) -> None:
-    dead, alive = worker_of(served.worker, name="dead"), worker_of(served.worker, name="alive")
+async def test_the_leases_of_a_dead_worker_return_at_once(served: Any) -> None:
+    dead, alive = Worker(served.worker, name="dead"), Worker(served.worker, name="alive")
     first, second = await dead.lease(init=2)
     (kept,) = await alive.lease(init=1)
     assert await _died(served, "dead") == {"returned": 2, "completed": False}
@@ -47,10 +48,8 @@ async def test_the_leases_of_a_dead_worker_return_at_once(served: Any, worker_of
 
 
 @pytest.mark.usefixtures("job")
-async def test_a_repeat_changes_nothing_even_when_another_holds_the_rollouts(
-    served: Any, worker_of: Any
-) -> None:
-    dead, alive = worker_of(served.worker, name="dead"), worker_of(served.worker, name="alive")
+async def test_a_repeat_changes_nothing_even_when_another_holds_the_rollouts(served: Any) -> None:
+    dead, alive = Worker(served.worker, name="dead"), Worker(served.worker, name="alive")
     await dead.lease(init=2)
     await _died(served, "dead")
     taken = await alive.lease(init=4)
@@ -59,8 +58,8 @@ async def test_a_repeat_changes_nothing_even_when_another_holds_the_rollouts(
 
 
 @pytest.mark.usefixtures("job")
-async def test_a_worker_that_completed_a_stage_is_told_apart(served: Any, worker_of: Any) -> None:
-    useful, other = worker_of(served.worker, name="useful"), worker_of(served.worker, name="other")
+async def test_a_worker_that_completed_a_stage_is_told_apart(served: Any) -> None:
+    useful, other = Worker(served.worker, name="useful"), Worker(served.worker, name="other")
     (lease, _) = await useful.lease(init=2)
     await useful.complete(useful.result(lease))
     await other.lease(init=1)
@@ -69,8 +68,8 @@ async def test_a_worker_that_completed_a_stage_is_told_apart(served: Any, worker
 
 
 @pytest.mark.usefixtures("job")
-async def test_a_failure_is_no_completed_stage(served: Any, worker_of: Any) -> None:
-    worker = worker_of(served.worker, name="w")
+async def test_a_failure_is_no_completed_stage(served: Any) -> None:
+    worker = Worker(served.worker, name="w")
     (lease,) = await worker.lease(init=1)
     failure = {key: lease[key] for key in ("rollout", "token", "stage")} | {"reason": "SandboxStartFailed"}
     answer = await served.worker.post("/v1/leases/fail", json={"worker": "w", "failures": [failure]})
@@ -79,10 +78,10 @@ async def test_a_failure_is_no_completed_stage(served: Any, worker_of: Any) -> N
 
 
 @pytest.mark.usefixtures("job")
-async def test_only_the_named_job_is_looked_at(served: Any, worker_of: Any, make_manifest: Any) -> None:
+async def test_only_the_named_job_is_looked_at(served: Any) -> None:
     answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest("second"))
     assert answer.status_code == 201, answer.text
-    worker = worker_of(served.worker, name="w")
+    worker = Worker(served.worker, name="w")
     lease, *_ = await worker.lease(job="job", init=4)
     await worker.complete(worker.result(lease))
     for job, namespace in (("second", "default"), ("job", "elsewhere"), ("nothing", "default")):
@@ -94,19 +93,17 @@ async def test_only_the_named_job_is_looked_at(served: Any, worker_of: Any, make
 
 
 @pytest.mark.usefixtures("job")
-async def test_more_leases_than_one_batch(
-    served: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_more_leases_than_one_batch(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "EXPIRY_BATCH", 3)
-    await worker_of(served.worker, name="w").lease(init=4)
+    await Worker(served.worker, name="w").lease(init=4)
     assert (await _died(served, "w"))["returned"] == 4
     assert (await _counts(served))["init"] == {"queued": 4, "active": 0}
 
 
 @pytest.mark.usefixtures("job")
-async def test_a_rollout_that_kills_every_worker_ends_as_failed(served: Any, worker_of: Any) -> None:
+async def test_a_rollout_that_kills_every_worker_ends_as_failed(served: Any) -> None:
     for number in range(served.plane.settings.max_expiries + 1):
-        assert len(await worker_of(served.worker, name=f"w{number}").lease(init=4)) == 4
+        assert len(await Worker(served.worker, name=f"w{number}").lease(init=4)) == 4
         await _died(served, f"w{number}")
     assert (await _counts(served))["failed"] == 4
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import pytest
 import yaml
 from rollyard_testing.faults.yard import Yard
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 MODEL = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
 END = 2
@@ -147,14 +147,6 @@ def rollyard(*arguments: str, home: Path | None = None, cwd: Path | None = None)
     return Said(done.returncode, done.stdout, done.stderr)
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for a condition, for a bounded time."""
-    deadline = time.monotonic() + patience(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.1)
-
-
 class Desk:
     """A running Rollyard, as its user has it: the command line, REST, and files to submit."""
 
@@ -163,9 +155,7 @@ class Desk:
         self.folder = folder
         self.backends = backends
 
-    @staticmethod
-    def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-        until(condition, seconds)
+    until = staticmethod(until)
 
     def cli(self, *arguments: str) -> Said:
         return rollyard(*arguments, home=self.yard.home, cwd=self.folder)
@@ -216,7 +206,7 @@ class Desk:
 
     def ended(self, name: str) -> dict[str, Any]:
         """Return the job once it is over."""
-        until(lambda: self.job(name)["status"].get("completionTime") is not None, 90)
+        until(lambda: self.job(name)["status"].get("completionTime") is not None, patience(90))
         until(lambda: self.conditions(name).get("Finished") == ("True", self.conditions(name)["Finished"][1]))
         return self.job(name)
 
@@ -240,8 +230,8 @@ class Desk:
 
     def cleared(self, name: str) -> None:
         """Wait until no sandbox and no worker of the job is left."""
-        until(lambda: self.sandboxes(name) == [], 30)
-        until(lambda: not list((self.yard.home / "pids").glob(f"{name}*.json")), 60)
+        until(lambda: self.sandboxes(name) == [], patience(30))
+        until(lambda: not list((self.yard.home / "pids").glob(f"{name}*.json")))
 
 
 def _read(file: Path) -> str:

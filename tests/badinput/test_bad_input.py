@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.slow
@@ -34,18 +35,16 @@ SMALL = {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "war
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
     """Return an oracle's job of one task, with these fields of the spec changed."""
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": {
+    return job_manifest(
+        name,
+        {
             "tasks": {"inline": [TASK]},
             "handler": "shell",
             "agent": {"type": "oracle", "tools": ["bash"]},
             "sandbox": SMALL,
             **spec,
         },
-    }
+    )
 
 
 def replaying(command: str) -> dict[str, Any]:
@@ -55,12 +54,7 @@ def replaying(command: str) -> dict[str, Any]:
 
 def external(name: str, url: str, tokenizer: Path) -> dict[str, Any]:
     engine = {"type": "external", "external": {"urls": [url]}}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": name},
-        "spec": {"model": "policy", "tokenizer": str(tokenizer), "engine": engine},
-    }
+    return pool_manifest(name, {"model": "policy", "tokenizer": str(tokenizer), "engine": engine})
 
 
 def endless() -> dict[str, Any]:

@@ -15,13 +15,11 @@ from rollyard.declared import arguments_again
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
 from rollyard.main import COMMANDS, main
+from rollyard_testing.manifests import job_manifest
 
-JOB: dict[str, Any] = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "j"},
-    "spec": {"tasks": {"url": "tasks.jsonl"}, "handler": "shell", "agent": {"type": "oracle"}},
-}
+JOB: dict[str, Any] = job_manifest(
+    "j", {"tasks": {"url": "tasks.jsonl"}, "handler": "shell", "agent": {"type": "oracle"}}
+)
 TASK: dict[str, Any] = {"id": "a", "prompt": "x", "test_script": "true", "solution": []}
 
 
@@ -72,16 +70,6 @@ def test_wrong_command_and_wrong_flag(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Did you mean 'submit'?" in capsys.readouterr().err
     assert main(["submit", "--fil", "x"]) == 2
     assert "--file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "command", [["get"], ["watch", "x"], ["describe", "x"], ["cancel", "x"], ["view", "x"]], ids=" ".join
-)
-def test_no_server(command: list[str], capsys: pytest.CaptureFixture[str], free_port: int) -> None:
-    url = f"http://127.0.0.1:{free_port}"
-    assert main([*command, "--url", url]) == 1
-    error = capsys.readouterr().err
-    assert error.strip() == f"rollyard: no server at {url}; start one with `rollyard up`"
 
 
 def test_no_server_of_a_home(
@@ -167,15 +155,6 @@ def test_bad_manifests(
 ) -> None:
     assert main(["validate", "-f", str(write(tmp_path, job))]) == 1
     assert told in capsys.readouterr().err
-
-
-def test_broken_line_is_named_by_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tasks: list[Any] = [{**TASK, "id": f"t{number}"} for number in range(1, 8001)]
-    tasks[7311] = '{"id": "t7312", "prompt": '
-    assert main(["validate", "-f", str(write(tmp_path, JOB, tasks))]) == 1
-    error = capsys.readouterr().err
-    assert "line 7312: not valid JSON" in error
-    assert error.count("line ") == 2, "nothing else is wrong (and JSON's own line number)"
 
 
 def test_tasks_are_checked_as_their_handler_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,12 +48,6 @@ def told(finding: Finding) -> str:
     return f"{finding.found} | {finding.advice}"
 
 
-def test_a_machine_without_slurm_misses_nothing(programs: Callable[..., None]) -> None:
-    found = slurm.check_slurm({}, answering({}))
-    assert found.verdict == "optional"
-    assert "not installed" in found.found
-
-
 def test_slurm_s_commands_without_a_cluster(programs: Callable[..., None]) -> None:
     programs(*slurm.PROGRAMS)
     runner = answering({"sbatch --version": (1, "sbatch: fatal: Could not establish a configuration source")})
@@ -63,31 +57,29 @@ def test_slurm_s_commands_without_a_cluster(programs: Callable[..., None]) -> No
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict", "words"),
+    ("installed", "answer", "env", "verdict", "words"),
     [
-        ("slurm-wlm 22.05.8", "ok", "22.05.8"),
-        ("slurm 19.05.5", "missing", "20.11 or newer"),
-        ("what?", "missing", "Slurm's own sbatch"),
+        (slurm.PROGRAMS, "slurm-wlm 22.05.8", {}, "ok", "22.05.8"),
+        (slurm.PROGRAMS, "slurm 19.05.5", {}, "missing", "20.11 or newer"),
+        (slurm.PROGRAMS, "what?", {}, "missing", "Slurm's own sbatch"),
+        (("sbatch", "squeue"), "slurm 23.02.1", {}, "missing", "scontrol, scancel"),
+        ((), "", {}, "optional", "not installed"),
+        ((), "", {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "cn3"}, "ok", "job 7 on cn3"),
     ],
+    ids=["new", "old", "other", "half of it", "no slurm", "within a job"],
 )
-def test_versions_of_slurm(programs: Callable[..., None], answer: str, verdict: str, words: str) -> None:
-    programs(*slurm.PROGRAMS)
-    found = slurm.check_slurm({}, answering({"sbatch --version": (0, answer)}))
+def test_which_slurm_is_there(
+    programs: Callable[..., None],
+    installed: tuple[str, ...],
+    answer: str,
+    env: dict[str, str],
+    verdict: str,
+    words: str,
+) -> None:
+    programs(*installed)
+    found = slurm.check_slurm(env, answering({"sbatch --version": (0, answer)} if answer else {}))
     assert found.verdict == verdict
     assert words in told(found)
-
-
-def test_a_login_node_with_half_of_slurm(programs: Callable[..., None]) -> None:
-    programs("sbatch", "squeue")
-    found = slurm.check_slurm({}, answering({"sbatch --version": (0, "slurm 23.02.1")}))
-    assert found.verdict == "missing"
-    assert "scontrol, scancel" in found.found
-
-
-def test_within_a_job_slurm_s_commands_are_not_needed(programs: Callable[..., None]) -> None:
-    found = slurm.check_slurm({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "cn3"}, answering({}))
-    assert found.verdict == "ok"
-    assert "job 7 on cn3" in found.found
 
 
 def test_a_controller_that_does_not_answer() -> None:

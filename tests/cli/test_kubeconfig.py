@@ -19,6 +19,7 @@ import pytest
 from rollyard.main import main
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 SCRIPT = Path(__file__).with_name("scripted_kubectl.py")
 READY_SECONDS = 150
@@ -229,10 +230,7 @@ def test_nothing_is_left_when_the_command_is_killed(kubectl: Scripted, tmp_path:
         port = int(process.stdout.readline().rsplit(":", 1)[1])
         process.kill()
         process.wait()
-    deadline = time.monotonic() + patience(READY_SECONDS)
-    while listens(port):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not listens(port), patience(READY_SECONDS))
 
 
 def listens(port: int) -> bool:

@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,7 +20,9 @@ from rollyard.main import main
 from rollyard_client import Client
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.processes import ProcessIdentity, is_alive
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 MARK = "ROLLYARD_DRIVER_TEST"
 
@@ -64,18 +65,16 @@ def job(tmp_path: Path) -> Path:
         for number in range(6)
     ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "oracle"},
-        "spec": {
+    manifest = job_manifest(
+        "oracle",
+        {
             "tasks": {"url": "tasks.jsonl"},
             "handler": "shell",
             "samplesPerTask": 2,
             "agent": {"type": "oracle", "tools": ["bash"]},
             "sandbox": {"warm": 1},
         },
-    }
+    )
     path = tmp_path / "job.json"
     path.write_text(json.dumps(manifest))
     return path
@@ -94,13 +93,6 @@ def marked(mark: str) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + patience(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.1)
 
 
 class Up:
@@ -255,7 +247,7 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
             assert client.job("oracle").status.counts.succeeded == 12
         assert main(["down", *home]) == 0
         assert again.process.wait(patience(10)) == 0
-        until(lambda: marked(up.mark) == [], 100.0)
+        until(lambda: marked(up.mark) == [], patience(100))
     finally:
         again.process.kill()
         again.process.wait()

@@ -31,6 +31,7 @@ from rollyard_drivers.reconcile.naming import owner_of
 from rollyard_drivers.reconcile.plan import ObservedPool, Owner, Plan, Profile, Workload
 from rollyard_drivers.reconcile.pool import reconcile_pool
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 SERVER = str(Path(__file__).with_name("scripted_vllm.py"))
 PROFILE = Profile(backoff_seconds=0.1, stop_seconds=2.0, blocked_seconds=0.2)
@@ -357,9 +358,7 @@ async def test_sweep_ends_what_outlived_a_killed_leader(make: Callable[..., Driv
     leader = await asyncio.create_subprocess_exec(
         sys.executable, "-c", f"{core}; input()", stdin=asyncio.subprocess.PIPE, start_new_session=True
     )
-    async with asyncio.timeout(patience(20)):
-        while len(members(leader.pid)) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await eventually(lambda: len(members(leader.pid)) >= 2, patience(20))
     identity = identify(leader.pid)
     assert identity is not None
     write_json(driver.home.pids / "left.json", identity.to_json())

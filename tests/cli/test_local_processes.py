@@ -17,6 +17,7 @@ from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.log_file import LogFile, last_line
 from rollyard_drivers.host.processes import ProcessIdentity, end, identify, is_alive
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -33,9 +34,7 @@ def folders(tmp_path: Path) -> Folders:
 
 
 async def is_up(child: Child, seconds: float = 20.0) -> None:
-    async with asyncio.timeout(patience(seconds)):
-        while "up" not in child.last_line:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await eventually(lambda: "up" in child.last_line, patience(seconds))
 
 
 async def test_exit_status_last_line_and_wake(folders: Folders) -> None:

@@ -24,6 +24,7 @@ from rollyard_client import Client
 from rollyard_crds import BackendPool, Condition
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.processes import members
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
@@ -198,15 +199,13 @@ def test_a_folder_that_is_no_model_is_told_in_the_pools_condition(up: Up, tmp_pa
     empty = tmp_path / "empty-model"
     empty.mkdir()
     for name, model in (("absent", "/no/such/model"), ("empty", str(empty))):
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "BackendPool",
-            "metadata": {"name": name},
-            "spec": {
+        manifest = pool_manifest(
+            name,
+            {
                 "model": model,
                 "engine": {**ENGINE, "command": [up.python, "-m", "vllm.entrypoints.openai.api_server"]},
             },
-        }
+        )
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(manifest))
         assert main(["submit", "-f", str(path), "--home", str(up.home.root)]) == 0

@@ -16,19 +16,19 @@ from rollyard.page import desktop
 from rollyard.page.links import NoLink, link_if_any, page_url, path_of
 from rollyard_client import Client
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.manifests import job_manifest
 
 READY_SECONDS = 150
-JOB: dict[str, Any] = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "job", "namespace": "team"},
-    "spec": {
+JOB: dict[str, Any] = job_manifest(
+    "job",
+    {
         "tasks": {"inline": [{"id": "t/1", "prompt": "p"}]},
         "samplesPerTask": 2,
         "handler": "shell",
         "agent": {"type": "oracle"},
     },
-}
+    namespace="team",
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from rollyard_api.trajectories.parquet import encode
 from rollyard_crds import BackendPool, BackendStatus, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
+from rollyard_testing.manifests import job_manifest
 
 
 def record(sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Trajectory:
@@ -145,12 +146,7 @@ def test_attempts_that_did_not_end_well_are_shown() -> None:
 
 def test_a_job_is_described_with_the_attempts_of_its_rollouts() -> None:
     job = RolloutJob.model_validate(
-        {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "job"},
-            "spec": {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}},
-        }
+        job_manifest("job", {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}})
     )
     attempts = Counter({("run", "BackendUnavailable", False): 105, ("init", "ImageBroken", True): 2})
     text = printed(lambda out: describe_job(out, job, Counter({("Broken", "two\nlines"): 1}), attempts))

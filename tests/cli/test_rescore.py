@@ -18,6 +18,7 @@ from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.crds.segments import reported
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 SAID = ["the answer is 4", "I do not know", "```python\nprint(2 + 2)  # \\boxed{8/2}\n```", "(failed)"]
@@ -61,15 +62,10 @@ def finished(server: Server) -> Server:
     tasks = [
         {"id": f"t{number}", "prompt": "2 + 2?", "answer": "4", "tests": tests} for number in range(len(SAID))
     ]
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "kept"},
-        "spec": {
+    manifest = job_manifest("kept", {
             "tasks": {"inline": tasks}, "handler": "math", "agent": {"type": "oracle"},
             "failurePolicy": {"maxFailedFraction": 1.0},
-        },
-    }  # fmt: skip
+        })  # fmt: skip
     with Client(server.url, server.tokens["admin"]) as client:
         client.submit(manifest)
     common = {"worker": "w"}

@@ -27,6 +27,7 @@ from rollyard_api.jobs.task_sources import AllowList
 from rollyard_crds import Task
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.task_list import TaskListError
+from rollyard_testing.manifests import job_manifest
 
 BLOB = f"blob:sha256:{'0' * 64}"
 BOM = b"\xef\xbb\xbf"
@@ -189,12 +190,7 @@ async def test_a_map_whose_keys_are_no_texts(tmp_path: Path) -> None:
         await submitted(path.read_bytes())
 
 
-JOB = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "j"},
-    "spec": {"tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"}},
-}
+JOB = job_manifest("j", {"tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"}})
 
 
 @pytest.mark.parametrize(

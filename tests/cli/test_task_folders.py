@@ -19,6 +19,7 @@ from rollyard_crds import RolloutJob
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.task_list import TaskListError, parse_lines
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.sandboxes.rootfolder import make_image
 
 EXAMPLES = Path(__file__).parents[2] / "examples/harbor"
@@ -234,12 +235,7 @@ def test_a_folder_in_the_published_layout(
 
     def validate(**options: str) -> int:
         spec["tasks"]["harbor"] = options
-        job = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "j"},
-            "spec": spec,
-        }
+        job = job_manifest("j", spec)
         manifest.write_text(json.dumps(job))
         return main(["validate", "-f", str(manifest), "--oracle"])
 

@@ -13,18 +13,17 @@ import pytest
 from rollyard.main import main
 from rollyard_client import Client, RolloutQuery
 from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
-MANIFEST = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "job"},
-    "spec": {
+MANIFEST = job_manifest(
+    "job",
+    {
         "tasks": {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]},
         "handler": "shell",
         "agent": {"type": "oracle"},
     },
-}
+)
 
 
 def _result(lease: dict[str, Any]) -> dict[str, Any]:

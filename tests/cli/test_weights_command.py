@@ -19,7 +19,9 @@ import pytest
 import rollyard_engine
 from rollyard.main import main
 from rollyard_client import AsyncClient, Client, Conflict
+from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = list(range(5, 25))
@@ -56,20 +58,15 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, s
             token = json.loads((folder / "tokens.json").read_text())["admin"]
             with Client(url, token) as client:
                 client.create_pool(
-                    {
-                        "apiVersion": "rollyard.dev/v1alpha1",
-                        "kind": "BackendPool",
-                        "metadata": {"name": "p"},
-                        "spec": {
+                    pool_manifest(
+                        "p",
+                        {
                             "model": "tiny",
                             "engine": {"type": "external", "external": {"urls": [address]}},
                         },
-                    }
+                    )
                 )
-                end = time.monotonic() + START_SECONDS
-                while not all(one.ready for one in client.pool("p").status.backends):
-                    assert time.monotonic() < end
-                    time.sleep(0.05)
+                until(lambda: all(one.ready for one in client.pool("p").status.backends), START_SECONDS)
             yield url, token, address
         finally:
             api.kill()

@@ -37,6 +37,7 @@ from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.crds.segments import reported
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 
 
@@ -102,12 +103,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 
 def stream(name: str, **spec: Any) -> dict[str, Any]:
     body = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}, "samplesPerTask": 2}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": body | spec,
-    }
+    return job_manifest(name, body | spec)
 
 
 def tasks(*numbers: int) -> list[dict[str, str]]:
@@ -541,12 +537,7 @@ TINY = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-polic
 
 
 def pool_of(name: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": name},
-        "spec": {"model": "m", **spec},
-    }
+    return pool_manifest(name, {"model": "m", **spec})
 
 
 async def test_a_trainer_with_another_tokenizer_is_told_before_the_first_step(

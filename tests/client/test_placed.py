@@ -18,7 +18,6 @@ from rollyard_client.requests.views import RolloutQuery
 from rollyard_crds import RolloutJob
 
 SPEC = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
-NAMED = {"name": "a", "namespace": "default"}
 DOCUMENT = {"kind": "RolloutJob", "metadata": {"name": "a"}}
 
 

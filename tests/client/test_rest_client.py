@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +43,25 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import RunRecord
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
-from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    url: str
-    tokens: dict[str, str]
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedControlPlane]:
     folder = tmp_path_factory.mktemp("api")
     with a_control_plane(folder, ready_seconds=50, end_seconds=20) as started:
-        yield Server(started.url, started.tokens)
+        yield started
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
     tasks = {"inline": [{"id": "t/0", "prompt": "p"}, {"id": "t/1", "prompt": "p"}]}
     body = {"tasks": tasks, "handler": "shell", "agent": {"type": "oracle"}, "samplesPerTask": 2, **spec}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": body,
-    }
+    return job_manifest(name, body)
 
 
-async def work(server: Server, job: str) -> None:
+async def work(server: StartedControlPlane, job: str) -> None:
     """Take a job's rollouts through all stages with the worker's client."""
     async with RestControlPlane(server.url, server.tokens["worker"]) as worker:
         ask = LeaseRequest(worker="w", node="n", capacity={"init": 16, "run": 16, "eval": 16}, job=job)
@@ -96,7 +86,7 @@ async def work(server: Server, job: str) -> None:
             assert {item.outcome for item in told.outcomes} == {"accepted"}
 
 
-async def finish(server: Server, job: str) -> None:
+async def finish(server: StartedControlPlane, job: str) -> None:
     """Report what a driver reports at the end."""
     async with DriverClient(server.url, server.tokens["driver"]) as driver:
         (found,) = [one for one in await driver.jobs() if one.metadata.name == job]
@@ -110,7 +100,7 @@ async def finish(server: Server, job: str) -> None:
         await driver.put_job_status(found, RolloutJobStatus(phase="Succeeded", conditions=[done]))
 
 
-async def test_sync_and_async_say_the_same(server: Server) -> None:
+async def test_sync_and_async_say_the_same(server: StartedControlPlane) -> None:
     with Client(server.url, server.tokens["admin"]) as client:
         client.ready()
         job = client.submit(manifest("both"))
@@ -147,7 +137,7 @@ async def test_sync_and_async_say_the_same(server: Server) -> None:
         assert missing.value.reason == "JobNotFound"
 
 
-async def test_streams_cancel_and_update(server: Server) -> None:
+async def test_streams_cancel_and_update(server: StartedControlPlane) -> None:
     async with AsyncClient(server.url, server.tokens["admin"]) as client:
         await client.submit(manifest("stream", tasks={"stream": True}))
         assert await client.push_tasks(
@@ -168,7 +158,7 @@ async def test_streams_cancel_and_update(server: Server) -> None:
         assert (await client.cancel("stream")).status.counts.cancelled == 4
 
 
-async def test_steps_of_dynamic_sampling(server: Server) -> None:
+async def test_steps_of_dynamic_sampling(server: StartedControlPlane) -> None:
     spec = {"tasks": {"stream": True}, "samplesPerTask": 2, "dynamicSampling": {"targetGroups": 3}}
     async with AsyncClient(server.url, server.tokens["admin"]) as client:
         await client.submit(manifest("steps", **spec))
@@ -185,13 +175,8 @@ async def test_steps_of_dynamic_sampling(server: Server) -> None:
         assert found.target_groups == 5
 
 
-async def test_pools(server: Server) -> None:
-    document = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "pool"},
-        "spec": {"model": "m"},
-    }
+async def test_pools(server: StartedControlPlane) -> None:
+    document = pool_manifest("pool", {"model": "m"})
     with Client(server.url, server.tokens["admin"]) as client:
         client.create_pool(document)
         assert client.create_pool(BackendPool.model_validate(document)).spec.model == "m"
@@ -205,7 +190,7 @@ async def test_pools(server: Server) -> None:
         assert client.pools("default") == []
 
 
-async def test_claims(server: Server) -> None:
+async def test_claims(server: StartedControlPlane) -> None:
     shape = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64)
     with Client(server.url, server.tokens["admin"]) as client:
         client.submit(manifest("claims"))
@@ -242,7 +227,7 @@ async def test_claims(server: Server) -> None:
                 await other.claims()
 
 
-async def test_registering(server: Server) -> None:
+async def test_registering(server: StartedControlPlane) -> None:
     async with DriverClient(server.url, server.tokens["driver"]) as driver:
         job = RolloutJob.model_validate(manifest("mapped", tasks={"configMapRef": {"name": "tasks"}}))
         job.metadata.annotations["rollyard.dev/object-uid"] = "u1"
@@ -273,7 +258,7 @@ async def test_registering(server: Server) -> None:
         await driver.delete_pool("default", "registered")
 
 
-def test_problems_become_exceptions(server: Server) -> None:
+def test_problems_become_exceptions(server: StartedControlPlane) -> None:
     with Client(server.url, server.tokens["admin"]) as client:
         with pytest.raises(Invalid, match=r"spec\.handler") as wrong:
             client.submit(manifest("x", handler="nobody"))
@@ -385,7 +370,7 @@ def uploaded(number: int, folder: Path) -> tuple[Path, dict[str, Any]]:
     return path, manifest(f"uploaded-{number}", suspend=True)
 
 
-def test_upload(server: Server, tmp_path: Path) -> None:
+def test_upload(server: StartedControlPlane, tmp_path: Path) -> None:
     path, job = uploaded(1, tmp_path)
     with Client(server.url, server.tokens["admin"]) as client:
         url = client.upload(path)
@@ -403,7 +388,7 @@ def test_upload(server: Server, tmp_path: Path) -> None:
             client.delete("uploaded-1", namespace)
 
 
-async def test_upload_async(server: Server, tmp_path: Path) -> None:
+async def test_upload_async(server: StartedControlPlane, tmp_path: Path) -> None:
     path, job = uploaded(2, tmp_path)
     async with AsyncClient(server.url, server.tokens["admin"]) as client:
         job["spec"]["tasks"] = {"url": await client.upload(path)}

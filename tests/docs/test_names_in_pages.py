@@ -62,17 +62,3 @@ def test_paths_exist(page: str) -> None:
 def test_modules_exist(page: str) -> None:
     names = {word for word in code((ROOT / page).read_text()) if MODULE.fullmatch(word)}
     assert sorted(name for name in names if not is_defined(name)) == []
-
-
-def test_what_looks_like_a_path() -> None:
-    assert is_path("tests/docs")
-    assert is_path("helm/rollyard/")
-    assert is_path("tests/*/test_faults.py")
-    assert not is_path("tests")
-    assert not is_path("nodes/metrics")
-    assert not is_path("docs/a page")
-    assert is_there("tests/docs/test_*.py")
-    assert not is_there("tests/docs/test_nothing.py")
-    assert is_defined("rollyard_process.version.installed_version")
-    assert not is_defined("rollyard_process.version.nothing")
-    assert not is_defined("rollyard_crds.nothing")

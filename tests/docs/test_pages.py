@@ -87,19 +87,6 @@ def entries(text: str) -> Iterator[str]:
             yield line
 
 
-@pytest.mark.parametrize(
-    ("text", "twice"),
-    [
-        ("A line.\n\nAnother\nline.\n\nA\nline.", ["A line."]),
-        ("- one\n- two\n  of it\n- two of it", ["- two of it"]),
-        ("| a | b |\n|---|---|\n| c | d |\n| c | d |", ["| c | d |"]),
-        ("## Set\n\nx\n\n## Set\n\n```\nx\n```", []),
-    ],
-)
-def test_what_is_there_twice_is_found(text: str, twice: list[str]) -> None:
-    assert [entry for entry, count in Counter(entries(text)).items() if count > 1] == twice
-
-
 @pytest.mark.parametrize("page", pages())
 def test_nothing_is_there_twice(page: Path) -> None:
     """A merge of two branches easily keeps a paragraph, an entry or a row of both."""

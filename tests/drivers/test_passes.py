@@ -22,12 +22,6 @@ from rollyard_drivers.reconcile.reconcile_pass import job_report, pool_report, p
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile()
 SEEN = ObservedJob(pool=PoolState(True), closed=True)
-ADMITTED = {
-    "type": "Admitted",
-    "status": "True",
-    "reason": "Admitted",
-    "lastTransitionTime": "2025-01-01T00:00:00Z",
-}
 META = {"name": "a", "namespace": "n", "uid": "u1", "generation": 3}
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.processes import identify, is_alive
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 MAIN = """
 import os, sys, time
@@ -59,12 +60,6 @@ async def ready(folders: Folders) -> AsyncIterator[ReadyProcesses]:
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(patience(30)):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 def waiting(folders: Folders) -> list[Path]:
     return sorted(folders.pids.glob("ready-ready_demo-*.json"))
 
@@ -76,21 +71,21 @@ def said(folders: Folders, name: str) -> list[str]:
 async def test_a_ready_process_becomes_the_program_under_its_own_name(
     ready: ReadyProcesses, folders: Folders
 ) -> None:
-    await until(lambda: len(waiting(folders)) == 2)
+    await eventually(lambda: len(waiting(folders)) == 2)
     ended = asyncio.Event()
     child = await ready.start("ready_demo", "one", ["a", "b c"], on_exit=ended.set)
     await asyncio.wait_for(ended.wait(), patience(30))
     assert said(folders, "one") == ["ran", str(child.pid), "a", "b", "c", "/dev/null"]
     assert (child.name, child.exit_code) == ("one", 2)
     assert not (folders.pids / "one.json").exists()
-    await until(lambda: len(waiting(folders)) == 2)
+    await eventually(lambda: len(waiting(folders)) == 2)
 
 
 async def test_a_program_with_options_prepares_before_it_is_used(folders: Folders) -> None:
     made = ReadyProcesses(folders, [Program("ready_demo", ("json",), 1, ("--home", "/h"))])
     keeping = asyncio.create_task(made.keep())
     (pool,) = made._pools.values()
-    await until(lambda: pool.ready and pool.ready[0].last_line == "prepared --home /h")
+    await eventually(lambda: pool.ready and pool.ready[0].last_line == "prepared --home /h")
     child = await made.start("ready_demo", "one", ["a"])
     assert await child.wait(patience(30))
     assert said(folders, "one") == ["ran", str(child.pid), "a", "/dev/null"]
@@ -98,27 +93,15 @@ async def test_a_program_with_options_prepares_before_it_is_used(folders: Folder
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_a_prepared_program_that_gets_no_arguments_runs_nothing(folders: Folders) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo", "--", "x"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-    )
-    async with asyncio.timeout(patience(30)):
-        output, _ = await process.communicate(b"")
-    assert (process.returncode, output) == (0, b"prepared x\nnot needed\n")
-
-
 async def test_each_process_is_used_once_and_a_fresh_one_follows_when_none_is_ready(
     ready: ReadyProcesses, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ready_processes, "REFILL_SECONDS", 60.0)
-    await until(lambda: len(waiting(folders)) == 2)
+    await eventually(lambda: len(waiting(folders)) == 2)
     children = [await ready.start("ready_demo", f"n{number}", ["stay"]) for number in range(3)]
     assert len({child.pid for child in children}) == 3
     assert waiting(folders) == []
-    await until(lambda: all(child.last_line.startswith("ran") for child in children))
+    await eventually(lambda: all(child.last_line.startswith("ran") for child in children))
     for child in children:
         assert (folders.pids / f"{child.name}.json").is_file()
         child.kill_group()
@@ -130,11 +113,11 @@ async def test_a_ready_process_that_was_killed_is_not_used_and_is_replaced(
     ready: ReadyProcesses, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ready_processes, "_AGAIN", ready_processes.Backoff(first=0.05, longest=0.05))
-    await until(lambda: len(waiting(folders)) == 2)
+    await eventually(lambda: len(waiting(folders)) == 2)
     (pool,) = ready._pools.values()
     killed = pool.ready[0]
     killed.kill_group()
-    await until(lambda: killed not in pool.ready and len(pool.ready) == 2)
+    await eventually(lambda: killed not in pool.ready and len(pool.ready) == 2)
     child = await ready.start("ready_demo", "one", [])
     assert child.pid != killed.pid
     assert await child.wait(patience(10))
@@ -142,7 +125,7 @@ async def test_a_ready_process_that_was_killed_is_not_used_and_is_replaced(
 
 
 async def test_variables_need_a_fresh_process(ready: ReadyProcesses, folders: Folders) -> None:
-    await until(lambda: len(waiting(folders)) == 2)
+    await eventually(lambda: len(waiting(folders)) == 2)
     before = waiting(folders)
     child = await ready.start("ready_demo", "one", [], env={"A": "b"})
     assert await child.wait(patience(30))
@@ -165,7 +148,7 @@ async def test_a_replacement_waits_until_the_program_is_started_again(folders: F
         assert await first.wait(patience(30))
         assert waiting(folders) == []
         second = await made.start("ready_demo", "two", ["x"])
-        await until(lambda: len(waiting(folders)) == 1)
+        await eventually(lambda: len(waiting(folders)) == 1)
         assert await second.wait(patience(30))
     finally:
         keeping.cancel()
@@ -185,15 +168,15 @@ async def test_what_follows_the_first_use_waits_until_the_program_is_started_aga
     made = ReadyProcesses(folders, [Program("ready_demo", second_after=3600.0)])
     keeping = asyncio.create_task(made.keep())
     try:
-        await until(lambda: len(waiting(folders)) == 1)
+        await eventually(lambda: len(waiting(folders)) == 1)
         first = await made.start("ready_demo", "one", ["x"])
         assert await first.wait(patience(30))
-        await until(lambda: 3600.0 in pauses)
+        await eventually(lambda: 3600.0 in pauses)
         assert waiting(folders) == []
         second = await made.start("ready_demo", "two", ["x"])
-        await until(lambda: len(waiting(folders)) == 1)
+        await eventually(lambda: len(waiting(folders)) == 1)
         third = await made.start("ready_demo", "three", ["x"])
-        await until(lambda: len(waiting(folders)) == 1)
+        await eventually(lambda: len(waiting(folders)) == 1)
         assert await second.wait(patience(30))
         assert await third.wait(patience(30))
     finally:
@@ -209,14 +192,14 @@ async def test_the_pause_after_the_first_use_delays_no_replacement_of_one_that_d
     keeping = asyncio.create_task(made.keep())
     (pool,) = made._pools.values()
     try:
-        await until(lambda: len(pool.ready) == 2)
+        await eventually(lambda: len(pool.ready) == 2)
         first = await made.start("ready_demo", "one", ["x"])
         assert await first.wait(patience(30))
-        await until(lambda: len(pool.ready) == 2)
+        await eventually(lambda: len(pool.ready) == 2)
         monkeypatch.setattr(ready_processes, "_quiet", lambda pool, seconds: asyncio.sleep(3600))
         killed = pool.ready[0]
         killed.kill_group()
-        await until(lambda: killed not in pool.ready and len(pool.ready) == 2)
+        await eventually(lambda: killed not in pool.ready and len(pool.ready) == 2)
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
@@ -226,7 +209,7 @@ async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) ->
     made = ReadyProcesses(folders, [Program("ready_demo", count=3)])
     keeping = asyncio.create_task(made.keep())
     (pool,) = made._pools.values()
-    await until(lambda: len(pool.ready) == 3)
+    await eventually(lambda: len(pool.ready) == 3)
     identities = [identify(child.pid) for child in pool.ready]
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
@@ -234,17 +217,26 @@ async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) ->
     assert list(folders.pids.iterdir()) == []
 
 
-@pytest.mark.parametrize("line", [b"", b'["half a line"'])
-async def test_a_process_whose_input_ends_runs_nothing(folders: Folders, line: bytes) -> None:
+@pytest.mark.parametrize(
+    ("prepared", "line", "said"),
+    [
+        ([], b"", b""),
+        ([], b'["half a line"', b""),
+        (["--", "x"], b"", b"prepared x\nnot needed\n"),
+    ],
+)
+async def test_a_process_that_gets_no_arguments_runs_nothing(
+    folders: Folders, prepared: list[str], line: bytes, said: bytes
+) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo"),
+        *(sys.executable, "-m", "rollyard_drivers.host.ready_process", "ready_demo", *prepared),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ),
     )
     async with asyncio.timeout(patience(30)):
         output, _ = await process.communicate(line)
-    assert (process.returncode, output) == (0, b"")
+    assert (process.returncode, output) == (0, said)
 
 
 async def test_a_second_hand_over_is_refused(folders: Folders) -> None:
@@ -254,6 +246,6 @@ async def test_a_second_hand_over_is_refused(folders: Folders) -> None:
     assert await child.hand_over("one", ["stay"], folders, lambda: None)
     assert not await child.hand_over("two", [], folders, lambda: None)
     assert not (folders.pids / "two.json").exists()
-    await until(lambda: child.last_line.startswith("ran"))
+    await eventually(lambda: child.last_line.startswith("ran"))
     child.kill_group()
     assert await child.wait(patience(10))

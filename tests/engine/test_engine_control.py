@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 # Without max_tokens a request continues until the context is full, which is long enough to act on it.
 LONG = {"ignore_eos": True, "logprobs": 0, "seed": 1}
@@ -20,12 +20,6 @@ LONG = {"ignore_eos": True, "logprobs": 0, "seed": 1}
 def generate_body(first: int, **sampling: Any) -> dict[str, Any]:
     """Return a request of three prompt tokens. The first one tells requests apart."""
     return {"token_ids": [first, 5, 6], "sampling_params": {**LONG, **sampling}}
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(patience(20)):
-        while not await holds():  # noqa: ASYNC110  (the state is another process's)
-            await asyncio.sleep(0.01)
 
 
 async def metric(client: httpx.AsyncClient, name: str) -> float:

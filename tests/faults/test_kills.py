@@ -10,7 +10,6 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -20,6 +19,7 @@ from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
 from rollyard_testing.invariants import invariant
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 TASKS = 12
 SAMPLES = 4
@@ -108,14 +108,6 @@ class Run:
         assert used == [], "sandboxes outlive their rollouts by more than a lease"
 
 
-def until(condition: Callable[[], object], seconds: float = END) -> None:
-    """Wait for a condition, for a bounded time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("victim", list(KILLS))
 def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> None:
@@ -170,19 +162,19 @@ def test_a_pool_that_scales_down_in_the_middle_loses_nothing() -> None:
                 found: list[dict[str, Any]] = pool["status"]["backends"]
                 return found
 
-            until(lambda: [one["ready"] for one in backends()] == [True, True])
+            until(lambda: [one["ready"] for one in backends()] == [True, True], END)
             run.submit()
-            until(lambda: all(one["activeRollouts"] for one in backends()))
+            until(lambda: all(one["activeRollouts"] for one in backends()), END)
             http.patch("/v1/backendpools/default", json={"spec": {"replicas": 1}}).raise_for_status()
             left = run.unfinished
             status = run.wait_finished()
-            until(lambda: len(backends()) == 1)
+            until(lambda: len(backends()) == 1, END)
         assert left >= 16, "nothing was left to be lost"
         run.judge(status)
         assert status["counts"]["succeeded"] == len(run.expected)
         attempts = {record["attempt"] for record in run.ledger.seen.values()}
         assert attempts == {0}, "a rollout paid for it"
-        until(lambda: len([one for one in yard.processes() if one.kind == "backend"]) == 1)
+        until(lambda: len([one for one in yard.processes() if one.kind == "backend"]) == 1, END)
         assert yard.stop() in (0, 130)
         with invariant():
             assert yard.settled_listing() == []

@@ -130,44 +130,6 @@ def exceptions() -> Exceptions:
     return Exceptions(modules())
 
 
-TREE = [("a.errors", "class AError(Exception):\n    reason = 'A'")]
-
-
-@pytest.mark.parametrize(
-    ("source", "outside"),
-    [
-        ("from a.errors import AError\nclass Bad(AError, ValueError): ...", []),
-        ("import a.errors as tree\nclass Bad(tree.AError): ...", []),
-        ("import a.errors\nclass Bad(a.errors.AError): ...", []),
-        ("class Bad(ValueError): ...", ["a.b.Bad"]),
-        ("class _Bad(Exception): ...", ["a.b._Bad"]),
-        ("class Bad(BaseException): ...", ["a.b.Bad"]),
-        ("def f() -> None:\n    class Bad(Exception): ...", ["a.b.Bad"]),
-        ("import json\nclass Bad(json.JSONDecodeError): ...", ["a.b.Bad"]),
-        ("from subprocess import TimeoutExpired as Late\nclass Bad(Late): ...", ["a.b.Bad"]),
-        ("class Bad(Exception): ...\nclass Worse(Bad): ...", ["a.b.Bad"]),
-        ("from enum import Enum\nclass Good(Enum): ...\nclass Plain: ...", []),
-    ],
-)  # fmt: skip
-def test_an_exception_outside_of_the_tree_is_found(source: str, outside: list[str]) -> None:
-    roots = Exceptions([*TREE, ("a.b", source)]).roots()
-    assert roots == {"a": ["a.errors.AError", *outside]}
-
-
-def test_a_class_is_found_through_the_modules_that_pass_it_on() -> None:
-    through = [("a.c", "from a.errors import AError"), ("a.d", "from a.c import AError as E")]
-    found = Exceptions([*TREE, *through, ("a.e", "from a.d import E\nclass Bad(E): ...")])
-    assert found.roots() == {"a": ["a.errors.AError"]}
-    assert found.has_reason("a.e.Bad")
-
-
-def test_a_root_without_a_reason_is_found() -> None:
-    found = Exceptions([*TREE, ("b.errors", "class BError(Exception): ...")])
-    assert [name for names in found.roots().values() for name in names if not found.has_reason(name)] == [
-        "b.errors.BError"
-    ]
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_has_one_tree_of_exceptions(exceptions: Exceptions, package: str) -> None:
     found = [name for name in exceptions.roots()[package] if name not in EXEMPT]

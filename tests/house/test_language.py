@@ -130,57 +130,6 @@ def findings(source: str, shell: bool = False, shown: bool = False) -> list[str]
     return found
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ('"""Of the container."""', 1),
-        ('class A:\n    b: int = 1\n    """Whose it is."""', 1),
-        ("x = 1  # Within which it ends", 1),
-        ('class A:\n    b: int = 1\n    """By which it ends."""', 1),
-        ('def f() -> None:\n    """Wait.\n\n    Args:\n        seconds: Within which it ends.\n    """', 1),
-        ('def f() -> int:\n    """The number of rollouts."""', 1),
-        ('def f() -> int:\n    """Return the number of rollouts."""', 0),
-        ('def f() -> int:\n    """Returns the number of rollouts."""', 1),
-        ('async def f() -> None:\n    """Says why."""', 1),
-        ('def f() -> None:\n    """Pass it on."""', 0),
-        ('class A:\n    """Reads rollouts."""', 0),
-        ('@property\ndef f() -> int:\n    """The number of rollouts."""', 0),
-        ('def test_f() -> None:\n    """The last one wins."""', 0),
-        ("# the session goes\n# on\n", 0),
-        ('"""A text that goes\n    on and is told anew."""', 3),
-        ('x = "it goes on"', 0),
-        ('"""The official way is often the best one."""', 0),
-    ],
-)
-def test_fragments_and_words_are_found(source: str, count: int) -> None:
-    assert len(findings(source)) == count
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ('raise ValueError("the job goes on")', 1),
-        ('print(f"the job {name} was told")', 1),
-        ('field["told"] = 1', 0),
-        ('"""Wait."""', 0),
-    ],
-)
-def test_messages_are_read(source: str, count: int) -> None:
-    assert len(findings(source, shown=True)) == count
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("#!/bin/sh\n# What is made anew.\necho told", 1),
-        ("  # Of the container.\nrun", 1),
-        ("echo '# told'", 0),
-    ],
-)
-def test_comments_of_shell_scripts_are_read(source: str, count: int) -> None:
-    assert len(findings(source, shell=True)) == count
-
-
 def files_of(folder: str) -> Iterator[tuple[Path, bool]]:
     """Yield the Python files and scripts below a folder, and whether each is a shell script."""
     for path in (ROOT / name for name in files(folder)):
@@ -192,11 +141,6 @@ def files_of(folder: str) -> Iterator[tuple[Path, bool]]:
             first = path.read_bytes().partition(b"\n")[0]
             if first.startswith(b"#!"):
                 yield path, b"python" not in first
-
-
-def test_scripts_of_both_kinds_are_found() -> None:
-    found = {path.name: shell for path, shell in files_of("scripts")}
-    assert (found["setup"], found["slurm-lab"], found["slurm_demo.py"]) == (True, False, False)
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, *BESIDE])

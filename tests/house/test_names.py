@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 API, CLIENT = "rollyard_api.core.problems", "rollyard_client.errors"
 SHARED = {
@@ -42,21 +40,6 @@ def ambiguous(found: Mapping[str, set[str]]) -> list[str]:
         for name, where in sorted(found.items())
         if len(where) > 1 and where != SHARED.get(name)
     ]
-
-
-@pytest.mark.parametrize(
-    ("sources", "count"),
-    [
-        ([("a.b", "class Job: ..."), ("c.d", "class Job: ...")], 1),
-        ([("a.b", "class Job: ..."), ("a.c", "class Job: ...")], 1),
-        ([("a.b", "class _Job: ..."), ("c.d", "class _Job: ...")], 0),
-        ([("a.b", "class Job: ..."), ("c.d", "from a.b import Job")], 0),
-        ([(API, "class Invalid: ..."), (CLIENT, "class Invalid: ...")], 0),
-        ([(API, "class Invalid: ..."), ("c.d", "class Invalid: ...")], 1),
-    ],
-)  # fmt: skip
-def test_a_name_for_two_things_is_found(sources: list[tuple[str, str]], count: int) -> None:
-    assert len(ambiguous(homes(sources))) == count
 
 
 def test_each_name_of_a_class_stands_for_one_thing() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -91,41 +87,6 @@ def test_what_passes_the_second_time_is_flaky_and_shown_last(written: Any) -> No
     assert "FLAKY tests/test_some.py::test_flaky" in (folder / "build/tests/flaky.txt").read_text()
 
 
-def test_a_system_ends_with_its_last_test(written: Any) -> None:
-    folder = written("def test_after():\n    assert pathlib.Path('system').read_text() == 'ended'")
-    (folder / "tests" / "page").mkdir()
-    (folder / "tests" / "page" / "test_system.py").write_text(
-        textwrap.dedent(
-            """
-            import pathlib, pytest
-
-            @pytest.fixture(scope="session")
-            def system():
-                pathlib.Path("system").write_text("running")
-                yield
-                pathlib.Path("system").write_text("ended")
-
-            @pytest.mark.parametrize("number", range(2))
-            def test_with_a_system(system, number):
-                assert pathlib.Path("system").read_text() == "running"
-            """
-        )
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "1",
-        "--no-loadscope-reorder",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patience(50))
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -152,42 +113,3 @@ def test_what_is_not_excused(written: Any, text: str, told: str) -> None:
     assert status == 1, said
     assert f"{told}" in said, said
     assert "No test was flaky." in said
-
-
-def test_a_run_that_takes_too_long_is_interrupted_and_says_what_it_knows(
-    written: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = written(
-        """
-        import time
-
-        def test_good():
-            pass
-
-        def test_that_hangs():
-            time.sleep(600)
-        """
-    )
-    monkeypatch.chdir(folder)
-    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-        monkeypatch.delenv(name)
-    begin = time.monotonic()
-    verdict = loaded(monkeypatch).play({"main": ["-n", "1", "--level", "check"]}, patience(10.0), seed=0)
-    assert time.monotonic() - begin < patience(60)
-    assert verdict.to_repeat() == {}
-    assert verdict.report() == 1
-    said = capsys.readouterr().out
-    assert "main: TimeoutExpired after" in said
-    assert "\n1 passed, " in said
-
-
-def loaded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the runner as a module."""
-    monkeypatch.syspath_prepend(str(RUNNER.parent))
-    loader = importlib.machinery.SourceFileLoader("runner", str(RUNNER))
-    spec = importlib.util.spec_from_loader("runner", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    loader.exec_module(module)
-    return module

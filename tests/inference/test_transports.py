@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
@@ -13,8 +13,6 @@ from rollyard_inference.transports.interface import Transport, base_url
 from rollyard_inference.transports.with_aiohttp import AiohttpTransport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.pace import patience
-
-Serve = Callable[[asyncio.StreamWriter], object]
 
 
 @pytest.fixture(params=["httpx", "aiohttp"])

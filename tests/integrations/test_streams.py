@@ -19,6 +19,7 @@ from rollyard_client.errors import ServerUnavailable
 from rollyard_crds import RolloutJob, Task
 from rollyard_crds.base import Condition
 from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 CONDITIONS = (("Admitted", "True", "Fits"), ("Failed", "False", "Early"), ("Failed", "True", "NoWorker"))
@@ -26,17 +27,15 @@ TASKS = [{"id": "a", "prompt": "A?"}, {"id": "b", "messages": [{"role": "user", 
 
 
 def manifest(samples: int = 2, **tasks: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "train"},
-        "spec": {
+    return job_manifest(
+        "train",
+        {
             "tasks": tasks or {"stream": True},
             "handler": "math",
             "samplesPerTask": samples,
             "backendRef": {"name": "policy"},
         },
-    }
+    )
 
 
 class Ended(Iterator[Trajectory]):

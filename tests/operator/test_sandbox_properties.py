@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_process.token_bucket import TokenBucket
 from rollyard_operator.pods.observed_sandbox import ObservedSandbox
 from rollyard_operator.pods.trouble import Trouble
 from rollyard_operator.sandboxes.planning.plan import (
@@ -22,6 +21,7 @@ from rollyard_operator.sandboxes.planning.plan import (
 )
 from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
 from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
+from rollyard_process.token_bucket import TokenBucket
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 NAMESPACES = ("one", "two")

@@ -24,6 +24,7 @@ from rollyard.extras import MODULES
 from rollyard_api.trajectories.parquet import encode
 from rollyard_crds.trajectory import Trajectory
 from rollyard_sandbox.client import ExecClient
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,12 +194,7 @@ class TestWithoutExtras:
     def test_a_control_plane_elsewhere_is_used(self, base: Path, api: Path, tmp_path: Path) -> None:
         tasks = [{"id": "a", "prompt": "x", "test_script": "true", "solution": []}]
         job = {"tasks": {"inline": tasks}, "handler": "shell", "agent": {"type": "oracle"}}
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "j"},
-            "spec": job,
-        }
+        manifest = job_manifest("j", job)
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
         with control_plane(api, tmp_path / "yard") as (plane, url):
             tokens = json.loads((tmp_path / "yard" / "state" / "tokens.json").read_text())

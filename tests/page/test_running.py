@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from rollyard_testing.browser.witness import attacks_seen
 from rollyard_testing.pace import patience
 from rollyard_testing.page.attacks import TEXTS
 from rollyard_testing.page.worker import Puppet, untended_job
+from rollyard_testing.waiting import until
 
 pytestmark = pytest.mark.page
 
@@ -33,10 +33,11 @@ def test_a_running_rollout_is_watched_until_its_record_is_there(
         page = look(served).at(served.rollout(JOB, lease["rollout"]))
         expect(page.get_by_role("heading", level=1)).to_contain_text(lease["rollout"])
         # The worker learns with a heartbeat that somebody watches, and sends what it has.
-        deadline = time.monotonic() + patience(60)
-        while lease["rollout"] not in worker.beat(lease, []):
-            assert time.monotonic() < deadline, "the worker does not learn that its rollout is watched"
-            time.sleep(0.1)
+        until(
+            lambda: lease["rollout"] in worker.beat(lease, []),
+            patience(60),
+            "the worker does not learn that its rollout is watched",
+        )
         texts = ["I look for the file.", TEXTS["script"], TEXTS["direction"]]
         worker.beat(lease, texts)
         turns = page.get_by_role("article")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from rollyard_testing.browser.plane import ENDED, HALF, Plane
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.page
@@ -61,12 +62,7 @@ def test_a_restarted_control_plane_is_found_again_and_shows_what_is_new(
         job = http.get(f"/v1/rolloutjobs/{ENDED}").raise_for_status().json()
         spec = job["spec"] | {"tasks": {"inline": [{"id": "fresh", "prompt": "p"}]}}
         spec.pop("backendRef", None)
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "fresh"},
-            "spec": spec,
-        }
+        manifest = job_manifest("fresh", spec)
         http.post("/v1/rolloutjobs", json=manifest).raise_for_status()
     expect(page.get_by_role("link", name="fresh", exact=True)).to_be_visible()
     expect(_live(page)).to_have_text("Live")

@@ -15,6 +15,7 @@ import pytest
 from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.adversary.attacklab import Lab, a_lab
 from rollyard_testing.adversary.policyserver import FAMILY, MODEL, PolicyServer
+from rollyard_testing.manifests import pool_manifest
 
 SHARED = Path(os.environ.get("ROLLYARD_SHARED", "")) / "data"
 ORACLE = {"type": "oracle", "tools": ["submit"]}
@@ -127,10 +128,7 @@ def test_a_parquet_file_with_math_code_and_choices(lab: Lab, tmp_path: Path) -> 
             policy.turns(mark).texts.put(FAMILY.turn(said))
     with policy.serving():
         engine = {"type": "external", "external": {"urls": [policy.url]}}
-        pool = {
-            "apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": "verl"},
-            "spec": {"model": MODEL, "tokenizer": str(policy.folder), "engine": engine},
-        }  # fmt: skip
+        pool = pool_manifest("verl", {"model": MODEL, "tokenizer": str(policy.folder), "engine": engine})
         lab.client.create_pool(pool)
         found = played(
             lab, "verl", path, {"format": "verl"}, handler="mixed", samplesPerTask=2,

@@ -364,28 +364,6 @@ async def quickstart(yard: Yard, name: str, tasks: int, **spec: Any) -> None:
     )  # fmt: skip
 
 
-async def test_the_shipped_policy_samples_real_rollouts(yard: Yard) -> None:
-    """The embedded engine plays quickstart tasks with the shipped policy: every token is the engine's own."""
-    async with engine(yard) as (_, port):
-        await yard.pool("p", f"http://127.0.0.1:{port}", POLICY)
-        await quickstart(yard, "tiny", tasks=4)
-        async with yard.worker("--job", "tiny"):
-            results = await yard.results("tiny", 8)
-    assert [result.status for result in results] == ["succeeded"] * 8, yard.log()
-    for result in results:
-        assert result.reward in (0.0, 1.0)
-        assert result.sampled_tokens > 0
-        for segment in result.segments:
-            sampled = [
-                logprob for logprob, mask in zip(segment.logprobs, segment.loss_mask, strict=True) if mask
-            ]
-            assert all(-50.0 < logprob <= 0.0 for logprob in sampled)
-    # The policy was trained to call tools; its samples of one task differ.
-    assert any(turn.tool_calls for result in results for turn in result.turns)
-    assert len({tuple(result.segments[0].response_ids) for result in results}) > 4
-    assert yard.sandboxes() == []
-
-
 BUDGET = 1.0
 """How long the worker's rollouts try a backend that is ready and does not answer, in seconds."""
 OUTAGE = 5.0

@@ -15,7 +15,8 @@ from rollyard_pipeline.sandboxes.apptainer.images import parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.worker.images_ahead import AT_ONCE, ImagesAhead
-from rollyard_testing.pipeline.workerlab import Plane, Provider, Steered, lease, spec, until, working
+from rollyard_testing.pipeline.workerlab import Plane, Provider, Steered, lease, spec, working
+from rollyard_testing.waiting import eventually
 
 BUILD = """#!/bin/bash
 target=${@: -2:1}; source=${@: -1}
@@ -103,7 +104,7 @@ async def test_a_worker_brings_what_waits_behind_its_first_lease(
     plane = Queue(*names, "docker://mapped:1", images={"mapped:1": "docker://mirror/image:0"})
     async with working(plane, handler, provider=provider):
         plane.offer(lease(1))
-        await until(lambda: len(provider.built()) == 7)
+        await eventually(lambda: len(provider.built()) == 7)
         assert handler.entered == ["r1"], "no other rollout was leased"
         handler.gate.set()
         await plane.wait_for(1)
@@ -118,7 +119,7 @@ async def test_a_worker_that_ends_leaves_no_build(handler: type[Steered], tmp_pa
     handler.gate.set()
     async with working(plane, handler, provider=provider):
         plane.offer(lease(1))
-        await until(lambda: len(provider.lines("seen")) == 1)
+        await eventually(lambda: len(provider.lines("seen")) == 1)
         await plane.wait_for(1)
     assert list(provider.cache.folder.iterdir()) == []
 
@@ -127,7 +128,7 @@ async def test_what_cannot_be_had_is_left_to_init(ahead: Ahead, tmp_path: Path) 
     provider = Caching(tmp_path)
     plane = Queue("docker://gone:1", "docker://away:1", "docker://image:1")
     ahead(plane, provider).note(lease(1))
-    await until(lambda: len(provider.lines("tries")) == 3 and plane.looks > 5)
+    await eventually(lambda: len(provider.lines("tries")) == 3 and plane.looks > 5)
     assert (provider.built(), len(provider.lines("seen"))) == ({"docker://image:1"}, 1 + 3 + 1)
 
 
@@ -135,12 +136,12 @@ async def test_a_full_cache_gets_nothing_more_until_there_is_room(ahead: Ahead, 
     provider = Caching(tmp_path, max_bytes=10)
     plane = Queue("docker://image:1", "docker://image:2", "docker://image:3")
     ahead(plane, provider).note(lease(1))
-    await until(lambda: plane.looks > 3)
+    await eventually(lambda: plane.looks > 3)
     held = provider.built()
     assert 1 <= len(held) <= AT_ONCE, "those that began together did not know of each other"
     for path in provider.cache.folder.glob("*.sif"):
         path.unlink()
-    await until(lambda: bool(provider.built() - held))
+    await eventually(lambda: bool(provider.built() - held))
 
 
 def looking() -> bool:
@@ -157,7 +158,7 @@ async def test_a_job_is_asked_about_only_while_its_tasks_name_images(
     one = ahead(plane, Caching(tmp_path))
     one.note(lease(1))
     assert looking()
-    await until(lambda: not looking())
+    await eventually(lambda: not looking())
     assert plane.looks == 1
     one.note(lease(2))
     assert not looking()

@@ -16,7 +16,8 @@ from rollyard_pipeline.handlers.base import Handler
 from rollyard_pipeline.handlers.isolated.handler import IsolatedHandler
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler, line_of
-from rollyard_testing.pipeline.workerlab import Outcome, Plane, lease, spec, until, working
+from rollyard_testing.pipeline.workerlab import Outcome, Plane, lease, spec, working
+from rollyard_testing.waiting import eventually
 
 SECONDS = round(patience(1))
 """The limit of the stage in which a handler blocks. Its process has been started before."""
@@ -69,12 +70,12 @@ async def test_a_handler_that_blocks_fails_at_the_limit_and_holds_up_nobody(
     async with working(plane, None, eval_grace=0.0):
         # Both are in Init at once, so that there is a process for each of them.
         plane.offer(lease(0), lease(2))
-        await until((tmp_path / "r0-waits").exists)
-        await until((tmp_path / "r2-waits").exists)
+        await eventually((tmp_path / "r0-waits").exists)
+        await eventually((tmp_path / "r2-waits").exists)
         (tmp_path / "r0").touch()
         await plane.wait_for(1)
         plane.offer(lease(1, "eval"))
-        await until((tmp_path / "blocks").exists)
+        await eventually((tmp_path / "blocks").exists)
         before = len(plane.beats)
         await plane.wait_for(2)
         during = plane.beats[before:]
@@ -266,7 +267,7 @@ class Judge(Handler):
     plane = Plane(spec())
     async with working(plane, None, drain_seconds=0.1) as (worker, task):
         plane.offer(lease(1, "eval"))
-        await until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+        await eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
         worker.drain()
         async with asyncio.timeout(patience(20)):
             await task

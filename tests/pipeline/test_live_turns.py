@@ -13,7 +13,8 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.live import MAX_ARGUMENTS, turns_from
 from rollyard_pipeline.worker.live_turns import MAX_BYTES, MAX_ROLLOUT_BYTES, LiveTurnsToSend
-from rollyard_testing.pipeline.workerlab import Plane, Steered, lease, spec, until, working
+from rollyard_testing.pipeline.workerlab import Plane, Steered, lease, spec, working
+from rollyard_testing.waiting import eventually
 
 
 def episode() -> Episode:
@@ -115,7 +116,7 @@ async def test_a_worker_sends_turns_of_a_run_that_is_watched(handler: type[Steer
     plane.watched = ["r1"]
     async with working(plane, handler):
         plane.offer(lease(1, "run"))
-        await until(lambda: any(beat.live for beat in plane.beats))
+        await eventually(lambda: any(beat.live for beat in plane.beats))
         (sent,) = next(beat.live for beat in plane.beats if beat.live)
         assert (sent.rollout, sent.turns[0].no, sent.turns[0].role) == ("r1", 0, "user")
         handler.gate.set()

@@ -12,6 +12,7 @@ from rollyard_crds.lease import Lease, LeaseRequest, LeaseResponse
 from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import Plane, lease, spec
+from rollyard_testing.waiting import eventually
 
 
 class Generous(Plane):
@@ -49,9 +50,7 @@ async def leasing(places: int, *, ends_at_once: bool = False) -> AsyncIterator[t
 
 async def requested(control: Generous, number: int) -> None:
     """Wait until there were this many requests."""
-    async with asyncio.timeout(patience(30)):
-        while len(control.free) < number:  # noqa: ASYNC110 - the pool calls it
-            await asyncio.sleep(0.001)
+    await eventually(lambda: len(control.free) >= number, patience(30), pause=0.001)
 
 
 async def test_requests_keep_their_distance_while_there_is_other_work(

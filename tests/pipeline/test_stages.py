@@ -67,6 +67,7 @@ from rollyard_testing.families import FAMILIES, write_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.call_suite import MINIMAX, byte_folder, byte_tokenizer
 from rollyard_testing.pipeline.installed import install_handler
+from rollyard_testing.waiting import eventually
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
@@ -676,30 +677,27 @@ async def test_the_test_script_decides(
     assert result.reward_reason == ("TestTimeout" if components == {"test_timeout": 1.0} else "")
 
 
-@pytest.mark.parametrize("written", ["1.5", "nan", "much", "-0.1", "1" * 100])
-async def test_a_reward_file_without_a_reward_scores_0_at_once(rollout: Rollout, written: str) -> None:
-    script = f"printf '%s' '{written}' > $ROLLYARD_REWARD_FILE"
+@pytest.mark.parametrize(
+    ("script", "reward", "reason"),
+    [
+        *(
+            (f"printf '%s' '{written}' > $ROLLYARD_REWARD_FILE", 0.0, "RewardInvalid")
+            for written in ("1.5", "nan", "much", "-0.1", "1" * 100)
+        ),
+        ('[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit 0', 1.0, ""),
+        ('[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit 1', 0.0, ""),
+        ('rm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"', 0.0, "SandboxSabotaged"),
+    ],
+)
+async def test_a_reward_file_without_a_reward(
+    rollout: Rollout, script: str, reward: float, reason: str
+) -> None:
+    """It scores 0 at once, unless it is empty, which leaves it to the exit status."""
     rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
     await rollout.play()
     result = await rollout.score()
-    assert (result.reward, result.reward_reason) == (0.0, "RewardInvalid")
-
-
-@pytest.mark.parametrize("status", [0, 1])
-async def test_an_empty_reward_file_leaves_it_to_the_exit_status(rollout: Rollout, status: int) -> None:
-    script = f'[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit {status}'
-    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
-    await rollout.play()
-    result = await rollout.score()
-    assert (result.reward, result.reward_components, result.reward_reason) == (1.0 - status, {}, "")
-
-
-async def test_a_reward_file_that_cannot_be_read_scores_0(rollout: Rollout) -> None:
-    script = 'rm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"'
-    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
-    await rollout.play()
-    result = await rollout.score()
-    assert (result.reward, result.reward_reason) == (0.0, "SandboxSabotaged")
+    assert (result.reward, result.reward_reason) == (reward, reason)
+    assert reason or result.reward_components == {}
 
 
 async def test_an_earlier_attempts_answer_is_forgotten(rollout: Rollout) -> None:
@@ -1049,9 +1047,7 @@ async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
     await rollout.play()
     assert rollout.init is not None
     assert rollout.init.sandbox is not None
-    async with asyncio.timeout(patience(20)):
-        while rollout.provider.claimed():  # noqa: ASYNC110 - another process ends
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not rollout.provider.claimed(), patience(20))
     for swept in ([], [rollout.init.sandbox.id]):
         with pytest.raises(SandboxCrashed):
             await rollout.score()
@@ -1067,9 +1063,7 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
     rollout.configure(oracle(("bash", {"command": command})))
     rollout.init = await rollout.stage("init")
     task = asyncio.create_task(rollout.stage("run", sandbox=rollout.init.sandbox))
-    async with asyncio.timeout(patience(20)):
-        while not mark.exists():  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.02)
+    await eventually(mark.exists, patience(20))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

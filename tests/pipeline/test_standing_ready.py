@@ -107,17 +107,12 @@ def stop_signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("stop_signals")
-async def test_a_signal_ends_the_wait() -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["during it", "before it"])
+async def test_a_signal_ends_the_wait(before: bool) -> None:
     with StopSignals() as signals:
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), patience(30)) is None
-
-
-@pytest.mark.usefixtures("stop_signals")
-async def test_a_signal_before_the_wait_ends_it_too() -> None:
-    with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0)
+        if before:
+            await asyncio.sleep(0)
         assert await asyncio.wait_for(signals.wait(asyncio.sleep(3600)), patience(30)) is None
 
 

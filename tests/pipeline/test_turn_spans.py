@@ -12,19 +12,9 @@ from rollyard_inference.errors import BackendRefused
 from rollyard_pipeline.backends import BackendClient, Sampling
 from rollyard_process.telemetry.identity import NOT_SAMPLED, stage_span_id, trace_id
 from rollyard_process.telemetry.scope import RolloutScope, entered
-from rollyard_process.telemetry.spans import TraceSpan
+from rollyard_testing.traces.kept import Kept
 
 ROLLOUT = "job-0a1b2c3d-0-0"
-
-
-class Kept:
-    """A sink that keeps the spans."""
-
-    def __init__(self) -> None:
-        self.spans: list[TraceSpan] = []
-
-    def add(self, span: TraceSpan) -> None:
-        self.spans.append(span)
 
 
 def scope(sink: Kept | None) -> RolloutScope:

@@ -31,9 +31,9 @@ from rollyard_testing.pipeline.workerlab import (
     Steered,
     lease,
     spec,
-    until,
     working,
 )
+from rollyard_testing.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ async def test_a_pool_never_holds_more_than_its_places(handler: type[Steered]) -
     plane = Plane(spec())
     async with working(plane, handler, concurrency={"init": 2, "eval": 1}):
         plane.offer(*(lease(number) for number in range(5)), lease(9, "eval"))
-        await until(lambda: len(handler.entered) == 3)
+        await eventually(lambda: len(handler.entered) == 3)
         # Init is full, but Eval has places of its own.
         assert sorted(handler.entered) == ["r0", "r1", "r9"]
         assert len(plane.queues["init"]) == 3
@@ -86,9 +86,9 @@ async def test_a_cancelled_rollout_stops_and_its_sandbox_goes(handler: type[Stee
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider):
         plane.offer(lease(1, stage, "box"))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         plane.cancelled = [LeaseRef(rollout="r1", token=1)]
-        await until(lambda: provider.released == ["box"])
+        await eventually(lambda: provider.released == ["box"])
         plane.offer(lease(2, "run"))
         handler.gate.set()
         outcomes = await plane.wait_for(1)
@@ -106,7 +106,7 @@ async def test_the_answer_to_a_report_says_whether_anybody_needs_the_sandbox(
     plane.answer = answer
     async with working(plane, handler, provider) as (worker, task):
         plane.offer(lease(1, "run", "box"))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         worker.drain()
         handler.gate.set()
         await task
@@ -164,10 +164,10 @@ async def test_a_sandbox_of_init_is_named_to_nobody_and_given_back(
     provider.claims = ["kept", "orphan"]
     async with working(plane, handler, provider, drain_seconds=0.1) as (worker, task):
         plane.offer(lease(1), lease(2, "run", "kept"))
-        await until(lambda: sorted(handler.entered) == ["r1", "r2"])
+        await eventually(lambda: sorted(handler.entered) == ["r1", "r2"])
         plane.orphans = ["orphan", "of-r1"]
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 1 and bool(provider.released))
+        await eventually(lambda: len(plane.beats) > seen + 1 and bool(provider.released))
         assert all("of-r1" not in beat.sandboxes for beat in plane.beats)
         assert (set(provider.released), "kept" in plane.beats[-1].sandboxes) == ({"orphan"}, True)
         provider.released.clear()
@@ -181,7 +181,7 @@ async def test_a_sandbox_of_init_is_named_to_nobody_and_given_back(
             await plane.wait_for(2)
         else:
             setattr(plane, end, [LeaseRef(rollout="r1", token=1)])
-        await until(lambda: "of-r1" in provider.released)
+        await eventually(lambda: "of-r1" in provider.released)
         handler.error = None
         handler.gate.set()
     # The orphan's removal may be under way once more.
@@ -198,10 +198,10 @@ async def test_all_sandboxes_but_orphans_are_renewed_and_one_of_init_before_it_i
     provider.claims, plane.orphans = ["kept", "orphan"], ["orphan"]
     async with working(plane, handler, provider):
         plane.offer(lease(1))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         provider.claims = ["kept", "orphan"]
         provider.renewed.clear()
-        await until(lambda: len(provider.renewed) >= 4)
+        await eventually(lambda: len(provider.renewed) >= 4)
         assert set(provider.renewed) == {"kept", "of-r1"}
         handler.gate.set()
 
@@ -213,7 +213,7 @@ async def test_the_last_heartbeat_names_the_sandboxes_that_end_with_the_worker(
     plane, provider = Plane(spec()), Starting()
     provider.claims = ["another-worker's", "of-r1", "of-r2"]
     async with working(plane, handler, provider, sandboxes_end=sandboxes_end) as (worker, task):
-        await until(lambda: bool(plane.beats))
+        await eventually(lambda: bool(plane.beats))
         worker.drain()
         await task
     assert all(beat.ending == [] for beat in plane.beats[:-1])
@@ -227,10 +227,10 @@ async def test_the_shortest_lease_says_how_often_heartbeats_come(
     short = lease(1, "run").model_copy(update={"lease_seconds": 0.3})
     async with working(plane, handler):
         plane.offer(lease(2, "run").model_copy(update={"lease_seconds": 9000.0}), short, lease(3, "eval"))
-        await until(lambda: len(handler.entered) == 3)
+        await eventually(lambda: len(handler.entered) == 3)
         monkeypatch.setattr("rollyard_pipeline.worker.heartbeat.INTERVAL", 1000.0)
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 2)
+        await eventually(lambda: len(plane.beats) > seen + 2)
         handler.gate.set()
         await plane.wait_for(3)
 
@@ -242,9 +242,9 @@ async def test_a_failure_that_is_refused_frees_its_place(handler: type[Steered])
     handler.gate.set()
     async with working(plane, handler, concurrency={"run": 2}, drain_seconds=0.1):
         plane.offer(lease(1, "run"), lease(2, "run"))
-        await until(lambda: plane.reports >= 2)
+        await eventually(lambda: plane.reports >= 2)
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 1 and not plane.beats[-1].leases)
+        await eventually(lambda: len(plane.beats) > seen + 1 and not plane.beats[-1].leases)
         assert plane.outcomes == []
 
 
@@ -269,9 +269,9 @@ async def test_a_lost_lease_stops_without_a_report(
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider) as (_, _task):
         plane.offer(lease(1, stage, "box"))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         plane.lost = [LeaseRef(rollout="r1", token=1)]
-        await until(lambda: bool(plane.beats) and not plane.beats[-1].leases and len(plane.beats) > 1)
+        await eventually(lambda: bool(plane.beats) and not plane.beats[-1].leases and len(plane.beats) > 1)
     # A lost Eval may continue elsewhere in the same sandbox.
     assert provider.released == released
     assert plane.outcomes == []
@@ -285,10 +285,10 @@ async def test_another_token_of_the_same_rollout_is_not_stopped(
     plane = Plane(spec())
     async with working(plane, handler):
         plane.offer(lease(1, "run").model_copy(update={"token": 2}))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         setattr(plane, what, [LeaseRef(rollout="r1", token=other)])
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 1)
+        await eventually(lambda: len(plane.beats) > seen + 1)
         handler.gate.set()
         (outcome,) = await plane.wait_for(1)
     assert isinstance(outcome, StageResult)
@@ -301,9 +301,9 @@ async def test_a_rollout_that_is_held_again_goes_on_when_its_older_lease_is_lost
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider):
         plane.offer(lease(1, "run", "old"), lease(1, "run", "new").model_copy(update={"token": 2}))
-        await until(lambda: handler.entered == ["r1", "r1"])
+        await eventually(lambda: handler.entered == ["r1", "r1"])
         plane.lost = [LeaseRef(rollout="r1", token=1)]
-        await until(lambda: [ref.token for ref in plane.beats[-1].leases] == [2])
+        await eventually(lambda: [ref.token for ref in plane.beats[-1].leases] == [2])
         handler.gate.set()
         (outcome,) = await plane.wait_for(1)
     assert isinstance(outcome, StageResult)
@@ -327,23 +327,23 @@ async def test_a_lease_is_renewed_until_its_outcome_has_been_taken(
     handler.gate.set()
     async with working(plane, handler):
         plane.offer(lease(1, "eval"))
-        await until(asked.is_set)
+        await eventually(asked.is_set)
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 2)
+        await eventually(lambda: len(plane.beats) > seen + 2)
         assert all([ref.rollout for ref in beat.leases] == ["r1"] for beat in plane.beats[seen:])
         answered.set()
         await plane.wait_for(1)
-        await until(lambda: not plane.beats[-1].leases)
+        await eventually(lambda: not plane.beats[-1].leases)
 
 
 async def test_outcomes_wait_for_a_control_plane_that_is_away(handler: type[Steered]) -> None:
     plane = Plane(spec())
     async with working(plane, handler):
         plane.offer(lease(1, "eval"), lease(2, "eval"))
-        await until(lambda: len(handler.entered) == 2)
+        await eventually(lambda: len(handler.entered) == 2)
         plane.away = True
         handler.gate.set()
-        await until(lambda: plane.reports > 1)
+        await eventually(lambda: plane.reports > 1)
         assert plane.outcomes == []
         plane.away = False
         outcomes = await plane.wait_for(2)
@@ -368,7 +368,7 @@ async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
     plane = Plane(spec())
     async with working(plane, handler) as (worker, task):
         plane.offer(lease(1, "run"))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         # The pool's wait for other places ends now, and its next request is due after this step of the test.
         time.sleep(2 * PACE_SECONDS)  # noqa: ASYNC251
         await asyncio.sleep(0)
@@ -376,7 +376,7 @@ async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
         worker.drain()
         plane.offer(lease(2, "run"))
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 1)
+        await eventually(lambda: len(plane.beats) > seen + 1)
         handler.gate.set()
         await task
     (outcome,) = plane.outcomes
@@ -388,7 +388,7 @@ async def test_drain_hands_over_what_does_not_finish(handler: type[Steered]) -> 
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider, drain_seconds=0.1) as (worker, task):
         plane.offer(lease(1, "run", "a"), lease(2, "eval", "b"), lease(3, "run"), lease(4))
-        await until(lambda: len(handler.entered) == 4)
+        await eventually(lambda: len(handler.entered) == 4)
         worker.drain()
         await task
     assert provider.drained
@@ -406,10 +406,10 @@ async def test_a_worker_of_a_job_ends_with_it(handler: type[Steered]) -> None:
     plane = Plane(spec())
     async with working(plane, handler, job="j", namespace="default") as (_, task):
         plane.offer(lease(1, "eval"))
-        await until(lambda: handler.entered == ["r1"])
+        await eventually(lambda: handler.entered == ["r1"])
         plane.end()
         seen = len(plane.beats)
-        await until(lambda: len(plane.beats) > seen + 1)
+        await eventually(lambda: len(plane.beats) > seen + 1)
         assert not task.done()
         handler.gate.set()
         async with asyncio.timeout(patience(20)):
@@ -422,7 +422,7 @@ async def test_orphans_are_removed_and_the_rest_renewed(handler: type[Steered]) 
     provider.claims = ["kept", "orphan"]
     plane.orphans = ["orphan"]
     async with working(plane, handler, provider):
-        await until(lambda: provider.released == ["orphan"] and bool(provider.renewed))
+        await eventually(lambda: provider.released == ["orphan"] and bool(provider.renewed))
     assert provider.renewed == ["kept"]
     assert plane.beats[0].sandboxes == ["kept", "orphan"]
 
@@ -431,7 +431,7 @@ async def test_orphans_are_removed_before_the_worker_ends(handler: type[Steered]
     plane, provider = Plane(spec()), Provider()
     handler.gate.set()
     async with working(plane, handler, provider, job="j", namespace="default") as (_, task):
-        await until(lambda: bool(plane.beats))
+        await eventually(lambda: bool(plane.beats))
         # A worker that was killed a moment ago left it; the next regular beat would come too late.
         provider.claims, plane.orphans = ["orphan"], ["orphan"]
         plane.end()
@@ -452,10 +452,10 @@ async def test_removing_orphans_delays_no_heartbeat(handler: type[Steered]) -> N
     plane, provider = Plane(spec()), Slow()
     provider.claims, plane.orphans = ["orphan"], ["orphan"]
     async with working(plane, handler, provider):
-        await until(lambda: len(plane.beats) >= 2)
+        await eventually(lambda: len(plane.beats) >= 2)
         assert provider.released == []
         stuck.set()
-        await until(lambda: provider.released[:1] == ["orphan"])
+        await eventually(lambda: provider.released[:1] == ["orphan"])
 
 
 async def test_init_waits_while_the_node_is_full_of_sandboxes(handler: type[Steered]) -> None:
@@ -481,9 +481,9 @@ async def test_init_takes_no_more_at_once_than_the_node_may_have_sandboxes(handl
     plane, provider = Plane(spec()), Looked()
     async with working(plane, handler, provider, max_sandboxes=2, concurrency={"init": 4}):
         plane.offer(lease(1), lease(2), lease(3))
-        await until(lambda: len(handler.entered) == 2)
+        await eventually(lambda: len(handler.entered) == 2)
         looks = provider.looks
-        await until(lambda: provider.looks >= looks + 2)
+        await eventually(lambda: provider.looks >= looks + 2)
         assert len(plane.queues["init"]) == 1, "two are about to have their sandboxes"
         handler.gate.set()
         await plane.wait_for(3)
@@ -497,7 +497,7 @@ async def test_init_waits_while_the_nodes_disk_is_full(handler: type[Steered], t
         plane.offer(lease(1), lease(2, "eval"))
         await plane.wait_for(1)
         assert len(plane.queues["init"]) == 1, "what has a sandbox continues, and nothing begins"
-        await until(told.exists)
+        await eventually(told.exists)
         assert told.read_text() == provider.full
         provider.full = ""
         await plane.wait_for(2)

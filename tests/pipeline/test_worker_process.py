@@ -6,14 +6,14 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder, SandboxRecord
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 LONGEST_SECONDS = patience(60.0)
 
@@ -36,18 +36,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
         process.wait()
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONGEST_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_one_that_no_control_plane_answers_ends_when_it_is_asked_to(
     worker: tuple[subprocess.Popen[bytes], Path],
 ) -> None:
     process, folder = worker
-    until(lambda: b"no lease" in (folder / "log").read_bytes())
+    until(lambda: b"no lease" in (folder / "log").read_bytes(), LONGEST_SECONDS)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST_SECONDS) == 0
     assert SandboxFolder(folder).ids() == []
@@ -81,7 +74,7 @@ def sandbox_of_a_killed_worker(folder: Path, state: str) -> SandboxRecord:
 
     process = subprocess.Popen([sys.executable, "-c", _KEEPS_ONE_WARM, str(folder)])
     try:
-        until(seen)
+        until(seen, LONGEST_SECONDS)
     finally:
         process.kill()
         process.wait()

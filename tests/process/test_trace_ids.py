@@ -8,8 +8,8 @@ import pytest
 from rollyard_process.telemetry import identity
 from rollyard_process.telemetry.options import TraceOptions, log_form, trace_options
 from rollyard_process.telemetry.scope import RolloutScope, current, entered, outside
-from rollyard_process.telemetry.spans import TraceSpan
 from rollyard_process.telemetry.variables import TraceOptionError, trace_variables
+from rollyard_testing.traces.kept import Kept
 
 ROLLOUT = "quickstart-0a1b2c3d-7-3"
 
@@ -109,16 +109,6 @@ def test_a_driver_passes_its_options_on_by_variables() -> None:
     assert trace_options("", "", found) == trace_options("http://c:4318", "0.5", {})
     assert log_form(None, found) == "json"
     assert trace_variables("", None, None) == {}
-
-
-class Kept:
-    """A sink that keeps the spans."""
-
-    def __init__(self) -> None:
-        self.spans: list[TraceSpan] = []
-
-    def add(self, span: TraceSpan) -> None:
-        self.spans.append(span)
 
 
 def test_the_children_of_a_stage_have_ids_of_their_own() -> None:

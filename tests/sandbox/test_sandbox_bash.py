@@ -13,6 +13,7 @@ import pytest
 from rollyard_sandbox.client import ExecClient, ExecResult
 from rollyard_sandbox.errors import BadRequest, CommandTooLarge
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -188,9 +189,7 @@ async def there(path: Path, ended: asyncio.Future[ExecResult]) -> None:
 
     (Output would not do: a kernel may show what a terminal got last only when more is written to it.)
     """
-    async with asyncio.timeout(patience(20)):
-        while not path.exists() and not ended.done():  # noqa: ASYNC110 - another process makes it
-            await asyncio.sleep(0.001)
+    await eventually(lambda: path.exists() or ended.done(), patience(20), pause=0.001)
 
 
 async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClient, tmp_path: Path) -> None:
@@ -242,9 +241,7 @@ async def test_a_shell_that_hangs_after_an_interrupt_is_replaced(
     await there(mark, ended)
     await running.interrupt()
     assert (await ended).exit_code == 130
-    async with asyncio.timeout(patience(30)):
-        while idle and alive(int(shell.read_text())):  # noqa: ASYNC110 - another process ends it
-            await asyncio.sleep(0.05)
+    await eventually(lambda: not idle or not alive(int(shell.read_text())), patience(30))
     after = await client.bash("pwd", timeout=patience(20))
     assert (after.text(), after.exit_code, after.shell_restarted) == ("/tmp\n", 0, True)
 

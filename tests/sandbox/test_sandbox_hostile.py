@@ -157,20 +157,21 @@ async def test_xtrace_shows_commands_and_not_our_machinery(client: ExecClient) -
     assert b"printf" not in result.output
 
 
-async def test_a_timeout_interrupts(client: ExecClient) -> None:
+@pytest.mark.parametrize(
+    ("command", "killed", "exit_code", "output"),
+    [
+        ("echo partial; sleep 100", False, 130, b"partial\n"),
+        ("sh -c \"trap '' INT; echo $$; while :; do sleep 1; done\"", True, 137, b""),
+    ],
+)
+async def test_a_timeout_interrupts_and_kills_what_ignores_it(
+    client: ExecClient, command: str, killed: bool, exit_code: int, output: bytes
+) -> None:
     await client.bash("V=kept")
-    result = await client.bash("echo partial; sleep 100", timeout=0.3)
-    assert (result.timed_out, result.killed, result.shell_restarted) == (True, False, False)
-    assert result.exit_code == 130
-    assert result.output.startswith(b"partial\n")
-    assert (await client.bash("echo $V")).text() == "kept\n"
-
-
-async def test_a_timeout_kills_what_ignores_the_interrupt(client: ExecClient) -> None:
-    await client.bash("V=kept")
-    result = await client.bash("sh -c \"trap '' INT; echo $$; while :; do sleep 1; done\"", timeout=0.3)
-    assert (result.timed_out, result.killed, result.shell_restarted) == (True, True, False)
-    assert result.exit_code == 137
+    result = await client.bash(command, timeout=0.3)
+    assert (result.timed_out, result.killed, result.shell_restarted) == (True, killed, False)
+    assert result.exit_code == exit_code
+    assert result.output.startswith(output)
     assert (await client.bash("echo $V")).text() == "kept\n"
 
 

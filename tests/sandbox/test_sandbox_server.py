@@ -24,6 +24,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError, TokenRefused
 from rollyard_sandbox.frames import FrameReader, encode
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 
 async def test_run_is_a_fresh_process(any_client: ExecClient) -> None:
@@ -255,9 +256,9 @@ async def test_kill_all_beats_a_process_that_keeps_forking(client: ExecClient, s
 
 async def test_orphans_are_reaped(client: ExecClient, server: Any) -> None:
     await client.bash("for i in 1 2 3 4 5; do (setsid true &); done; sleep 0.1")
-    async with asyncio.timeout(patience(10)):
-        while children(server.process.pid, zombies=True) != children(server.process.pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await eventually(
+        lambda: children(server.process.pid, zombies=True) == children(server.process.pid), patience(10)
+    )
 
 
 async def test_a_client_renews_the_lease_as_it_connects(start_server: Callable[..., Any]) -> None:

@@ -26,6 +26,7 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.rootfolder import make_image, make_root, make_sif
+from rollyard_testing.waiting import eventually
 
 NODE = "node-a"
 SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}
@@ -107,9 +108,7 @@ class Kit:
     async def until(condition: object, seconds: float = 15) -> None:
         """Wait for what the kernel does by itself, such as ending a namespace, for a bounded time."""
         assert callable(condition)
-        async with asyncio.timeout(patience(seconds)):
-            while not condition():  # noqa: ASYNC110 - the kernel raises no event for it
-                await asyncio.sleep(0.02)
+        await eventually(condition, patience(seconds))
 
 
 class Pods:

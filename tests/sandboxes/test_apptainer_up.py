@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.apptainer
@@ -37,18 +38,16 @@ def task(number: int) -> dict[str, Any]:
 
 def test_a_job_in_apptainer_sandboxes(kit: Any, sif: Path, run_dir: Path) -> None:
     home = run_dir / "home"
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "app"},
-        "spec": {
+    manifest = job_manifest(
+        "app",
+        {
             "tasks": {"inline": [task(number) for number in range(3)]},
             "handler": "shell",
             "samplesPerTask": 2,
             "agent": {"type": "oracle", "tools": ["bash", "submit"]},
             "sandbox": {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "warm": 2},
         },
-    }
+    )
     job = run_dir / "job.yaml"
     job.write_text(yaml.safe_dump(manifest))
     where = ("--home", str(home))

@@ -14,6 +14,7 @@ import pytest
 from rollyard_client import AsyncClient
 from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import ClaimStatus
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 ROLLOUTS = 6
@@ -113,13 +114,10 @@ async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
         "solution": [{"name": "bash", "arguments": {"command": "cp made answer; echo > other"}}],
         "test_script": test,
     }  # fmt: skip
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "claimed"},
-        "spec": {
+    manifest = job_manifest("claimed", {
             "tasks": {"inline": [task]}, "handler": "shell", "samplesPerTask": ROLLOUTS,
             "agent": {"type": "oracle"}, "sandbox": {"image": "docker://some/image:1"}, "stages": stages,
-        },
-    }  # fmt: skip
+        })  # fmt: skip
     async with api:
         url = f"http://127.0.0.1:{(await appears(tmp_path / 'port', log)).strip()}"
         tokens = json.loads((state / "tokens.json").read_text())

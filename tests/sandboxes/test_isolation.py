@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-
-
-async def test_network_is_refused(kit: Any, isolated: NodeProvider) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        async with await kit.acquire(isolated) as sandbox:
-            code, output = await kit.sh(sandbox, f"exec 3<>/dev/tcp/127.0.0.1/{port}")
-            assert code != 0
-            assert "refused" in output.lower()
-            _, interfaces = await kit.sh(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1")
-            assert interfaces.split() == ["lo"]
-            assert (await kit.sh(sandbox, "exec 3<>/dev/tcp/192.0.2.1/80"))[0] != 0
 
 
 async def test_neighbours_are_invisible(kit: Any, isolated: NodeProvider, run_dir: Path) -> None:
@@ -102,15 +89,6 @@ async def test_system_cannot_be_changed(kit: Any, isolated: NodeProvider, script
 async def test_machines_own_system_is_read_only(kit: Any, bubblewrap: NodeProvider, path: str) -> None:
     async with await kit.acquire(bubblewrap) as sandbox:
         assert (await kit.sh(sandbox, f"touch {path}"))[0] != 0
-
-
-async def test_no_capabilities_and_no_new_privileges(kit: Any, isolated: NodeProvider) -> None:
-    async with await kit.acquire(isolated) as sandbox:
-        _, status = await kit.sh(sandbox, "cat /proc/self/status")
-        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        assert {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
-        assert fields["NoNewPrivs"] == "1"
-        assert (await kit.sh(sandbox, "id -u"))[1] == "1000"
 
 
 async def test_usual_things_work(kit: Any, isolated: NodeProvider) -> None:

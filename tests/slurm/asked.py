@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from rollyard_slurm.errors import SubmitRefused
 from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 SECONDS = patience(240.0)
 SHOWN = (
@@ -27,15 +26,6 @@ SHOWN = (
     "MinMemoryNode", "MinMemoryCPU", "OverSubscribe", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut",
     "TresPerNode", "Account", "QOS", "Features", "MinCPUsNode", "Licenses", "BatchFlag", "ReqNodeList",
 )  # fmt: skip
-
-
-async def until(what: Callable[[], Any]) -> Any:
-    """Wait for a true answer of a coroutine."""
-    deadline = time.monotonic() + SECONDS
-    while not (found := await what()):
-        assert time.monotonic() < deadline, "it did not come"
-        await asyncio.sleep(0.2)
-    return found
 
 
 def batch(home: Path, name: str, *more: tuple[str, str | None]) -> BatchScript:
@@ -68,7 +58,7 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
     async def running() -> Any:
         return next((one for one in await commands.queue() if one.id == job and one.state == "RUNNING"), None)
 
-    seen = await until(running)
+    seen = await eventually(running, SECONDS)
     told["shown"] = [_shown(job, home), _shown(waiting, home)]
     told["queued"] = asdict(seen)
     live = await commands.details(job)
@@ -76,16 +66,16 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
     assert live.live
     told["responds"] = await commands.nodes_respond(seen.nodes)
     log = home / f"a-{job}.log"
-    await until(lambda: _says(log, "ready"))
+    await eventually(lambda: _says(log, "ready"), SECONDS)
     for name in ("USR1", "USR2"):
         await commands.signal([job], name)
-        await until(lambda name=name: _says(log, name))  # Two at once have no order.
+        await eventually(lambda name=name: _says(log, name), SECONDS)  # Two at once have no order.
 
     async def ended() -> Any:
         found = await commands.details(job)
         return found if found is not None and not found.live else None
 
-    told["ended"] = asdict(await until(ended))
+    told["ended"] = asdict(await eventually(ended, SECONDS))
     told["log"] = log.read_text()
     try:
         await commands.submit(batch(home, "c", ("partition", "nowhere")))
@@ -96,7 +86,7 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
     async def gone() -> Any:
         return waiting not in {one.id for one in await commands.queue()}
 
-    await until(gone)
+    await eventually(gone, SECONDS)
     found = await commands.details(waiting)
     told["cancelled"] = None if found is None else found.state
     told["unknown"] = await commands.details(999_999)

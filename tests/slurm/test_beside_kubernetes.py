@@ -21,6 +21,7 @@ from rollyard.local.options import shipped_model
 from rollyard_client import Client, NotFound
 from rollyard_crds import RolloutJob
 from rollyard_testing.kubernetes.installedchart import Installation, is_so
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import Bridge, condition, until
 from rollyard_testing.slurm.bridgelab import job as oracle_job
@@ -123,12 +124,7 @@ def bridge(slurm: Slurm, shared: Path, installation: Shared, sif: Path) -> Itera
 
 def pool(name: str, model: str, **spec: Any) -> dict[str, Any]:
     body = {"model": model, "engine": {"type": "embedded"}, "template": {"resources": LITTLE}, **spec}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": name},
-        "spec": body,
-    }
+    return pool_manifest(name, body)
 
 
 def model_job(name: str, pool: str, **spec: Any) -> dict[str, Any]:
@@ -148,12 +144,7 @@ def model_job(name: str, pool: str, **spec: Any) -> dict[str, Any]:
         "stages": stages,
         **spec,
     }
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": body,
-    }
+    return job_manifest(name, body)
 
 
 def waiting_job(name: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_testing.pace import patience
 from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
-KINDS = ("generate", "completions")
 PROMPT = (5, 6, 7, 8)
 LONG = 600
 ENDLESS = 3000

@@ -2,19 +2,15 @@
 
 The jobs run through the product's own path: control plane, stage worker, router, two servers. A proxy
 before each server records what was said; the checker compares it with what the REST API answers, and
-transformers computes every log-probability again. Then the checker itself is put to the test: every mutation
-must be caught.
+transformers computes every log-probability again. An agent that makes ids of text once more is found out.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rollyard_testing.families import FAMILIES
@@ -41,9 +37,6 @@ class Played:
     served: list[Answer]
     family: dict[str, str]
     """The family of each job."""
-
-    def of(self, temperature: float) -> list[Trajectory]:
-        return [one for one in self.trajectories if one["sampling"]["temperature"] == temperature]
 
 
 @pytest.fixture(scope="module")
@@ -109,106 +102,11 @@ def test_a_fresh_forward_pass_agrees(played: Played, forward: Forward, vllm_mode
     assert sum((value - mean) ** 2 for value in recorded) / len(recorded) >= 1.0
 
 
-@pytest.fixture
-def mutable(played: Played) -> Played:
-    """Return a copy to spoil: of the dialogues, and not of what was served."""
-    return Played(copy.deepcopy(played.trajectories), played.served, played.family)
-
-
-def first_turn(trajectory: Trajectory) -> tuple[dict[str, Any], int, int]:
-    """Return the first turn's segment and span."""
-    turn = trajectory["turns"][0]
-    return trajectory["segments"][turn["segment"]], turn["start"], turn["end"]
-
-
 def forward_checks(forward: Forward, model: Path, trajectories: list[Trajectory]) -> tuple[int, int]:
     """Return how many tokens a fresh forward pass disagrees with, and of how many."""
     asked = list(passes(trajectories))
     agreement = compare(asked, forward.logprobs(model, asked))
     return len(agreement.findings), agreement.tokens
-
-
-def test_it_fails_when_one_id_is_swapped(mutable: Played, forward: Forward, vllm_model: Path) -> None:
-    victim = mutable.trajectories[0]
-    segment, start, end = first_turn(victim)
-    place = start + (end - start) // 2
-    segment["response_ids"][place] ^= 1
-    verdict = judge(mutable.trajectories, mutable.served)
-    assert {finding.where.split(" turn")[0] for finding in verdict.findings if finding.check == "ids"} == {
-        victim["id"]
-    }
-    # Without any record of the wire, the ids themselves say it: they have other log-probabilities.
-    wrong, _ = forward_checks(forward, vllm_model, [victim])
-    assert wrong >= 1
-
-
-def test_it_fails_when_two_turns_swap_an_id(mutable: Played) -> None:
-    """The same ids are there, as often, in another order."""
-    segment, start, end = next(
-        (segment, turn["start"], turn["end"])
-        for one in mutable.trajectories
-        for turn in one["turns"]
-        for segment in [one["segments"][turn["segment"]]]
-        if len(set(segment["response_ids"][turn["start"] : turn["end"]])) > 1
-    )
-    ids = segment["response_ids"]
-    other = next(place for place in range(start + 1, end) if ids[place] != ids[start])
-    ids[start], ids[other] = ids[other], ids[start]
-    assert "ids" in judge(mutable.trajectories, mutable.served).checks
-
-
-def test_it_fails_when_logprobs_are_shifted_by_one_place(
-    mutable: Played, forward: Forward, vllm_model: Path
-) -> None:
-    for one in mutable.trajectories:
-        for turn in one["turns"]:
-            values = one["segments"][turn["segment"]]["logprobs"]
-            values[turn["start"] : turn["end"]] = [*values[turn["start"] + 1 : turn["end"]], -1.0]
-    verdict = judge(mutable.trajectories, mutable.served)
-    assert verdict.checks >= {"logprobs"}
-    assert "ids" not in verdict.checks
-    wrong, tokens = forward_checks(forward, vllm_model, mutable.trajectories[:20])
-    assert wrong > tokens / 2
-
-
-def test_it_fails_when_a_logprob_is_off_by_the_last_bit(mutable: Played) -> None:
-    segment, start, end = first_turn(mutable.trajectories[-1])
-    place = next(place for place in range(start, end) if segment["logprobs"][place] < 0)
-    segment["logprobs"][place] = math.nextafter(segment["logprobs"][place], -math.inf)
-    assert judge(mutable.trajectories, mutable.served).checks >= {"logprobs"}
-
-
-def test_it_fails_when_temperature_is_ignored(mutable: Played, forward: Forward, vllm_model: Path) -> None:
-    """The record says 1, and the server was asked for 0.7, as if the trainer had never learnt of it."""
-    cool = mutable.of(0.7)
-    for one in cool:
-        one["sampling"]["temperature"] = 1.0
-    assert "sampling" in judge(mutable.trajectories, mutable.served).checks
-    wrong, tokens = forward_checks(forward, vllm_model, cool[:20])
-    assert wrong > tokens / 4
-
-
-def test_it_fails_when_a_policy_version_is_another(mutable: Played) -> None:
-    segment, start, _ = first_turn(mutable.trajectories[0])
-    segment["policy_versions"][start] = "step-1"
-    assert judge(mutable.trajectories, mutable.served).checks >= {"versions"}
-
-
-def test_it_fails_when_an_answer_is_used_twice_or_lost(mutable: Played) -> None:
-    lost = mutable.trajectories.pop()
-    verdict = judge(mutable.trajectories, mutable.served)
-    assert verdict.checks == {"unused"}
-    assert len(verdict.unused) >= len(lost["turns"])
-    twice = copy.deepcopy(mutable.trajectories[0])
-    twice["id"] = "twin"
-    verdict = judge([*mutable.trajectories, lost, twice], mutable.served)
-    assert {finding.where.split(" turn")[0] for finding in verdict.findings} == {"twin"}
-
-
-def test_it_fails_when_the_mask_hides_or_adds_a_token(mutable: Played) -> None:
-    segment, start, _ = first_turn(mutable.trajectories[0])
-    segment["loss_mask"][start] = 0
-    assert judge(mutable.trajectories, mutable.served).checks == {"shape"}
 
 
 def test_it_fails_when_an_agent_retokenizes(

@@ -14,24 +14,14 @@ from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_process.telemetry.identity import trace_id
 from rollyard_process.telemetry.scope import RolloutScope, entered
-from rollyard_process.telemetry.spans import TraceSpan
 from rollyard_testing.pace import patience
+from rollyard_testing.traces.kept import Kept
 from rollyard_testing.traces.receiver import GotSpan, Receiver, receiving
 from rollyard_testing.vllm.servers import SERVED, VllmServer
 
 pytestmark = pytest.mark.nightly
 
 PROMPT = (5, 6, 7, 8)
-
-
-class Kept:
-    """A sink that keeps the spans of a worker."""
-
-    def __init__(self) -> None:
-        self.spans: list[TraceSpan] = []
-
-    def add(self, span: TraceSpan) -> None:
-        self.spans.append(span)
 
 
 @pytest.fixture(scope="module")

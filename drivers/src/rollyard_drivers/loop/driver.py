@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
-from rollyard_process.waiting import first_of
 from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
+from rollyard_process.waiting import first_of
 
 from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.loop.deaths import Deaths

@@ -18,9 +18,9 @@ from typing import Final
 
 from rollyard_client import RollyardError
 from rollyard_crds.claims import Claim, ClaimStatus, SandboxShape, WarmWant
-from rollyard_process.token_bucket import TokenBucket
 from rollyard_drivers.reconcile.workloads import earliest
 from rollyard_process.backoff import Backoff
+from rollyard_process.token_bucket import TokenBucket
 
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.errors import KubeConflict, KubeError

@@ -28,6 +28,7 @@ from rollyard_crds.trajectory import Trajectory
 
 from rollyard_testing.adversary.attacks import Attack, Outcome, Step, judge
 from rollyard_testing.adversary.policyserver import MODEL, WAIT_SECONDS, PolicyServer, calling
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 
 PYTHON = "/.rollyard/venv/bin/python"
@@ -242,15 +243,10 @@ class Rollout:
         }
         if solution is not None:
             task["solution"] = [step.model_dump() for step in solution or [FunctionCall(name="submit")]]
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": self.mark},
-            "spec": {
+        manifest = job_manifest(self.mark, {
                 "tasks": {"inline": [task]}, "handler": "shell", "sandbox": SMALL, "stages": STAGES,
                 "minGroupSize": 1, **spec, **self.attack.spec,
-            },
-        }  # fmt: skip
+            })  # fmt: skip
         self.lab.client.submit(manifest)
 
     def outcome(self) -> Outcome:
@@ -364,10 +360,7 @@ def _hidden(mark: str) -> str:
 
 def _pool(server: PolicyServer) -> dict[str, Any]:
     engine = {"type": "external", "external": {"urls": [server.url]}}
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": "dictated"},
-        "spec": {"model": MODEL, "tokenizer": str(server.folder), "engine": engine},
-    }  # fmt: skip
+    return pool_manifest("dictated", {"model": MODEL, "tokenizer": str(server.folder), "engine": engine})
 
 
 def _appears(path: Path, process: subprocess.Popen[bytes], log: Path) -> str:

@@ -15,6 +15,7 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token
 
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 RARELY = 3600.0
@@ -56,12 +57,7 @@ class Yard:
         """Make a job that needs no model, and return its uid."""
         inline = [{"id": f"t{i}", "prompt": "p"} for i in range(tasks)]
         body = {"tasks": {"inline": inline}, "handler": "shell", "agent": {"type": "oracle"}, **spec}
-        manifest = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": name},
-            "spec": body,
-        }
+        manifest = job_manifest(name, body)
         answer = await self.admin.post("/v1/rolloutjobs", json=manifest)
         assert answer.status_code == 201, answer.text
         uid: str = answer.json()["metadata"]["uid"]

@@ -6,8 +6,7 @@ import asyncio
 import json
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rollyard_testing.adversary.restplane import Yard, result
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import eventually
 
 PATIENCE = patience(60.0)
 
@@ -107,22 +107,13 @@ async def finish(yard: Yard, job: str, *, notes: str = "", most: int = 10_000) -
     return done
 
 
-async def until(look: Callable[[], Awaitable[Any]], seconds: float = PATIENCE) -> Any:
-    """Return what `look` gives once that is true."""
-    end = time.monotonic() + seconds
-    while not (found := await look()):
-        assert time.monotonic() < end, "what was waited for did not come"
-        await asyncio.sleep(0.01)
-    return found
-
-
 async def stored(yard: Yard) -> None:
     """Wait until every record lies in the trajectory store."""
 
     async def look() -> bool:
         return await yard.plane.archive.unstored() == 0
 
-    await until(look)
+    await eventually(look)
 
 
 async def read(http: httpx.AsyncClient, job: str, **query: Any) -> httpx.Response:
@@ -145,7 +136,7 @@ async def a_process(folder: Path, *options: str) -> AsyncIterator[tuple[str, dic
                 assert process.returncode is None, (folder / "log").read_text()
                 return port_file.exists()
 
-            await until(started)
+            await eventually(started)
             tokens: dict[str, str] = json.loads((folder / "tokens.json").read_text())
             yield f"http://127.0.0.1:{port_file.read_text().strip()}", tokens
         finally:

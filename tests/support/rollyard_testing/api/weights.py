@@ -14,6 +14,8 @@ from rollyard_api.weights import records
 from rollyard_api.weights.steps import BackendTarget
 from sqlalchemy.engine import Connection
 
+from rollyard_testing.manifests import pool_manifest
+
 FULL, NEXT = {"checkpoint": {"path": "/full"}}, {"checkpoint": {"path": "/next"}}
 ONE, TWO = ({"lora": {"name": name, "path": f"/{name}"}} for name in ("one", "two"))
 PUSHED = {"pushed": True}
@@ -34,12 +36,7 @@ class Pools:
 
     async def make(self) -> None:
         for name in "pq":
-            manifest = {
-                "apiVersion": "rollyard.dev/v1alpha1",
-                "kind": "BackendPool",
-                "metadata": {"name": name},
-                "spec": {"model": "m", "engine": {"type": "vllm"}},
-            }
+            manifest = pool_manifest(name, {"model": "m", "engine": {"type": "vllm"}})
             assert (await self.served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
             body = {"backends": [{"url": url, "ready": True} for url in self.urls]}
             answer = await self.served.driver.put(f"/v1/backendpools/{name}/backends", json=body)

@@ -46,6 +46,7 @@ from rollyard_crds.rolloutjob import STAGES, RolloutJob, StageName
 from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_testing.crds.segments import kept as kept_record
+from rollyard_testing.manifests import job_manifest, pool_manifest
 
 BATCH: Final = 1024
 """The number of rollouts that are ended in one transaction."""
@@ -150,16 +151,14 @@ class Store:
             model: The folder of its model.
             versions: The labels of the weights that it has had, whose policy_index counts from 1.
         """
-        document = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "BackendPool",
-            "metadata": {"name": name},
-            "spec": {
+        document = pool_manifest(
+            name,
+            {
                 "model": str(model),
                 "tokenizer": str(model),
                 "engine": {"type": "external", "external": {"urls": ["http://127.0.0.1:9"]}},
             },
-        }
+        )
         pool = BackendPool.model_validate(document)
 
         def create(tx: Transaction) -> None:
@@ -194,18 +193,17 @@ class Store:
             pool: The pool that the job names.
             namespace: The namespace of the job.
         """
-        document = {
-            "apiVersion": "rollyard.dev/v1alpha1",
-            "kind": "RolloutJob",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {
+        document = job_manifest(
+            name,
+            {
                 "tasks": {"inline": [{"id": "task", "prompt": "p"}]},
                 "handler": "shell",
                 "agent": {"type": "oracle"},
                 "samplesPerTask": samples,
                 **({} if pool is None else {"backendRef": {"name": pool}}),
             },
-        }
+            namespace=namespace,
+        )
         new = dataclasses.replace(manifests.prepare(RolloutJob.model_validate(document)), tasks=tasks)
 
         def create(tx: Transaction) -> tuple[int, str]:

@@ -272,9 +272,3 @@ async def working(
         finally:
             worker.drain()
             await task
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patience(20)):
-        while not condition():  # noqa: ASYNC110 - the condition is no event
-            await asyncio.sleep(0.005)

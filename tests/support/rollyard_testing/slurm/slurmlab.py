@@ -144,10 +144,6 @@ class Slurm:
         """Send SIGKILL to a node's slurmd; the jobs on it keep running."""
         lab_command("kill", node)
 
-    def start_slurmd(self, node: str) -> None:
-        """Start a node's slurmd again unless it runs."""
-        lab_command("restart", node)
-
     @contextmanager
     def altered_node(self, node: str, *changes: str) -> Iterator[Slurm]:
         """Start an idle node's slurmd again with these options of `slurm-lab restart`, for a while.

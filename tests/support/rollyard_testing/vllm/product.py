@@ -20,6 +20,7 @@ import httpx
 
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.invariants import invariant
+from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.vllm.servers import SERVED
 
@@ -94,10 +95,10 @@ class Product:
     def pool(self, name: str, urls: Sequence[str], tokenizer: Path, **spec: Any) -> None:
         """Make an external pool of these servers, and wait until it is ready."""
         engine = {"type": "external", "external": {"urls": list(urls)}}
-        self._post("/v1/backendpools", {
-            "apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": name},
-            "spec": {"model": SERVED, "tokenizer": str(tokenizer), "engine": engine, **spec},
-        })  # fmt: skip
+        self._post(
+            "/v1/backendpools",
+            pool_manifest(name, {"model": SERVED, "tokenizer": str(tokenizer), "engine": engine, **spec}),
+        )
         with self.http() as http:
             deadline = time.monotonic() + _START_SECONDS
             while True:
@@ -121,17 +122,27 @@ class Product:
         **spec: Any,
     ) -> set[tuple[str, int]]:
         """Submit dialogues, and return the (task, sample) pairs that must come back."""
-        self._post("/v1/rolloutjobs", {
-            "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": name},
-            "spec": {
-                "tasks": {"inline": tasks}, "handler": "free", "samplesPerTask": samples,
-                "agent": {
-                    "type": agent, "tools": list(tools), "toolParser": parser, "maxTurns": 64,
-                    "maxContextTokens": 4096,
+        self._post(
+            "/v1/rolloutjobs",
+            job_manifest(
+                name,
+                {
+                    "tasks": {"inline": tasks},
+                    "handler": "free",
+                    "samplesPerTask": samples,
+                    "agent": {
+                        "type": agent,
+                        "tools": list(tools),
+                        "toolParser": parser,
+                        "maxTurns": 64,
+                        "maxContextTokens": 4096,
+                    },
+                    "sampling": sampling,
+                    "backendRef": {"name": pool},
+                    **spec,
                 },
-                "sampling": sampling, "backendRef": {"name": pool}, **spec,
-            },
-        })  # fmt: skip
+            ),
+        )
         return {(task["id"], sample) for task in tasks for sample in range(samples)}
 
     def results(self, name: str, expected: set[tuple[str, int]], seconds: float) -> list[dict[str, Any]]:

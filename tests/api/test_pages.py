@@ -66,6 +66,15 @@ async def test_a_backlog_is_stored_without_pauses(
         assert await served.plane.archive.unstored() == 0
 
 
+ENORMOUS_PAGES = pytest.mark.attack(
+    "enormous records or groups fill the control plane's memory",
+    boundary="tenants",
+    surface="pages of results",
+    stopped_by="pages are bounded in bytes; what is larger is sent in parts",
+)
+
+
+@ENORMOUS_PAGES
 @pytest.mark.parametrize("where", ["database", "store"])
 async def test_pages_end_early_and_the_cursor_goes_on(
     settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any, tmp_path: Any,
@@ -127,6 +136,7 @@ async def test_pages_end_early_and_the_cursor_goes_on(
         assert sorted(groups) == [f"t{i}" for i in range(6)]
 
 
+@ENORMOUS_PAGES
 async def test_one_record_larger_than_a_page_has_a_page_to_itself(
     settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
 ) -> None:
@@ -168,6 +178,15 @@ async def test_a_group_larger_than_a_page_whose_first_sample_failed(
         assert [one["sample_index"] for one in group["trajectories"]] == [1, 2, 3]
 
 
+ENORMOUS_LISTS = pytest.mark.attack(
+    "large manifests, tasks or trajectories make one answer of gigabytes",
+    boundary="tenants",
+    surface="lists and leases",
+    stopped_by="they end at the number of bytes that bounds pages of results",
+)
+
+
+@ENORMOUS_LISTS
 async def test_lists_of_jobs_and_rollouts_are_bounded_too(
     settings: Settings, serving: Any, make_manifest: Any
 ) -> None:
@@ -193,6 +212,7 @@ async def test_lists_of_jobs_and_rollouts_are_bounded_too(
             assert pages > 1, path
 
 
+@ENORMOUS_LISTS
 async def test_leases_carry_a_bounded_number_of_bytes(
     settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
 ) -> None:
@@ -214,6 +234,15 @@ async def test_leases_carry_a_bounded_number_of_bytes(
 # Cursors.
 
 
+CURSOR_OF_A_DELETED_JOB = pytest.mark.attack(
+    "a cursor of a deleted job skips results of the job that has its name now",
+    boundary="tenants",
+    surface="cursors",
+    stopped_by="cursors carry the job's uid",
+)
+
+
+@CURSOR_OF_A_DELETED_JOB
 async def test_cursors_of_a_deleted_job_are_gone(served: Any, make_manifest: Any, worker_of: Any) -> None:
     path = "/v1/rolloutjobs/job"
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
@@ -366,6 +395,7 @@ class Simulation:
             assert set(seen) == self.ended[self.uid], "a result was skipped"
 
 
+@CURSOR_OF_A_DELETED_JOB
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_sequence_of_calls_skips_or_repeats_a_result(
     seed: int, served: Any, worker_of: Any, make_manifest: Any, eventually: Any

@@ -164,6 +164,12 @@ def test_only_web_servers_can_be_listed(prefix: str) -> None:
         ServiceAllowList.of([prefix])
 
 
+@pytest.mark.attack(
+    "it names an internal address",
+    boundary="control plane",
+    surface="`reward.service`",
+    stopped_by="none is asked unless the installer lists it",
+)
 async def test_a_job_names_what_the_installer_allows(
     plane: Any, service: ScriptedRewardService, make_manifest: Any
 ) -> None:

@@ -113,6 +113,12 @@ async def test_what_is_not_a_fault_of_one_row_is_refused(
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
 
 
+@pytest.mark.attack(
+    "a file of nothing but bad rows, or of huge ones, fills memory, the database or answers",
+    boundary="control plane",
+    surface="`tasks.onBadRow: skip`",
+    stopped_by="ten reasons of 256 characters are kept, and rows that are skipped count as rows of the file",
+)
 async def test_skipped_rows_count_as_lines_of_the_file(
     served: Any, make_manifest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,8 +244,8 @@ async def test_a_test_that_ends_python_has_not_passed(sandbox: tuple[ExecClient,
 
 
 @pytest.mark.attack(
-    "a wrong result leads a test past the call that it would fail",
-    stopped_by="each test that an honest result passes is judged by all of its calls, 0 otherwise",
+    "results lead a test past some of its calls",
+    stopped_by="the calls to which the results lead are made, and a wrong result fails the test",
 )
 async def test_results_may_lead_past_a_call(sandbox: tuple[ExecClient, str]) -> None:
     """Which calls a test makes depends on the results, in tests that are right as well."""

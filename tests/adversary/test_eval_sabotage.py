@@ -14,7 +14,11 @@ from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack, cases
 from rollyard_testing.adversary.policy_sabotage import ATTACKS
 
-pytestmark = pytest.mark.attack(boundary="evaluation", surface="sabotage")
+pytestmark = pytest.mark.attack(
+    boundary="evaluation",
+    surface="sabotage",
+    stopped_by="Eval notices that folders which were usable at first no longer are: 0.0, and no new try",
+)
 
 
 @pytest.mark.parametrize("attack", cases(ATTACKS))

@@ -32,7 +32,7 @@ def is_path(word: str) -> bool:
 
 
 def is_there(path: str) -> bool:
-    """Return whether a path or pattern names something below the root or, as on the page of attacks, below tests."""
+    """Return whether a path or pattern names something below the root or, as in the page of attacks, tests."""
     return any(True for folder in (ROOT, ROOT / "tests") for _ in folder.glob(path.rstrip("/")))
 
 

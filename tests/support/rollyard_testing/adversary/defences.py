@@ -117,7 +117,7 @@ def page(items: Iterable[pytest.Item]) -> str:
         ]
         surfaces = dict.fromkeys(one.surface for one in tests if one.boundary == boundary)
         lines += [
-            f"| {surface} | {one.attack} | {one.stopped_by} | {', '.join(tests[one])} |"
+            f"| {surface} | {one.attack} | {one.stopped_by} | {_by_file(tests[one])} |"
             for surface in surfaces
             for one in tests
             if (one.boundary, one.surface) == (boundary, surface)
@@ -125,14 +125,22 @@ def page(items: Iterable[pytest.Item]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _by_file(names: list[str]) -> str:
+    """Return the names of tests, each file once with its tests."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        path, _, test = name.partition("::")
+        files.setdefault(path, []).append(f"`{test}`")
+    return "; ".join(f"`{path}`: {', '.join(tests)}" for path, tests in files.items())
+
+
 def _name(item: pytest.Item) -> str:
-    """Return a test's file and name, with its attack where the test has a table of them."""
+    """Return a test's file below tests and its name, with its attack where the test has a table of them."""
     path, _, name = item.nodeid.removeprefix("tests/").partition("::")
-    callspec = getattr(item, "callspec", None)
-    marked = callspec is not None and any(mark.name == "attack" for mark in callspec.marks)
     name, _, parameters = name.partition("[")
-    if marked:
-        # A fixture's parameter stands before that of the test: the kind of sandbox.
-        attack = re.sub(r"^(bubblewrap|apptainer)-", "", parameters.rstrip("]"))
-        name = f"{name}[{attack}]"
-    return f"`{path}::{name}`"
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or not any(mark.name == "attack" for mark in callspec.marks):
+        return f"{path}::{name}"
+    # A fixture's parameter, the kind of sandbox, stands before that of the test.
+    attack = re.sub(r"^(bubblewrap|apptainer)-", "", parameters.removesuffix("]"))
+    return f"{path}::{name}[{attack}]"

@@ -36,7 +36,7 @@ def item(*marks: tuple[bool, pytest.Mark], of_parameters: tuple[pytest.Mark, ...
 def test_the_page_is_current() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/attacks_page.py", "--check"], capture_output=True, text=True,
-        timeout=patience(120),
+        timeout=patience(300),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
